@@ -551,7 +551,7 @@ def what_differs_under_a_name_is_an_error_on_every_rank(rank: int, world: int) -
 @check
 def a_name_belongs_to_one_call_at_a_time(rank: int, world: int) -> None:
     first = gc.allreduce_async(torch.ones(1), op=gc.Sum, name="twice")
-    with raises(gc.ConfigError, "'twice' is in flight"):
+    with raises(gc.ConfigError, "'twice' is pending"):
         gc.allreduce(torch.ones(1), op=gc.Sum, name="twice")
     same(gc.synchronize(first), torch.full((1,), float(world)))
     for _ in range(2):
@@ -564,7 +564,7 @@ def a_name_belongs_to_one_call_at_a_time(rank: int, world: int) -> None:
     for number, call in enumerate(begin):
         if rank == number % world:
             handle = call(torch.ones(world), name="held")
-            with raises(ValueError, f"rank {rank}: an operation named 'held' is in flight"):
+            with raises(ValueError, f"rank {rank}: an operation named 'held' is pending"):
                 call(torch.ones(world), name="held")
         gc.barrier()
         if rank != number % world:

@@ -1,1 +1,1 @@
-"""A job: its ranks, how they meet, what they tell each other, and what they save. Knows no framework."""
+"""Holds what a job is: its ranks, how they meet, what they tell each other and what they save. Knows no framework."""

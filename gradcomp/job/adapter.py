@@ -1,4 +1,4 @@
-"""What a frontend does for the driver of its steps, and what its users are told."""
+"""Defines what a frontend gives to the step driver: operations of its framework, and its part of error texts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradcomp.pipeline.fingerprint import SoonFingerprint
 
 @dataclass(frozen=True)
 class Words:
-    """What a frontend's users are told in its own terms.
+    """Holds the parts of error texts in which frontends differ.
 
-    ``step_is_open``: why the state can be neither read nor replaced in the midst of a step. The others follow an error
-    as advice: ``late_gradient`` where a gradient came after its step was flushed, ``unequal_steps`` where some ranks
-    applied the means and others did not.
+    ``step_is_open`` says why the state can be neither read nor replaced in the middle of a step. The others are advice
+    that is appended to an error: ``late_gradient`` where a gradient arrived after its step was flushed,
+    ``unequal_steps`` where some ranks applied the means and others did not.
     """
 
     step_is_open: str
@@ -26,38 +26,37 @@ class Words:
 
 
 class Adapter(Protocol):
-    """What a frontend does for the driver of its steps."""
+    """Gives the step driver what only the framework can do."""
 
     @property
     def listener(self) -> Listener | None:
-        """Who hears of means before the step ends."""
+        """Return the listener that is told of means before the step ends, or None."""
         ...
 
     @property
-    def words(self) -> Words:
-        """For its users."""
-        ...
+    def words(self) -> Words: ...
 
     def allocate(self, layer: int) -> int:
-        """Memory for the mean of a layer that only other ranks had; on the engine's thread."""
+        """Return the address of memory for the mean of a layer that this rank has no gradient of.
+
+        Runs on the engine's thread.
+        """
         ...
 
-    def digests(self) -> Digests:
-        """Of what the parameters hold."""
-        ...
+    def digests(self) -> Digests: ...
 
     def begin_digests(self) -> Future[Digests]:
-        """The same, where training goes on meanwhile: the parameters stay as they are until the step is done."""
+        """Start to compute the digests while training goes on; no parameter changes before the step is done."""
         ...
 
     def fingerprint(self, turn: int) -> SoonFingerprint:
-        """Of the parameters and the optimizer as they are now, for the exchange that opens: a sample by ``turn``."""
+        """Return a fingerprint of parameters and optimizer at the start of a step; ``turn`` selects the sample."""
         ...
 
     def means_complete(self) -> None:
-        """The means are in the outputs. May raise, and may use collectives: then all ranks do so alike."""
+        """Check or use the means, which are now in the outputs. It raises and calls collectives on all ranks alike."""
         ...
 
     def finalise(self) -> bool:
-        """End a step that needs nothing more from the user. False if gradients wait that no step has."""
+        """End a step that needs nothing more from the user. Return False if gradients are pending that no step took."""
         ...

@@ -1,11 +1,11 @@
-"""Adasum: a sum of vectors in which what two of them have in common counts once.
+"""Implements Adasum: a sum of vectors in which the component that two of them share counts once.
 
 For two vectors a and b (Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020, section 3):
 
     Adasum(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b
 
-Orthogonal vectors are added, parallel ones averaged. N ranks, a power of two, combine in pairs: neighbours first, then
-the results of pairs, and so on. A vector of zeros is left out.
+Orthogonal vectors are added and equal ones averaged. N ranks, a power of two, combine along a binary tree: first
+neighbouring ranks, then neighbouring pairs, and so on. A vector of zeros changes nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Array = npt.NDArray[Any]
 
 
 def adasum(channel: Channel, flat: Array, lengths: Sequence[int]) -> None:
-    """Overwrite ``flat``, of float32 or float64, by the Adasum over ranks of each of its parts. On a channel's thread.
+    """Overwrite ``flat``, of float32 or float64, with the Adasum over ranks of each tensor in it.
 
-    ``lengths``: of the tensors that lie one behind the other; each is a vector of its own. All ranks of a pair compute
-    the same from the same, so the result is bit-identical on all. Wire: log2(N) rounds of all d bytes.
+    ``lengths`` are the element counts of the tensors that are stored one after another in ``flat``; each is a vector of
+    its own. Both ranks of a pair compute the same result from the same operands, so all ranks end with the same bits.
+    Runs on the channel's thread. Wire: log2(N) rounds, each of all d bytes.
     """
     received = np.empty_like(flat)
     distance = 1
@@ -42,7 +43,7 @@ def adasum(channel: Channel, flat: Array, lengths: Sequence[int]) -> None:
 
 
 def combine(a: Array, b: Array) -> Array:
-    """Adasum of two vectors; products are added in float64."""
+    """Return the Adasum of two vectors; dot product and norms are accumulated in float64."""
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     dot, norm_a, norm_b = (float(x @ y) for x, y in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b)))
     return np.asarray(_weight(dot, norm_a) * wide_a + _weight(dot, norm_b) * wide_b).astype(a.dtype)

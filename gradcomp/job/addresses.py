@@ -1,4 +1,4 @@
-"""At which of this host's addresses rank 0 serves the job's store, and what the other ranks are told."""
+"""Chooses the address of this host at which rank 0 serves the job's store and which the other ranks are told."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from gradcomp.job.launch import Address, Launch
 logger = logging.getLogger("gradcomp")
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
-_BACKLOG = 4096  # every rank connects several times; the system lowers what is too much
+_BACKLOG = 4096  # every rank connects several times; the kernel lowers a value that is too large
 
 _Bindable = tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]
 
 
 def own_address(launch: Launch) -> str:
-    """Where the other ranks reach this host; a loopback address only if they are on it, or with a warning."""
+    """Return the address at which the other ranks reach this host.
+
+    It is a loopback address only if all ranks are on this host or, with a warning, if no other address is found.
+    """
     if launch.interface is not None:
         return interface_address(launch)
     if launch.one_host:
@@ -42,17 +45,17 @@ def own_address(launch: Launch) -> str:
 
 
 def master_address(launch: Launch, master: Address) -> Address:
-    """Where ranks that were given MASTER_ADDR meet: on one host at a loopback address."""
+    """Return the address at which ranks that were given MASTER_ADDR meet: a loopback address if all share one host."""
     host, port = master
     return ("127.0.0.1", port) if launch.one_host and not _is_loopback(host) else master
 
 
 def listening_socket(launch: Launch, address: Address) -> socket.socket | None:
-    """A socket that listens at the one address that the other ranks connect to.
+    """Return a socket that listens only at the address that the other ranks connect to, or None if that is not known.
 
-    None where it is not known which of this host's addresses that is; all of them must then be listened at. So it is
-    for a name with several addresses of which none is the chosen interface's, for an address that is another machine's
-    (a service's, a router's), and among several hosts for a name that means loopback here. Raises OSError.
+    With None the caller must listen at all addresses of this host. That is so for a name with several addresses none of
+    which is the chosen interface's, for an address of another machine (a service, a router), and among several hosts
+    for a name that resolves to loopback here. Raises OSError.
     """
     found = _choose(launch, address)
     if found is not None:
@@ -68,7 +71,7 @@ def listening_socket(launch: Launch, address: Address) -> socket.socket | None:
         else:
             return listening
     logger.info(
-        "the job's store listens at all addresses of this host, since %s does not say at which: set "
+        "the job's store listens at all addresses of this host, since %s is not the address of one interface: set "
         "GLOO_SOCKET_IFNAME, or MASTER_ADDR to a numeric address",
         address[0],
     )
@@ -87,7 +90,7 @@ def _choose(launch: Launch, address: Address) -> _Bindable | None:
     if all(ipaddress.ip_address(where[0]).is_loopback for _, where in found):
         if not (launch.one_host or _is_loopback(address[0])):
             return None
-        return min(found, key=lambda one: one[0])  # "localhost" has two: IPv4's is everywhere
+        return min(found, key=lambda one: one[0])  # "localhost" may be IPv6 too, but every host has IPv4
     return found[0] if len(found) == 1 else None
 
 
@@ -96,14 +99,17 @@ def _is_loopback(host: str) -> bool:
 
 
 def with_interface(launch: Launch) -> Launch:
-    """The launch, with an interface of its own choice: loopback for all connections of a job on one host."""
+    """Return the launch with an interface: the one it names or, for a job on one host, loopback."""
     if launch.interface is None and launch.one_host and _address_of_interface("lo") is not None:
         return replace(launch, interface="lo")
     return launch
 
 
 def interface_address(launch: Launch) -> str:
-    """The IPv4 address of the interface that the environment asks for; ConfigError names those that have one."""
+    """Return the IPv4 address of the interface that the environment names.
+
+    The ConfigError for a missing interface lists those that have an address.
+    """
     name = launch.interface or ""
     address = _address_of_interface(name)
     if address is None:

@@ -1,9 +1,9 @@
-"""The arithmetic of the user's reductions: in which dtype ranks' values are combined, scaled and divided.
+"""Defines the arithmetic of the user's reductions: the dtype in which values are combined, scaled and divided.
 
-Float16 and bfloat16 are combined in float32, float32 and float64 in themselves. Integers of up to 64 bits are combined
-in int64, uint64 in itself: what does not fit wraps. Factors of integers are applied in float64, and a value that is not
-whole loses its fraction, as does the average of integers. Of bool, Sum and Max are "or", Product and Min "and". A NaN
-of any rank is in the minimum and the maximum.
+Float16 and bfloat16 are combined in float32, float32 and float64 in their own dtype. Integers of up to 64 bits are
+combined in int64, uint64 in uint64, and overflow wraps around. Integers are scaled in float64, and a scaled value or an
+average that is not whole is truncated towards zero. For bool, Sum and Max are "or", Product and Min "and". A NaN of any
+rank makes the minimum and the maximum NaN.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of that name; bfloat16 is one."""
+    """Return the NumPy dtype of that name, including bfloat16."""
     return _BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which values of ``dtype`` are combined."""
+    """Return the dtype in which values of ``dtype`` are combined."""
     if dtype.kind in "iu":
         return dtype if dtype == np.uint64 else np.dtype(np.int64)
     return np.dtype(np.float32) if dtype in (np.float16, _BFLOAT16) else dtype
 
 
 def added_by_transport(dtype: np.dtype[Any], op: ReduceOp) -> bool:
-    """Whether the transport's own sum is this operation of these values."""
+    """Return whether the transport's own sum computes this operation in this dtype."""
     return op in (ReduceOp.AVERAGE, ReduceOp.SUM) and dtype in (np.float32, np.float64, np.int64)
 
 
 def combine(parts: Sequence[Array], how: ScaledOp) -> Array:
-    """One value from every rank's, a row of ``parts`` each: a new array of their dtype, combined in rank order."""
+    """Combine ``parts``, one array from each rank, in rank order. Return a new array of their dtype."""
     dtype, ufunc = parts[0].dtype, _UFUNCS[how.op]
     with np.errstate(over="ignore", invalid="ignore"):
         total = prescaled(parts[0], how)
@@ -57,28 +57,32 @@ def combine(parts: Sequence[Array], how: ScaledOp) -> Array:
 
 
 def prescaled(values: Array, how: ScaledOp) -> Array:
-    """A copy in the wide dtype, times the prescale factor."""
-    if values.dtype.kind in "iu":  # rounded to what the dtype holds, as if it had been given so
+    """Return a copy in the wide dtype, multiplied by the prescale factor."""
+    if values.dtype.kind in "iu":
+        # The product is cast to the given dtype first, as if the user had scaled it.
         values = _times(values, how.prescale)
         return values.astype(wide(values.dtype))
     return _times(values.astype(wide(values.dtype)), how.prescale)
 
 
 def finished(total: Array, how: ScaledOp, size: int) -> Array:
-    """Of the combined values: divided by the number of ranks for the average, times the postscale factor."""
+    """Divide the combined values by the number of ranks for an average, and multiply by the postscale factor.
+
+    Floats are changed in place.
+    """
     if how.op is not ReduceOp.AVERAGE:
         return _times(total, how.postscale)
     if total.dtype.kind == "f":
         return _times(np.divide(total, size, out=total), how.postscale)
     if how.postscale != 1.0:
         return _times(total, how.postscale / size)
-    # Division towards zero; NumPy's rounds down.
+    # An average is truncated towards zero, but NumPy's division rounds down.
     whole, rest = np.divmod(total, size)
     return np.asarray(whole + ((rest != 0) & (total < 0)))
 
 
 def _times(values: Array, factor: float) -> Array:
-    """In place for floats; integers are multiplied in float64 and lose their fraction."""
+    """Multiply: floats in place, integers in float64, truncated towards zero."""
     if factor == 1.0:
         return values
     if values.dtype.kind == "f":

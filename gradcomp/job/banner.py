@@ -1,4 +1,4 @@
-"""What a user sees first, in two lines: what runs, and how much is compressed. The rest is logged at level debug."""
+"""Logs at the start what runs and how much is compressed, in two lines; details are logged at level debug."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("gradcomp")
 
 
 def announce_job(runtime: Runtime) -> None:
-    """Say once, on rank 0, what runs; the settings that somebody changed stand there, all of them at level debug."""
+    """Log once, on rank 0, what runs and which settings were changed. All settings are logged at level debug."""
     if runtime.rank != 0:
         return
     config, hosts = runtime.config, len(runtime.topology.leaders)
@@ -50,7 +50,7 @@ def _listed(settings: dict[str, object]) -> str:
 
 
 def announce_compression(exchanger: Exchanger, proposal: Proposal) -> None:
-    """Say once, on rank 0, how much is compressed, and warn of what was probably not intended."""
+    """Log once, on rank 0, how much is compressed, and warn of what was probably not intended."""
     pipeline, policy = exchanger.pipeline, proposal.policy
     if pipeline.transport.rank != 0:
         return
@@ -91,7 +91,7 @@ def _title(proposal: Proposal) -> str:
 
 
 def _explain(exchanger: Exchanger) -> None:
-    """What costs memory, and layers that their compressor remarks on."""
+    """Log the memory of the state and compressors' remarks on layers."""
     pipeline = exchanger.pipeline
     logger.debug(
         "state %.2f MB; %d buckets",

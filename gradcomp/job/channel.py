@@ -1,9 +1,9 @@
-"""The user's own collectives: one thread, one call after the other, and no data move before all ranks agree on it.
+"""Runs the user's collectives on one thread, one after another, and moves no data before all ranks agree on the call.
 
-On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of one
-size: a digest of what this rank calls, and room for its data if they are small. Ranks that call in another order find
-the same calls by name (:mod:`gradcomp.job.matching`). Waiting ends at a deadline, or within a second of another rank's
-failure, which the :class:`Watchdog` finds out. A store that does not answer ends no call: the deadline does.
+On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of a
+fixed size: a digest of the call, and its data if they are small. Ranks that make named calls in different orders match
+them by name (:mod:`gradcomp.job.matching`). A wait ends at a deadline, or within a second of another rank's failure,
+which the :class:`Watchdog` detects. A store that does not answer ends no call before the deadline.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from gradcomp.transport.base import BlockingHandle, Bytes, Handle, Transport
 T = TypeVar("T")
 
 _LONGEST_PAUSE_SECONDS = 200e-6  # between polls of a collective
-_DRAIN_SECONDS = 10.0  # for a thread whose calls have ended
+_DRAIN_SECONDS = 10.0  # how long close() waits for the thread after its last call should have ended
 _CHUNK_BYTES = 64 << 20
-#: Between rounds if no call was pending on all ranks.
-_FRUITLESS_PAUSE_SECONDS = 5e-3  # the longest
-#: A rank whose only thread has waited so long for calls that others do not make will make no other.
+#: The longest pause between rounds while no call is pending on all ranks.
+_FRUITLESS_PAUSE_SECONDS = 5e-3
+#: A rank whose only calling thread has been blocked this long is taken to make no other call.
 _STUCK_SECONDS = 1.0
 
 
 class _CallWatch(Watch):
-    """The watch of one channel: its members have called the same up to here."""
+    """Watches one channel. A rank's position is the number of times that it has compared calls with the others."""
 
     nobody = "all ranks called it"
-    name = ""  # of the last call
+    name = ""  # the last call's
     calls = 0
     ends = False
-    #: Calls of all members that came to their end, so that all count alike.
+    #: Calls that all members have agreed on, so the number is the same on every rank.
     made = 0
 
     def __init__(self, *whose: Any) -> None:
         super().__init__(*whose)
-        #: What was called and has not begun to be made, in the order of the calls.
+        #: The calls that are queued and not begun, in order; a dict serves as an ordered set.
         self.outstanding: dict[_Item, None] = {}
-        #: Whose calls these are, in words; empty for those of all ranks.
+        #: Names the ranks in messages; empty where the channel is among all ranks of the job.
         self.among = ""
 
     @property
@@ -73,7 +73,7 @@ class _CallWatch(Watch):
 
     @property
     def goes_on(self) -> bool:
-        """A graph that waits may call something else meanwhile, and a rank that has joined stands in."""
+        """Return whether this rank may still make calls: a waiting graph may run other ops, a joined rank stands in."""
         items = list(self.outstanding)
         return any(item.reply.graph_waits or item.call.stand_in is not None for item in items)
 
@@ -114,19 +114,17 @@ class _CallWatch(Watch):
 
 @dataclass(eq=False)
 class _Item:
-    """A call that was queued."""
-
     call: Call
     work: Callable[[list[int]], Any]
     reply: Reply[Any]
-    called: float  # when, by perf_counter
+    called: float  # the time of the call, by perf_counter
 
 
 class Channel:
-    """One process group's queue of calls and the thread that makes them.
+    """Holds one process group's queue of calls and the thread that makes them.
 
-    ``aborts``: keys of the control channel that end every call, beside the channel's own. ``timeline``: what records
-    the calls at that moment, if anything does.
+    ``aborts``: keys of the control channel that end every call, in addition to the channel's own. ``timeline``: returns
+    the timeline that records calls now, or None.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class Channel:
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._pending: list[_Item] = []
         self._closing = False
-        #: How often the ranks have compared what they call: of two ranks that say so, the later one says more.
+        #: How often the ranks have compared their calls. :func:`gradcomp.job.joining.join` ranks its callers by it.
         self.rounds = 0
         self._callers: set[int | None] = set()  # threads that have called anything
         self._fruitless_since: float | None = None
@@ -164,25 +162,26 @@ class Channel:
 
     @property
     def failure(self) -> GradcompError | None:
-        """Why the group is unusable, if it is."""
+        """Return the error that made the group unusable, if there is one."""
         return self._failure
 
     @property
     def failed(self) -> bool:
-        """Whether a call failed such that the group is unusable."""
         return self._failure is not None
 
     def submit(
         self, call: Call, work: Callable[[list[int]], T], release: Callable[[], None] | None = None
     ) -> Reply[T]:
-        """Queue a call: agree with the other ranks, then ``work(every rank's number)`` on this channel's thread.
+        """Queue a call: the thread agrees on it with the other ranks, then calls ``work(every rank's number)``.
 
-        The future raises ConfigError if any rank has a problem, PlanMismatchError if the calls differ, on every rank;
-        after these the channel can be used further. It raises TransportError if a rank fails or stays away.
-        ``release``: called once, when the caller has the result or has dropped the future.
+        The reply raises ConfigError if any rank has a problem and PlanMismatchError if the calls differ, both on every
+        rank; the channel can be used further after these. It raises TransportError if a rank fails or stays away.
+        ``release`` is called once, when the caller has the result or has dropped the reply.
         """
         if os.getpid() != self._process:
-            raise StateError(f"{call.name}: a forked child is not a rank")
+            raise StateError(
+                f"{call.name}: a forked child is not a rank; call it in the process that called init()"
+            )
         if not self._thread.is_alive():
             raise StateError(f"{call.name}: gradcomp was shut down")
         callers = self._watch.watchdog.callers
@@ -194,27 +193,27 @@ class Channel:
         return reply
 
     def close(self, reason: str | None = None) -> None:
-        """End the thread after the calls under way; with a reason, tell the other ranks to stop waiting instead."""
+        """End the thread after the queued calls; with a ``reason``, abort these on all ranks."""
         self._queue.put(None)
         if reason is not None:
             self._watch.ends = True
             if self._failure is None:
                 self._watch.publish_abort(reason)
-        # Every wait ends at the deadline, or at once where this rank has ended.
+        # The thread ends by itself: its wait ends at the deadline, or at once after a failure or an abort.
         self._thread.join(
             _DRAIN_SECONDS if self._watch.ends or self.failed else self._timeout_seconds + _DRAIN_SECONDS
         )
         if reason is None and self._failure is None:
             self._watch.depart()
 
-    # ------------------------------------------------------------------ for the work of a call, on the thread
+    # ------------------------------------------------------------------ called by ``work``, on the thread
 
     def allreduce(self, array: npt.NDArray[Any]) -> None:
         """Sum a flat array of float32, float64 or int64 in place. Wire: 2 d (N-1)/N bytes per rank for d bytes."""
         self._wait(lambda: self._group.allreduce(array))
 
     def broadcast(self, array: Bytes, root: int) -> None:
-        """Overwrite with the root's bytes. Wire: d bytes to every rank but the root, along a binomial tree."""
+        """Overwrite ``array`` with the root's bytes. Wire: d bytes to each rank but the root, along a binomial tree."""
         place = (self.rank - root) % self.size
         for distance in (1 << i for i in range((self.size - 1).bit_length())):
             sends: list[tuple[int, Bytes]] = []
@@ -226,7 +225,7 @@ class Channel:
             self._wait(lambda: self._group.exchange(sends, recvs))  # noqa: B023 - issued before the next round
 
     def allgather(self, part: Bytes, counts: Sequence[int]) -> Bytes:
-        """Every rank's ``counts[i]`` bytes, one behind the other. Wire: N-1 times the own part per rank."""
+        """Return all ranks' bytes in rank order, ``counts[i]`` of rank i. Wire: N-1 times the own part per rank."""
         whole = np.empty(sum(counts), dtype=np.uint8)
         start = sum(counts[: self.rank])
         whole[start : start + len(part)] = part
@@ -234,13 +233,13 @@ class Channel:
         return whole
 
     def alltoall(self, send: Bytes, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Bytes:
-        """To each rank its part of ``send``; what they sent, in rank order. Wire: the parts for others."""
+        """Send each rank its part of ``send``; return what all sent, in rank order. Wire: the parts for other ranks."""
         recv = np.empty(sum(recv_counts), dtype=np.uint8)
         self._wait(lambda: self._group.alltoallv(send, send_counts, recv, recv_counts))
         return recv
 
     def exchange(self, send: Bytes, recv: Bytes, peer: int) -> None:
-        """Send all of ``send`` to one rank and fill ``recv`` from it; every rank has a peer. Wire: d bytes."""
+        """Send all of ``send`` to one rank and fill ``recv`` from it; every rank must have a peer. Wire: d bytes."""
         self._wait(lambda: self._group.exchange([(peer, send)], [(peer, recv)]))
 
     # ------------------------------------------------------------------------------------------ the thread
@@ -251,7 +250,7 @@ class Channel:
             self._round()
 
     def _take(self) -> bool:
-        """Move what was queued to what is pending; wait for it where nothing else is to be done. False at the end."""
+        """Move queued calls to the pending ones; block while there are none. Return False if the thread is to end."""
         pause = 0.0
         if self._fruitless_since is not None:
             waited = monotonic() - self._fruitless_since
@@ -272,7 +271,7 @@ class Channel:
         return False
 
     def _round(self) -> None:
-        """Find out which pending calls all ranks have, and make them."""
+        """Find the pending calls that all ranks have, and make them."""
         try:
             if self._failure is not None:
                 raise self._failure
@@ -306,7 +305,7 @@ class Channel:
             self._fail(error)
 
     def _match(self) -> list[Match]:
-        """The calls to make next. Empty if ranks have called different things so far."""
+        """Return the calls to make next; none if no call is pending on all ranks yet."""
         rounds = match([item.call for item in self._pending], self._waited_for(), self.rank, self.size)
         matches: list[Match] | None = None
         while matches is None:
@@ -326,7 +325,7 @@ class Channel:
         return matches
 
     def _waited_for(self) -> list[int]:
-        """Places of the pending calls for which the program waits, if it will call nothing else meanwhile."""
+        """Return the places of pending calls for which the program blocks, if it will make no other call meanwhile."""
         if self._fruitless_since is None:
             return []
         if self._closing:
@@ -337,7 +336,7 @@ class Channel:
         if monotonic() - self._fruitless_since < patience:
             return []
         waited_for = [place for place, item in enumerate(self._pending) if item.reply.waited_for]
-        # Another thread that has called something and does not wait may call what is missing.
+        # A thread that has made calls before and is not blocked may make the missing one.
         return waited_for if alone or len(waited_for) == len(self._pending) else []
 
     def _make(self, item: _Item, found: Match) -> None:
@@ -364,19 +363,19 @@ class Channel:
             item.reply.set_exception(self._fail(error))
 
     def _wait(self, issue: Callable[[], Handle]) -> None:
-        """Issue a collective and wait until it is done, or the watchdog ends the wait."""
+        """Issue a collective, and wait until it is done or the watchdog ends the wait."""
         handle = issue()
         block = handle.block if isinstance(handle, BlockingHandle) else None
         self._watch.hold(handle.poll, _LONGEST_PAUSE_SECONDS, block)
 
     def _fail(self, error: BaseException) -> GradcompError:
-        """Give the channel up and tell the others. Raises nothing."""
+        """Make the channel unusable, tell the other ranks, and return the error. Never raises."""
         watch = self._watch
         if self._failure is None and watch.told and isinstance(error, GradcompError):
             self._failure = error
         if self._failure is None:
             message = f"{watch.name}: {watch.own_rank}: {type(error).__name__}"
-            with suppress(BaseException):  # its text may be what raises
+            with suppress(BaseException):  # str() of a foreign error may raise
                 message = f"{watch.name}: {watch.own_rank}: {error}"
             if isinstance(error, GradcompError):
                 self._failure = type(error)(message)
@@ -389,12 +388,12 @@ class Channel:
 
 
 def current_channel(process_set: Members = None) -> Channel | None:
-    """The channel of all ranks, or of some; None if this is the only one. StateError before ``init``."""
+    """Return the channel of a process set, or None if this rank is its only member. StateError before ``init``."""
     return channel_of(members(process_set))
 
 
 def channel_of(ranks: Ranks) -> Channel | None:
-    """The channel among ``ranks`` in this life of gradcomp; the first call is collective."""
+    """Return the channel among ``ranks`` of the current job, or None for one rank. The first call is collective."""
     if len(ranks) == 1:
         return None
     state = current()
@@ -408,11 +407,11 @@ def channel_of(ranks: Ranks) -> Channel | None:
 
 
 def _make_channel(state: Runtime, ranks: Ranks) -> None:
-    """Once for each set of ranks; where that failed, later calls raise the same error, as on a channel that failed."""
+    """Make the channel of a set of ranks. If that failed before, raise the same error, as a failed channel does."""
     if (before := state.channel_errors.get(ranks)) is not None:
         raise before
     try:
-        if ranks != state.everyone:  # who met in init()
+        if ranks != state.everyone:  # all ranks have met in init()
             meet(state, ranks, "call a collective", f"has called none of ranks {list(ranks)}")
         group = state.group(ranks)
     except GradcompError as error:
@@ -430,7 +429,7 @@ def _make_channel(state: Runtime, ranks: Ranks) -> None:
 
 
 def alone(call: Call) -> Reply[None]:
-    """What a call does in a world of one: nothing, unless it has a problem."""
+    """Return the reply of a call in a world of one, where nothing is sent. ConfigError if the call has a problem."""
     if call.problem is not None:
         raise ConfigError(f"{call.name}: {call.problem}")
     reply: Reply[None] = Reply()
@@ -439,7 +438,7 @@ def alone(call: Call) -> Reply[None]:
 
 
 def chunks(items: Iterable[T], size_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Items that travel together in one broadcast: up to 64 MiB, or one that is larger."""
+    """Yield lists of items that travel together in one broadcast: up to 64 MiB, or one item that is larger."""
     chunk: list[T] = []
     held_bytes = 0
     for item in items:

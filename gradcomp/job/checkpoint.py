@@ -1,4 +1,4 @@
-"""``save`` and ``load``: what a job goes on from, in a directory."""
+"""Implements ``save`` and ``load``, which write and read checkpoints of the compression state."""
 
 from __future__ import annotations
 
@@ -26,21 +26,29 @@ logger = logging.getLogger("gradcomp")
 
 T = TypeVar("T")
 
-#: How many checkpoints stay beside the new one.
+#: The number of older checkpoints that ``save`` keeps.
 KEEP = 2
 
 
 def save(directory: str | Path, opt: Any, *, keep: int = KEEP) -> None:
-    """Write the compression state of all ranks to a new checkpoint in ``directory``: residuals, step, plan, order.
+    """Write the compression state of all ranks to a new checkpoint in ``directory``.
 
-    ``opt``: what :func:`DistributedOptimizer` returned. Model and optimizer are not in it; save them as always. The
-    checkpoint counts once all ranks' files are on disk; then all but the last ``keep`` older ones are removed. One
-    directory is for one optimizer.
+    It holds residuals, step, plan and bucket order, but neither model nor optimizer: save those as always. The
+    checkpoint counts once all ranks' files are on disk; then all but the last ``keep`` older ones are removed.
 
-    Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank. Disk: 4 bytes for each
-    element with feedback per rank, and 4/N for the chunk owner's.
-    Raises StateError on every rank if a step is open, or a file cannot be written; the older checkpoints are then
-    untouched. ConfigError if ``opt`` is something else, PlanMismatchError if the ranks call different things.
+    Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank. Disk: on each rank, 4
+    bytes for each element that has a residual, and 4/N bytes for each that has a server-side error.
+
+    Args:
+        directory: holds the checkpoints of this optimizer alone.
+        opt: what :func:`DistributedOptimizer` returned.
+        keep: the number of older checkpoints to keep.
+
+    Raises:
+        ConfigError: on every rank, if ``opt`` was not wrapped or ``keep`` is not a whole number of at least 0.
+        PlanMismatchError: if the ranks call different things.
+        StateError: on every rank, if a step is open or a file cannot be written; the older checkpoints are then
+            untouched.
     """
     save_with(directory, opt, lambda rank, world: {}, keep=keep)
 
@@ -53,7 +61,7 @@ def save_with(
     keep: int,
     arguments: Sequence[str] = (),
 ) -> None:
-    """:func:`save`, with further files. ``parts``: from rank and world, the files that this rank writes."""
+    """Save as :func:`save` does, with further files: ``parts(rank, world)`` returns the writers of this rank's."""
     ranks = together_of("gc.save", opt, arguments)
     path = Path(directory)
 
@@ -74,10 +82,10 @@ def save_with(
     _compare(taken, told)
     name, complete = told[0].get("name"), told[0].get("complete")
     if not history.is_name(name) or not isinstance(complete, list) or not all(map(history.is_name, complete)):
-        raise WireFormatError(f"gc.save: rank 0 sent {name!r:.40} for a name")
+        raise WireFormatError(f"gc.save: rank 0 sent {name!r:.40}, which is no checkpoint's name")
 
     def write() -> tuple[tuple[File, ...], Any]:
-        history.remove_others(path, [*complete, name])  # what killed saves left would take the room
+        history.remove_others(path, [*complete, name])  # files of saves that were killed would fill the disk
         files = checkpoint.write_files(path / name, taken.writers)
         return files, [asdict(file) for file in files]
 
@@ -96,7 +104,7 @@ def save_with(
 
 @dataclass(frozen=True)
 class _Taken:
-    """What one rank is about to write."""
+    """Holds what one rank is about to write."""
 
     state: Snapshot
     digests: Digests | None
@@ -104,12 +112,12 @@ class _Taken:
 
     @property
     def writers(self) -> dict[str, Writer]:
-        """The rank's files; that of its compression state is the first."""
+        """Return the writers of the rank's files; the first file holds its compression state."""
         own = checkpoint.rank_name(self.state.rank, self.state.world)
         return {own: checkpoint.rank_writer(self.state), **self.parts}
 
     def told(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """Return what must be equal on all ranks."""
         shared = json.dumps(self.state.shared.to_plain(), sort_keys=True)
         return {
             "shared": hashlib.sha256(shared.encode()).hexdigest(),
@@ -119,7 +127,9 @@ class _Taken:
 
 def _compare(taken: _Taken, told: list[Any]) -> None:
     if any(other["shared"] != told[0]["shared"] for other in told):
-        raise StateError("gc.save: the ranks are not at the same step of the same run")
+        raise StateError(
+            "gc.save: the ranks are not at the same step of the same run: call it after the same step on all ranks"
+        )
     for rank, other in enumerate(told):
         if taken.digests is not None and other["digests"] != told[0]["digests"]:
             pairs = zip(taken.digests.values, told[0]["digests"], other["digests"], strict=True)
@@ -131,12 +141,12 @@ def _compare(taken: _Taken, told: list[Any]) -> None:
 
 
 def _refuse_another_model(path: Path, state: Snapshot) -> None:
-    """StateError if the directory is another optimizer's: saving there would remove what belongs to that one."""
+    """Raise StateError if the directory is another optimizer's: saving there would remove its checkpoints."""
     try:
         last = path / history.last(path)
         there = Manifest.from_text(checkpoint.read_manifest(last)).shared.layers
     except StateError:
-        return  # there is none, or it is damaged or of another version, which is a matter for load()
+        return  # there is none, or one that is damaged or of another version, which load() reports
     if not there.items() & state.shared.layers.items():
         raise StateError(
             f"{path} has checkpoints of another model, whose first layer is {next(iter(there))!r}: "
@@ -151,24 +161,31 @@ def _manifest(taken: _Taken, written: list[Any]) -> Manifest:
 
 
 def load(directory: str | Path, opt: Any) -> None:
-    """Go on from the last complete checkpoint that :func:`save` wrote to ``directory``.
+    """Continue from the last complete checkpoint that :func:`save` wrote to ``directory``.
 
-    ``opt``: as for :func:`save`, wrapped anew with the same layers; its step, plan, bucket order and residuals are
-    replaced. With the number of ranks that saved, training then continues bit for bit. With another, every rank gets
-    the mean over the old ranks of what they had not sent: each reads the files of all. Model and optimizer are not in
-    it; load them as always, before or after.
+    Step, plan, bucket order and residuals of ``opt`` are replaced. With the number of ranks that saved, training
+    continues bit for bit. With another number, every rank reads the files of all and takes the mean of the old ranks'
+    residuals. Model and optimizer are not in the checkpoint; load them as always, before or after.
 
     Collective, between two steps. Rank 0 reads the manifest for all; every rank reads its own file.
-    Raises StateError on every rank, with nothing changed, if there is no checkpoint, a file is missing or damaged, a
-    layer is unknown, missing or misshapen (one error lists them all), the format is another version's, or a step is
-    open. ConfigError and PlanMismatchError as for :func:`save`.
+
+    Args:
+        directory: as for :func:`save`.
+        opt: as for :func:`save`, wrapped anew with the same layers.
+
+    Raises:
+        ConfigError: on every rank, if ``opt`` was not wrapped.
+        PlanMismatchError: if the ranks call different things.
+        StateError: on every rank, with nothing changed, if there is no checkpoint, a file is missing or damaged, a
+            layer is unknown, missing or misshapen (one error lists them all), the format is another version's, or a
+            step is open.
     """
     load_with(directory, opt, lambda found: lambda: None)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that is being loaded, on one rank of ``world``."""
+    """Describes a checkpoint that is being loaded, on one rank of ``world``."""
 
     directory: Path
     manifest: Manifest
@@ -177,12 +194,12 @@ class Found:
     world: int
 
     def part(self, name: str) -> Path | None:
-        """The path of a further file, which is as it was written; None if the checkpoint has none of this name."""
+        """Return the path of a further file, whose checksum is verified; None if the checkpoint has no such file."""
         file = self.manifest.part(name)
         return None if file is None else checkpoint.checked(self.directory, file)
 
     def state(self) -> Snapshot:
-        """This rank's compression state. StateError if it does not fit."""
+        """Return this rank's compression state. StateError if it does not fit."""
         world = len(self.manifest.files)
         if world == self.world:
             state = checkpoint.read_rank(self.directory, self.manifest, self.rank)
@@ -195,7 +212,7 @@ class Found:
         return state
 
     def expected(self) -> Expected | None:
-        """What the parameters must hold; None if the checkpoint does not say."""
+        """Return what the parameters must hold, or None if the checkpoint does not say."""
         if self.manifest.parameters is None:
             return None
         return Expected(self.manifest.parameters, self.manifest.shared.step, str(self.directory))
@@ -209,9 +226,10 @@ def load_with(
     missing_ok: bool = False,
     arguments: Sequence[str] = (),
 ) -> T | None:
-    """:func:`load`, with further files: what ``prepare`` returned puts them to use, once all ranks are prepared.
+    """Load as :func:`load` does, with further files: ``prepare`` reads them and returns a function that applies them.
 
-    ``missing_ok``: None where there is no checkpoint.
+    That function is called once ``prepare`` has returned on all ranks. ``missing_ok``: return None where there is no
+    checkpoint.
     """
     ranks = together_of("gc.load", opt, arguments)
     path = Path(directory)
@@ -226,7 +244,7 @@ def load_with(
 
     def read() -> tuple[tuple[Found, Snapshot, Callable[[], T]], None]:
         if not history.is_name(told[0].get("name")):
-            raise WireFormatError(f"rank 0 sent {told[0]!r:.40} for a checkpoint")
+            raise WireFormatError(f"gc.load: rank 0 sent {told[0]!r:.40}, which names no checkpoint")
         manifest = Manifest.from_text(str(told[0].get("manifest")))
         found = Found(path / told[0]["name"], manifest, checkpoint_manager, ranks.rank, ranks.size)
         return (found, found.state(), prepare(found)), None

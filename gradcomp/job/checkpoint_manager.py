@@ -1,4 +1,4 @@
-"""``CheckpointManager``: the compression state of one optimizer, and the model that it belongs to."""
+"""Defines ``CheckpointManager``, which reads and replaces an optimizer's compression state and checks its model."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ logger = logging.getLogger("gradcomp")
 
 @dataclass(frozen=True)
 class Expected:
-    """What the parameters held when a state was saved, at which step and where."""
+    """Holds digests of the parameters when a state was saved, with its step and its path."""
 
     digests: Digests
     step: int
     where: str
 
     def check(self, held: Digests | None) -> None:
-        """Raise StateError naming the first parameter that holds something else."""
+        """Raise StateError naming the first parameter that differs. Warn if the digests cannot be compared."""
         if held is None:
             return
         if held.algorithm != self.digests.algorithm:
             logger.warning(
-                "%s has digests of parameters by %s, this gradcomp makes them by %s: whether the model is the one of "
-                "step %d is not checked",
+                "%s has digests of parameters by %s, this version of gradcomp computes them by %s: it is not checked "
+                "that the model is the one of step %d",
                 self.where,
                 self.digests.algorithm,
                 held.algorithm,
@@ -54,11 +54,11 @@ class Expected:
 
 
 class CheckpointManager:
-    """Where the compression state of an exchanger is.
+    """Reads and replaces the compression state of an exchanger.
 
-    Without an exchanger, in a world of one, it keeps for a later job what a checkpoint holds, and applies nothing.
-    ``unit``: see :class:`gradcomp.pipeline.shared_state.Shared`. ``ranks``: those that exchange. ``digests``: of the
-    parameters.
+    Without an exchanger, in a world of one, it keeps what a checkpoint holds for a later job, and applies nothing.
+    ``unit``: see :class:`gradcomp.pipeline.shared_state.Shared`. ``ranks``: the ranks that exchange. ``digests``:
+    returns digests of the parameters.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CheckpointManager:
         ranks: Ranks,
         digests: Callable[[], Digests | None] = lambda: None,
     ) -> None:
-        #: Called before the state is read or replaced; raises StateError in the midst of a step.
+        #: Called before the state is read or replaced; raises StateError in the middle of a step.
         self.finish_step: Callable[[], None] = lambda: None
         self.digests = digests
         self.ranks = ranks
@@ -83,12 +83,12 @@ class CheckpointManager:
         self._unit = unit
         self.awaited = False
         self._restored = False
-        self._begins_anew = True  # and nobody was told that it should not
+        self._begins_anew = True  # no state was restored, and no warning of that was given
         self._expected: Expected | None = None
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """The exchanger's; in a world of one, one that never steps, made when it is first asked for."""
+        """Return the exchanger's pipeline; in a world of one, a pipeline that never steps, made when first needed."""
         if self._exchanger is not None:
             return self._exchanger.pipeline
         (transport,) = World(1).transports()
@@ -96,11 +96,11 @@ class CheckpointManager:
 
     @property
     def step(self) -> int:
-        """Steps so far; none where nothing is exchanged and nothing was restored."""
+        """Return the number of steps so far: 0 where nothing is exchanged and nothing was restored."""
         return self.pipeline.step if self._exchanger is not None or "pipeline" in self.__dict__ else 0
 
     def snapshot(self) -> Snapshot:
-        """This rank's state. Local."""
+        """Return this rank's state. Local."""
         self.finish_step()
         return snapshot(self.pipeline, self._unit)
 
@@ -109,24 +109,24 @@ class CheckpointManager:
         check(self.pipeline, state)
 
     def restore(self, state: Snapshot, expected: Expected | None = None) -> None:
-        """Go on from ``state``. Local. ``expected``: what the parameters must hold when the next step begins."""
+        """Continue from ``state``. Local. ``expected``: what the parameters must hold when the next step begins."""
         self.finish_step()
         restore(self.pipeline, state, self._unit)
         self.awaited, self._restored, self._begins_anew = False, True, False
         self._expected = expected
 
     def inherit(self, old: CheckpointManager) -> None:
-        """Go on from the state of a checkpoint manager with fewer layers. Local."""
+        """Continue from the state of a checkpoint manager with fewer layers. Local."""
         self._expected = old._expected
         if self._exchanger is not None or "pipeline" in old.__dict__:
             inherit(self.pipeline, old.pipeline)
 
     def state_is_due(self) -> None:
-        """The optimizer's own state came from elsewhere: unless ours does too, the next step says so."""
+        """Note that the optimizer's own state was loaded: if ours is not loaded too, the next step warns."""
         self.awaited = not self._restored
 
     def before_step(self) -> None:
-        """Raise StateError if a state was loaded, and its model was not; warn if only the optimizer's own state was."""
+        """Raise StateError if a state was loaded without its model; warn if only the optimizer's own was loaded."""
         if self._expected is not None:
             self._expected.check(self.digests())
             self._expected = None
@@ -135,7 +135,7 @@ class CheckpointManager:
             self._warn("the optimizer's state was loaded, its compression state was not: %s")
 
     def state_was_due(self) -> None:
-        """The steps began without a state, and now an optimizer turns up that had stepped before: warn, once."""
+        """Warn, once, that no state was loaded although an optimizer is added now that had stepped before."""
         if self._begins_anew:
             self._warn(
                 "an optimizer of these parameters had stepped before the first exchange, and no compression state was "
@@ -149,7 +149,7 @@ class CheckpointManager:
 
 
 def checkpoint_manager_of(opt: Any) -> CheckpointManager:
-    """The checkpoint manager of a distributed optimizer or of a hook's state; ConfigError for anything else."""
+    """Return the checkpoint manager of a distributed optimizer or of a hook's state; ConfigError for anything else."""
     checkpoint_manager = checkpoint_manager_or_none(opt)
     if checkpoint_manager is None:
         raise ConfigError(
@@ -159,14 +159,13 @@ def checkpoint_manager_of(opt: Any) -> CheckpointManager:
 
 
 def checkpoint_manager_or_none(opt: Any) -> CheckpointManager | None:
-    """The checkpoint manager, if there is one."""
     checkpoint_manager = getattr(getattr(opt, "_gradcomp", opt), "checkpoint_manager", None)
     return checkpoint_manager if isinstance(checkpoint_manager, CheckpointManager) else None
 
 
 @contextmanager
 def not_from_checkpoint(optimizer: Any) -> Iterator[None]:
-    """What the optimizer's ``load_state_dict`` takes in here has no compression state that belongs to it."""
+    """Let the optimizer's ``load_state_dict`` load, in this context, a state without a compression state."""
     checkpoint_manager = getattr(getattr(optimizer, "_gradcomp", None), "checkpoint_manager", None)
     awaited = isinstance(checkpoint_manager, CheckpointManager) and checkpoint_manager.awaited
     yield

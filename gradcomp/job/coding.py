@@ -1,4 +1,4 @@
-"""What ``compression=`` of a collective may be: half precision on the wire, or the user's own pair of functions."""
+"""Interprets ``compression=`` of a collective: half precision on the wire, or the user's own pair of functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HALVES = ("float16", "bfloat16")
 
 
 def coder_of(compression: Any, half: Callable[[str], Coder], none: Coder) -> tuple[Coder, str | None]:
-    """What is done before and behind a collective, and why the argument is not one.
+    """Return what is applied before and after a collective, and an error text if the argument is invalid.
 
-    ``compression``: ``Compression.none``, ``.fp16`` and ``.bf16``, their strings, or what has functions
-    ``compress(tensor)``, which returns a tensor and a context, and ``decompress(tensor, context)``, as compressors of
-    Horovod's users have. ``half``: the framework's coder for "float16" or "bfloat16"; ``none``: the one that does
+    ``compression`` is ``Compression.none``, ``.fp16`` or ``.bf16``, a string for one of them, or an object like
+    Horovod's compressors: ``compress(tensor)`` returns a tensor and a context, and ``decompress(tensor, context)``
+    undoes it. ``half`` returns the framework's coder for "float16" or "bfloat16"; ``none`` is the coder that does
     nothing.
     """
     try:

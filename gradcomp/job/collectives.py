@@ -1,14 +1,15 @@
-"""The user's collectives over arrays: what each is called with, checks, sends and returns.
+"""Implements the user's collectives over arrays: their descriptors, checks, messages and results.
 
-Frontends turn their tensors into arrays, and add views and gradients. Every call costs one small round in which the
-ranks compare their descriptors (see :func:`gradcomp.job.matching.match`), then the data move. A call takes one tensor,
-or a group of them that travel together. d is the size of the data in bytes, N the number of ranks; in a world of one
-nothing moves. The futures raise ConfigError if any rank has a problem and PlanMismatchError if descriptors differ, both
-on every rank, and TransportError if a rank is dead or stays away.
+Frontends turn tensors into arrays, and add views and gradients. Every call costs one small round in which the ranks
+compare their descriptors (see :func:`gradcomp.job.matching.match`), then the data move. A call takes one tensor, or a
+group of them that travel together. d is the size of the data in bytes, N the number of ranks; in a world of one nothing
+moves. The replies raise ConfigError if any rank has a problem and PlanMismatchError if descriptors differ, both on
+every rank, and TransportError if a rank is dead or stays away.
 
-A call with a name finds the same call of other ranks in whatever order they call; one without a name is matched in
-order. A name belongs to one call from its start until the caller has its result, or has dropped it and it has ended. A
-second call of the name raises ConfigError before it is begun, on this rank alone: the others need not make one.
+A call with a name is matched with the calls of that name on the other ranks, in whatever order each rank calls; calls
+without a name are matched in order. A name is taken from the start of its call until the caller has the result, or
+until the call has ended and its reply was dropped. A second call of the name raises ConfigError at once, on this rank
+alone: the other ranks need not make one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """What holds for a collective whatever its tensor.
+    """Says what a collective does with the rows of a tensor.
 
     ``rows``: "any" where ranks may differ in their first dimension, "split" where that is divided among them, "none"
     where a tensor is taken as a whole.
@@ -61,15 +62,15 @@ KINDS = {
 }
 
 
-#: Of which one call takes two tensors that belong together.
+#: One call of these takes two tensors that belong together and are no group.
 _PAIRS = {"sparse_allreduce"}
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A tensor of a rank's call, in the terms on which all ranks must agree.
+    """Describes a tensor of one rank's call, in the terms on which all ranks must agree.
 
-    ``ranks``: who takes part, and ``root``: numbers of the job. ``dtype``, ``itemsize``, ``shape``: of the user's
+    ``ranks`` and ``root`` are numbered as in the job. ``dtype``, ``itemsize`` and ``shape`` are those of the user's
     tensor; a barrier has none.
     """
 
@@ -81,7 +82,7 @@ class Descriptor:
     shape: tuple[int, ...] = ()
     how: ScaledOp | None = None
     root: int | None = None
-    #: What else must be the same, in words.
+    #: A further text that must be the same on all ranks; it is shown after the shape.
     note: str = ""
 
     def __str__(self) -> str:
@@ -96,7 +97,7 @@ class Descriptor:
 
     @property
     def problem(self) -> str | None:
-        """Why no tensor of this dtype and shape can be given to it; None if one can."""
+        """Return why no tensor of this dtype and shape can be given to the call; None if one can."""
         if KINDS[self.kind].rows != "none" and not self.shape:
             return "a tensor without dimensions has no rows; reshape it to [1]"
         if not isinstance(self.name, str | None):
@@ -105,9 +106,11 @@ class Descriptor:
 
     def _wrong_op(self, how: ScaledOp) -> str | None:
         if self.dtype == "bool" and how.op is ReduceOp.AVERAGE:
-            return "the average of bool is not defined; use op=Sum, which is or, or a floating-point tensor"
+            return (
+                'the average of bool is not defined; use op=Sum, which means "or", or a floating-point tensor'
+            )
         if self.dtype == "bool" and how.scales:
-            return "bool has no factors; use a floating-point tensor"
+            return "a tensor of bool cannot be scaled; use a floating-point tensor"
         if how.op is not ReduceOp.ADASUM:
             return None
         if "float" not in self.dtype or self.kind != "allreduce":
@@ -118,23 +121,22 @@ class Descriptor:
 
     @property
     def rows(self) -> int:
-        """The first dimension, 0 without one."""
+        """Return the first dimension, or 0 without one."""
         return self.shape[0] if self.shape else 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return math.prod(self.shape[1:]) * self.itemsize
 
 
 def allreduce(
     called: Sequence[Descriptor], values: Sequence[Array], problem: str | None = None
 ) -> Reply[None]:
-    """The reduction over ranks of each tensor, in place: ``values`` are flat, of the tensors' own dtypes.
+    """Reduce each tensor over ranks, in place: ``values`` are flat, in the tensors' own dtypes.
 
-    Wire: 2 d (N-1)/N bytes per rank, in one collective or two for each dtype; see :func:`reducing.reduce_all`. What is
-    at most :func:`matching.inline_bytes` travels with the comparison, in no collective of its own, and is combined in
-    rank order; of Adasum nothing does.
+    Wire: 2 d (N-1)/N bytes per rank, in one collective or two for each dtype; see :func:`reducing.reduce_all`. Tensors
+    of together at most :func:`matching.inline_bytes` travel with the comparison, without a collective of their own, and
+    are combined in rank order; those of Adasum never do.
     """
     how = called[0].how or ScaledOp()
     little = sum(value.nbytes for value in values) <= inline_bytes(len(called[0].ranks))
@@ -161,7 +163,7 @@ def allreduce(
 
 
 def _combine_inline(values: Sequence[Array], how: ScaledOp, of_ranks: Sequence[Bytes]) -> None:
-    """Overwrite ``values``, which lie one behind the other in every rank's bytes, by their reduction."""
+    """Overwrite ``values`` with their reduction; every rank's bytes hold the tensors one after another."""
     lengths = [value.nbytes for value in values]
     parts = zip(*(_split(data, lengths) for data in of_ranks), strict=True)
     for value, of_value in zip(values, parts, strict=True):
@@ -169,7 +171,7 @@ def _combine_inline(values: Sequence[Array], how: ScaledOp, of_ranks: Sequence[B
 
 
 def stand_in(channel: Channel, zeros: Any) -> None:
-    """Take part in an allreduce of others with zeros, on the channel's thread. WireFormatError for anything else."""
+    """Take part in the other ranks' allreduce with zeros, on the channel's thread. WireFormatError for other calls."""
     try:
         op, prescale, postscale, forms = zeros
         how = ScaledOp(ReduceOp[op], float(prescale), float(postscale))
@@ -194,9 +196,9 @@ def _reduce_values(channel: Channel, values: Sequence[Array], how: ScaledOp) -> 
 def allgather(
     called: Sequence[Descriptor], parts: Sequence[Bytes], problem: str | None = None
 ) -> Reply[list[tuple[Bytes, list[int]]]]:
-    """Of each tensor all ranks' rows in rank order, and how many each has.
+    """Return for each tensor all ranks' rows in rank order, and how many rows each rank has.
 
-    Wire: one all-to-all, (N-1) d bytes per rank; before it, of k > 1 tensors, one of 8 k (N-1) bytes.
+    Wire: one all-to-all, (N-1) d bytes per rank; for k > 1 tensors another of 8 k (N-1) bytes comes first.
     """
     own_rows = [each.rows for each in called]
 
@@ -227,7 +229,7 @@ def allgather(
 
 
 def broadcast(called: Descriptor, buffer: Bytes, problem: str | None = None) -> Reply[None]:
-    """The root's bytes, in place of ``buffer``. Wire: d bytes to every rank but the root, along a binomial tree."""
+    """Overwrite ``buffer`` with the root's bytes. Wire: d bytes to every rank but the root, along a binomial tree."""
 
     def work(channel: Channel, _: list[int]) -> None:
         assert called.root is not None, "a broadcast without a root has a problem"
@@ -239,7 +241,7 @@ def broadcast(called: Descriptor, buffer: Bytes, problem: str | None = None) -> 
 def reducescatter(
     called: Sequence[Descriptor], values: Sequence[Array], problem: str | None = None
 ) -> Reply[list[Array]]:
-    """This rank's rows of the reduction over ranks of each tensor, flat; ``values`` are flat and stay as they are.
+    """Return this rank's rows of each tensor's reduction over ranks, flat; ``values`` are flat and are not changed.
 
     Rows are split as :func:`shares` says. Values are combined in rank order, so the result does not depend on the
     transport. Wire: for each dtype one all-to-all of the rows as they are, d (N-1)/N bytes per rank.
@@ -249,7 +251,7 @@ def reducescatter(
     def work(channel: Channel, _: list[int]) -> list[Array]:
         results: list[Array] = [np.empty(0)] * len(values)
         for places in _by_dtype(values):
-            # Bytes of each tensor (a row of this table) for each rank.
+            # A row of this table has one tensor's bytes for each rank.
             table = [
                 [count * called[place].row_bytes for count in shares(called[place].rows, channel.size)]
                 for place in places
@@ -283,7 +285,7 @@ def reducescatter(
 def alltoall(
     called: Descriptor, rows: Bytes, splits: Sequence[int], problem: str | None = None
 ) -> Reply[tuple[Bytes, list[int]]]:
-    """To each rank its number of rows, of ``splits``; the rows that came, in rank order, and how many from each.
+    """Send ``splits[i]`` rows to rank i. Return the rows received, in rank order, and how many each rank sent.
 
     Wire: two all-to-alls, of 8 (N-1) bytes and of the rows for other ranks.
     """
@@ -299,12 +301,12 @@ def alltoall(
 
 
 def barrier(ranks: Ranks) -> Reply[None]:
-    """Done once every rank has called it. Wire: the round in which calls are compared, nothing else."""
+    """Return a reply that ends once every rank has called this. Wire: only the round in which calls are compared."""
     return _submit([Descriptor("barrier", ranks)], lambda *_: None, lambda: None)
 
 
 def refuse(kind: str, ranks: Ranks, problem: str, name: str | None = None) -> None:
-    """Meet the other ranks with a problem that is known before there are arrays: ConfigError on all of them.
+    """Raise ConfigError on all ranks for a problem of one that is known before there are arrays.
 
     ``kind``: any call's name, also of one that is made of several collectives. ``name``: the user's.
     """
@@ -313,17 +315,17 @@ def refuse(kind: str, ranks: Ranks, problem: str, name: str | None = None) -> No
 
 
 def check_free(kind: str, ranks: Ranks, name: Any) -> None:
-    """ConfigError if this rank has a call of that name under way: before anything is copied for a second one."""
+    """Raise ConfigError if a call of that name is pending on this rank, before anything is copied for a second one."""
     state = current()
     if isinstance(name, str) and (ranks, name) in state.in_flight:
         raise ConfigError(
-            f"{kind}: rank {state.rank}: an operation named {name!r} is in flight; synchronize it first, or give "
+            f"{kind}: rank {state.rank}: an operation named {name!r} is pending; synchronize it first, or give "
             "another name"
         )
 
 
 def splits_of(called: Descriptor, given: Array | None) -> tuple[list[int], str | None]:
-    """The rows for each rank in an all-to-all, and what is wrong with them. Without ``given``: equally many."""
+    """Return the rows for each rank in an all-to-all, without ``given`` equally many, and what is wrong with them."""
     rows, size = called.rows, len(called.ranks)
     if given is None:
         wrong = f"the first dimension is {rows}, which {size} ranks cannot share equally; give splits"
@@ -343,7 +345,7 @@ def _submit(
     zeros: Callable[[], Any] | None = None,
     inline: Inline | None = None,
 ) -> Reply[T]:
-    """``work`` on the channel's thread, with every rank's ``number``; among one rank the result of ``among_one``."""
+    """Run ``work`` on the channel's thread with every rank's ``number``; in a world of one run ``among_one``."""
     first = called[0]
     name = first.kind if len(called) == 1 or first.kind in _PAIRS else f"grouped_{first.kind}"
     problem = next((each.problem for each in called if each.problem), problem) if problem is None else problem
@@ -373,7 +375,7 @@ def _submit(
 
 
 def _by_dtype(values: Sequence[Array]) -> Iterator[list[int]]:
-    """Places of the values of each dtype."""
+    """Yield for each dtype the places of its values."""
     places: dict[Any, list[int]] = {}
     for place, value in enumerate(values):
         places.setdefault(value.dtype, []).append(place)
@@ -381,11 +383,11 @@ def _by_dtype(values: Sequence[Array]) -> Iterator[list[int]]:
 
 
 def _split(flat: Array, lengths: Sequence[int]) -> list[Array]:
-    """Views of the parts that lie one behind the other in ``flat``."""
+    """Return views of the parts that are stored one after another in ``flat``."""
     return [flat[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
 def _row_counts(numbers: list[int]) -> list[int]:
     if min(numbers) < 0:
-        raise WireFormatError(f"first dimensions {numbers}")
+        raise WireFormatError(f"the ranks sent negative first dimensions: {numbers}")
     return numbers

@@ -1,4 +1,4 @@
-"""``init(comm=...)``: Horovod's ways to say which of the started processes are the job."""
+"""Interprets Horovod's ``init(comm=...)``, which names the processes that form the job."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from gradcomp.job.network import Ranks
 
 
 def ranks_of(comm: Any) -> Ranks | None:
-    """The ranks that ``comm`` names: None, a list of ranks of the world, or a communicator of mpi4py; None: all.
+    """Return the ranks that ``comm`` names, or None for all.
 
-    ConfigError for anything else, and for a list that does not ascend: ranks keep their order.
+    ``comm`` is None, an ascending list of ranks of the world, or a communicator of mpi4py. ConfigError for anything
+    else, and for a list that does not ascend: ranks keep their order.
     """
-    mpi = sys.modules.get("mpi4py.MPI")  # whoever has a communicator has imported it
+    mpi = sys.modules.get("mpi4py.MPI")  # a caller who has a communicator has imported mpi4py
     if mpi is not None and isinstance(comm, mpi.Comm):
         own, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
         comm = list(mpi.Group.Translate_ranks(own, list(range(own.Get_size())), world))
@@ -25,7 +26,7 @@ def ranks_of(comm: Any) -> Ranks | None:
         )
     ranks = () if comm is None else tuple(comm)
     if any(type(rank) is not int or rank < 0 for rank in ranks):
-        raise ConfigError(f"comm must have ranks, which are 0 or more, got {list(ranks)}")
+        raise ConfigError(f"comm must list ranks, whole numbers of at least 0, got {list(ranks)}")
     if list(ranks) != sorted(set(ranks)):
-        raise ConfigError(f"comm must have every rank once, in ascending order, got {list(ranks)}")
+        raise ConfigError(f"comm must list each rank only once, in ascending order, got {list(ranks)}")
     return ranks or None

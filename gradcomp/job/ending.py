@@ -1,8 +1,8 @@
-"""Whether this process ends with an exception that nobody caught.
+"""Finds out whether this process ends with an uncaught exception.
 
-What counts is what ``sys.excepthook`` is called for: an exception in the main thread that ends the program. An error at
-an interactive prompt or in a notebook's cell ends nothing. Nor does one in another thread; and ``sys.exit``, with
-whatever status, is an end that the program wanted.
+An exception counts if ``sys.excepthook`` is called for it: it was raised in the main thread and ends the program. An
+error at an interactive prompt or in a notebook's cell does not end the program, nor does one in another thread.
+``sys.exit``, with whatever status, is an end that the program chose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MACHINERY = ("gradcomp", "torch", "concurrent", "keras", "tensorflow")
 
 
 def observe() -> None:
-    """Be called for uncaught exceptions, before who was called so far."""
+    """Install a hook for uncaught exceptions, which calls the earlier hook afterwards."""
     global _before, _uncaught
     _uncaught = None
     if sys.excepthook is not _hook:
@@ -28,13 +28,13 @@ def observe() -> None:
 
 
 def stop_observing() -> None:
-    """Give the hook back, unless another has taken it since."""
+    """Restore the earlier hook, unless another one has replaced ours."""
     if sys.excepthook is _hook:
         sys.excepthook = _before
 
 
 def uncaught() -> BaseException | None:
-    """The exception that ends this process, if one does."""
+    """Return the exception that ends this process, if one does."""
     return _uncaught
 
 
@@ -48,12 +48,12 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _interactive() -> bool:
-    """Whether somebody sits at a prompt, now or, by ``python -i``, soon."""
+    """Return whether there is a prompt, now or, with ``python -i``, after the program."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _shorten(error: BaseException, traceback: TracebackType | None) -> None:
-    """Leave the program's own frames: the error's text says what happened, and it was elsewhere."""
+    """Cut the traceback behind the program's own frames: the cause is in another process, and the text names it."""
     error.__cause__, error.__suppress_context__ = None, True
     last, entry = None, traceback
     while entry is not None:

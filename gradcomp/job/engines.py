@@ -1,7 +1,7 @@
-"""Which engines there are, and which of them this job uses; Horovod's names for these questions.
+"""Answers Horovod's questions about engines: which are built, and which this job uses. All answers are local.
 
-What is built is asked of this process and needs no ``init``. What is enabled is asked of the job: StateError before
-``init``. All are local.
+The functions ``..._built`` ask about this process and need no ``init``. The functions ``..._enabled`` ask about the job
+and raise StateError before ``init``.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from gradcomp.job.runtime import current
 
 
 def mpi_built() -> bool:
-    """Whether mpi4py is installed, by which gradcomp speaks MPI."""
+    """Return whether mpi4py is installed, through which gradcomp uses MPI."""
     return find_spec("mpi4py") is not None
 
 
 def mpi_enabled() -> bool:
-    """Whether gradients of this job travel by MPI."""
+    """Return whether this job sends its gradients over MPI.
+
+    Raises:
+        StateError: before ``init``.
+    """
     state = current()
     return state.size > 1 and "mpi" in state.config.transport.split("+")
 
 
 def mpi_threads_supported() -> bool:
-    """Whether this process has initialised MPI with MPI_THREAD_MULTIPLE; False where it has not initialised MPI."""
+    """Return whether MPI was initialised in this process, and with MPI_THREAD_MULTIPLE."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI
@@ -33,13 +37,17 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether this job's ranks met through torch.distributed, whose Gloo carries the users' collectives."""
+    """Return whether this job's ranks met through torch.distributed, whose Gloo then carries the user's collectives.
+
+    Raises:
+        StateError: before ``init``.
+    """
     state = current()
     return state.size > 1 and state.network.engine == "torch"
 
 
 def nccl_built() -> int:
-    """The version of the NCCL that CuPy has, which the nccl transport needs, such as 22203; 0 if there is none."""
+    """Return the version of CuPy's NCCL, such as 22203, which the nccl transport needs; 0 if there is none."""
     try:
         from cupy.cuda import nccl
     except ImportError:
@@ -48,7 +56,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether CuPy or cuda-bindings is installed, by which gradcomp's kernels run on CUDA devices."""
+    """Return whether CuPy or cuda-bindings is installed, with which gradcomp's kernels run on CUDA devices."""
     if find_spec("cupy") is not None:
         return True
     try:
@@ -58,21 +66,25 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """False: there are no kernels for ROCm."""
+    """Return False, because there are no kernels for ROCm."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: oneCCL is no transport."""
+    """Return False, because oneCCL is not among the transports."""
     return False
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is no transport."""
+    """Return False, because IBM's DDL is not among the transports."""
     return False
 
 
 def is_homogeneous() -> bool:
-    """Whether every host of the job has as many ranks. StateError before ``init``."""
+    """Return whether every host of the job has the same number of ranks.
+
+    Raises:
+        StateError: before ``init``.
+    """
     topology = current().topology
     return len({len(topology.members(leader)) for leader in topology.leaders}) == 1

@@ -1,4 +1,4 @@
-"""A rank leaves the job: it tells the others, and waits for them if all ends in good order."""
+"""Lets a rank leave the job: it tells the other ranks, and waits for them if nothing has failed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradcomp.job.state import Runtime
 
 logger = logging.getLogger("gradcomp")
 
-#: Ranks that are alive ask within a second of a failure what happened; those that are dead are not waited for longer.
+#: Live ranks look within a second of a failure for its cause; rank 0 does not wait longer, for ranks that are dead.
 _LONGEST_READING_SECONDS = 2.0
 _PAUSE_SECONDS = 0.02
 
 
 def part(runtime: Runtime, reason: str | None) -> bool:
-    """Tell the others that this rank leaves, and wait for them; whether all have left in good order."""
+    """Tell the other ranks that this one leaves, and wait for them. Return whether all have left without an error."""
     for exchanger in runtime.exchangers:
         if reason is not None:
             exchanger.abort(reason)
@@ -39,9 +39,8 @@ def part(runtime: Runtime, reason: str | None) -> bool:
     for exchanger in runtime.exchangers:
         exchanger.part()
         exchanger.leave()
-    if (
-        runtime.everyone not in runtime.channels
-    ):  # whose close() says so; other ranks may be in their first call
+    if runtime.everyone not in runtime.channels:
+        # A channel's close() would have published it. Other ranks may be in their first call.
         publish_departure(runtime.watchdog, calls_among(runtime.key(runtime.everyone)), runtime.rank)
     runtime.watchdog.leave()
     return _farewell(runtime)
@@ -50,7 +49,7 @@ def part(runtime: Runtime, reason: str | None) -> bool:
 def _let_others_read(runtime: Runtime) -> None:
     """Wait until the other ranks have left too, two seconds at most.
 
-    They read in the job's store why it failed. This rank may serve the store, which ends with it.
+    They look in the job's store for the cause of the failure. This rank may serve the store, which ends with it.
     """
     deadline = monotonic() + _LONGEST_READING_SECONDS
     waiting = set(runtime.everyone) - {runtime.rank}
@@ -60,10 +59,10 @@ def _let_others_read(runtime: Runtime) -> None:
 
 
 def _farewell(runtime: Runtime) -> bool:
-    """Wait until all ranks are here, as long as ``timeout_seconds``; whether they are.
+    """Wait until all ranks are here, at most ``timeout_seconds``. Return whether they are.
 
-    The rank that hosts the job's store must not leave before them. A rank that failed will not come: the others need
-    not wait for it.
+    The rank that serves the job's store must not leave before the others. A rank that failed will not come, so the
+    others do not wait for it.
     """
     group, watchdog = runtime.group(runtime.everyone), runtime.watchdog
     aborted = False
@@ -87,7 +86,7 @@ def _farewell(runtime: Runtime) -> bool:
     try:
         handle = group.allreduce(np.zeros(1, dtype=np.float32))
         if not watchdog.hold(lambda: failed() or handle.poll(), runtime.config, waits_for, look):
-            logger.warning("%s: that is over, this rank ends", waits_for())
+            logger.warning("%s: this time is over, so this rank ends without them", waits_for())
             return False
     except TransportError as error:
         logger.debug("shutdown: %s", error)
@@ -96,8 +95,8 @@ def _farewell(runtime: Runtime) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An error with its type; another program's may not be able to say its text."""
+    """Return an error's type and text, or only its type where the text of another program's error cannot be made."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - as it says
+    except Exception:  # noqa: BLE001 - str() of another program's error may raise anything
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""A few bytes from one process to the others of the same user on the same host, without a network."""
+"""Passes a short text between processes of one user on one host, without a network."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gradcomp.core.errors import ConfigError
 
 _MOST_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-#: For how long a process that offers a text may be silent: it answers at once, or is stopped. As the kernel has it.
+#: One second, as a ``struct timeval``: a process that offers a text answers at once, unless it was stopped.
 _PATIENCE = struct.pack("ll", 1, 0)
 
 
 class HostSocket:
-    """A short text that a process offers to others of its user, under a name after a job.
+    """Offers a short text to other processes of its user, under a name derived from a job's.
 
-    The name is that of a Unix socket without a file (an abstract one, of Linux): it is gone when its process is,
-    however that ends. The kernel says which user is at the other end; nobody else's text is read, and nobody else is
-    told. The processes share a network namespace.
+    The name is that of an abstract Unix socket, which Linux keeps without a file: it disappears with its process,
+    however that ends. The kernel tells the user of the process at the other end; no other user's text is read, and no
+    other user is told anything. The processes must share a network namespace.
     """
 
     def __init__(self, job: str) -> None:
@@ -31,7 +31,7 @@ class HostSocket:
         self._thread: threading.Thread | None = None
 
     def offer(self, text: str) -> None:
-        """Let the others read the text until :meth:`close`. Raises ConfigError if that is not possible."""
+        """Let other processes read the text until :meth:`close`. ConfigError if the socket cannot be opened."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listening.bind(f"\0{self.name}")
@@ -49,12 +49,11 @@ class HostSocket:
         self._thread.start()
 
     def read(self) -> str | None:
-        """The text, or None as long as no process of this user offers one."""
+        """Return the text, or None while no process of this user offers one."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE
-                )  # many may be connecting
+                # The first bounds connect(), which blocks while the backlog is full.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PATIENCE)
                 connection.connect(f"\0{self.name}")
                 if not _is_own(connection):
@@ -67,7 +66,7 @@ class HostSocket:
             return None
 
     def close(self) -> None:
-        """Offer it no longer; the others have read it."""
+        """Stop offering the text."""
         listening, thread = self._listening, self._thread
         self._listening = self._thread = None
         if listening is not None and thread is not None:
@@ -85,10 +84,10 @@ def _tell(listening: socket.socket, content: bytes) -> None:
             return
         with connection, contextlib.suppress(OSError):
             if _is_own(connection):
-                connection.sendall(content)  # less than a socket's buffer: waits for nobody
+                connection.sendall(content)  # fits into the socket's buffer, so it does not block
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this one's user."""
+    """Return whether the process at the other end runs as this one's user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())

@@ -1,4 +1,4 @@
-"""The ranks introduce themselves to each other, and find out whether they fit together."""
+"""Lets the ranks exchange hosts, settings and versions once they have met, and checks that these fit together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("gradcomp")
 
 
 def set_of(process_set: Any, size: int) -> Ranks:
-    """The ranks of a process set that :func:`init` was given."""
+    """Return the ranks of a process set that :func:`init` was given; ConfigError if it is none."""
     given = getattr(process_set, "ranks", process_set)
     ranks = list(given) if isinstance(given, Iterable) else []
     if not ranks or len(set(ranks)) < len(ranks) or not all(type(r) is int and 0 <= r < size for r in ranks):
@@ -32,9 +32,10 @@ def set_of(process_set: Any, size: int) -> Ranks:
 
 
 def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
-    """The ranks tell each other which host they are on, for places and topology, and which transport they will use.
+    """Exchange hosts, transports and versions with the other ranks, and derive places and topology from the hosts.
 
-    Then the process sets are made that all ranks must make together.
+    Then agree on a key for signatures, and make the process sets that all ranks must make together. Collective.
+    ConfigError on every rank if versions, transports or process sets differ.
     """
     version = f"gradcomp {__version__}, wire protocol {PROTOCOL}"
     unknown = unknown_variables(os.environ)
@@ -54,7 +55,8 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
         )
     if others := [rank for rank, (_, _, sets, *_) in enumerate(told) if sets != told[0][2]]:
         raise ConfigError(
-            f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks name them all"
+            f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks "
+            "must be given all of them"
         )
     hosts = [host for host, *_ in told]
     runtime.hosts = tuple(hosts)
@@ -64,14 +66,14 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
         one_host = len(runtime.topology.leaders) == 1
         runtime.seal = agree_on_seal(runtime.group(runtime.everyone), one_host, runtime.launch.secret)
     if process_sets and runtime.config.transport == "horovod":
-        from gradcomp.transport.horovod import process_set  # an engine, imported when it is asked for
+        from gradcomp.transport.horovod import process_set  # Horovod is imported only where it is used
 
         for ranks in process_sets:
             process_set([runtime.network.ranks[rank] for rank in ranks])
 
 
 def _warn_of_variables(by_rank: Sequence[Sequence[str]]) -> None:
-    """Say once what several ranks would say, and on which ranks it is so where it is not on all."""
+    """Log each rank's warnings, those of several ranks once, and name the ranks unless it is all of them."""
     for text in sorted({text for texts in by_rank for text in texts}):
         ranks = [rank for rank, texts in enumerate(by_rank) if text in texts]
         where = "" if len(ranks) == len(by_rank) else f" (on rank {', '.join(map(str, ranks))})"

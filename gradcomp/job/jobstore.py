@@ -1,4 +1,4 @@
-"""The job's key-value store: rank 0 serves it, and the launcher decides how the others learn where."""
+"""Opens the job's key-value store: rank 0 serves it, and the launcher determines how the others learn its address."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from gradcomp.job.signing import SECRET_BYTES, Seal
 logger = logging.getLogger("gradcomp")
 
 _POLL_SECONDS = 0.05
-_KEY = "/gradcomp/store"  # scope and key at horovodrun's server
-_ADDRESS_BYTES = 300  # room for a host name (253) and a port
-_MOST_ANSWER_BYTES = 2 * _ADDRESS_BYTES  # and for a signature
+_KEY = "/gradcomp/store"  # the scope and the key at horovodrun's server
+_ADDRESS_BYTES = 300  # holds a host name (253 bytes), a colon and a port
+_MOST_ANSWER_BYTES = 2 * _ADDRESS_BYTES  # holds an address and its signature
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 
 class Deadline:
-    """The end of patience, and the words in which it is said."""
+    """Holds the deadline of the rendezvous, and makes the errors that it ends with."""
 
     def __init__(self, launch: Launch, seconds: float) -> None:
         self._launch = launch
@@ -41,11 +41,11 @@ class Deadline:
         self.address: Address | None = None
 
     def left(self) -> timedelta:
-        """Time left; never quite nothing, which torch takes for "for ever"."""
+        """Return the time left, at least 0.1 s because torch takes 0 for no limit."""
         return timedelta(seconds=max(0.1, self._end - time.monotonic()))
 
     def poll(self, attempt: Callable[[], Address | None], what: str) -> Address:
-        """Repeat ``attempt`` until it returns an address."""
+        """Repeat ``attempt`` until it returns an address. At the deadline raise TransportError with ``what``."""
         while (found := attempt()) is None:
             if time.monotonic() > self._end:
                 raise self.error(f"{what} within {self._seconds:g} s")
@@ -53,21 +53,21 @@ class Deadline:
         return found
 
     def error(self, what: str) -> TransportError:
-        """What went wrong, with this rank and the address it tried."""
+        """Return an error that names this rank and the address it tried."""
         at = "" if self.address is None else " at {}:{}".format(*self.address)
         return TransportError(f"rendezvous of {self._launch.launcher}, rank {self._launch.rank}{at}: {what}")
 
 
 class Meeting(NamedTuple):
-    """Where the ranks have met."""
+    """Holds the store through which the ranks have met."""
 
     store: Any
-    #: What they were told there and others were not; empty if nothing.
+    #: A secret that the ranks, and nobody else, were told when they met; empty if there is none.
     secret: bytes = b""
 
 
 def open_store(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Meeting:
-    """The job's key-value store, served by rank 0 or by torchrun; ``once_met`` clears up behind the meeting."""
+    """Return the job's key-value store, which rank 0 or torchrun serves. ``once_met`` is closed after the meeting."""
     if launch.master is not None:
         if launch.served_attempt is None:
             address = master_address(launch, launch.master)
@@ -92,7 +92,7 @@ def open_store(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Meeti
 
 
 def _client(address: Address, deadline: Deadline) -> Any:
-    """The store that another process serves."""
+    """Return a connection to the store that another process serves."""
     deadline.address = address
     try:
         return TCPStore(*address, None, is_master=False, timeout=deadline.left(), wait_for_workers=False)
@@ -101,7 +101,10 @@ def _client(address: Address, deadline: Deadline) -> Any:
 
 
 def _serve(launch: Launch, address: Address, deadline: Deadline) -> Any:
-    """Rank 0's store, which listens at this address only; see :func:`listening_socket`. Port 0: any free one."""
+    """Serve the store on rank 0, if possible only at this address: see :func:`listening_socket`.
+
+    Port 0 stands for any free one.
+    """
     deadline.address = address
     host, port = address
     descriptor = None
@@ -126,9 +129,9 @@ def _serve(launch: Launch, address: Address, deadline: Deadline) -> Any:
 
 
 def _meet_at_horovodrun(launch: Launch, server: Address, deadline: Deadline) -> Any:
-    """Rank 0 puts its address under a scope of gradcomp's own; the others poll for it."""
+    """Publish rank 0's address at horovodrun's server, in a scope of gradcomp's own; the other ranks poll for it."""
     deadline.address = server
-    # The server is plain HTTP, where anybody may write.
+    # The server speaks plain HTTP, and anybody may write to it.
     seal = Seal(launch.secret, "{}:{}".format(*server).encode()) if launch.secret else None
     if launch.rank == 0:
         store, text = _serve_and_say(launch, deadline)
@@ -171,7 +174,7 @@ def _http(server: Address, method: str, body: bytes | None, deadline: Deadline) 
 
 
 def _meet_on_one_host(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Any:
-    """All ranks share a host: rank 0 offers its port at a Unix socket, to processes of this user only."""
+    """Offer rank 0's port at a Unix socket, to processes of this user only; all ranks share this host."""
     offered = HostSocket(launch.job)
     if launch.rank == 0:
         store = _serve(launch, ("127.0.0.1", 0), deadline)
@@ -189,22 +192,20 @@ def _meet_on_one_host(launch: Launch, deadline: Deadline, once_met: ExitStack) -
 
 
 def _mpi_world() -> tuple[Any, str]:
-    """MPI's communicator of all ranks, or None and why."""
+    """Return MPI's communicator of all ranks, or None and the reason."""
     from gradcomp.transport.mpi_process import initialise, load
 
     try:
         MPI = load()
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # the second: no MPI library can be loaded, or it is the wrong one
+    # A RuntimeError means that no MPI library can be loaded, or the wrong one.
+    except (ImportError, RuntimeError) as error:
         return None, first_line(error)
     initialise(MPI)
     return MPI.COMM_WORLD, ""
 
 
 def _meet_by_mpi(launch: Launch, world: Any, deadline: Deadline) -> Meeting:
-    """Rank 0 broadcasts a secret and its address over MPI; without a deadline of MPI's own, so it is polled."""
+    """Broadcast a secret and rank 0's address over MPI. MPI has no deadline, so the broadcast is polled."""
     if (world.Get_rank(), world.Get_size()) != (launch.rank, launch.size):
         hint = "srun tells MPI by --mpi=pmi2 or pmix; " if launch.launcher == "slurm" else ""
         raise ConfigError(
@@ -226,21 +227,21 @@ def _meet_by_mpi(launch: Launch, world: Any, deadline: Deadline) -> Meeting:
 
 
 def _serve_and_say(launch: Launch, deadline: Deadline) -> tuple[Any, bytes]:
-    """Rank 0's store on a free port, and the text that tells the others where it is."""
+    """Serve the store on a free port. Return it with the text that tells the other ranks its address."""
     host = own_address(launch)
     store = _serve(launch, (host, 0), deadline)
     return store, f"{host}:{store.port}".encode()
 
 
 def _parse(answer: bytes, deadline: Deadline) -> Address:
-    """An address from another rank, checked before anything connects to it."""
+    """Return the address that another rank sent, checked before anything connects to it."""
     host, _, port = answer.decode("ascii", errors="replace").rpartition(":")
     well_formed = len(answer) <= _ADDRESS_BYTES and _HOST.fullmatch(host) and _PORT.fullmatch(port)
     if not well_formed or int(port) > 65535:
-        raise deadline.error(f"this is not an address of rank 0: {answer[:_ADDRESS_BYTES]!r}")
+        raise deadline.error(f"what was read is not an address of rank 0: {answer[:_ADDRESS_BYTES]!r}")
     return host, int(port)
 
 
 def first_line(error: Exception) -> str:
-    """What torch says, without the C++ stack behind it."""
+    """Return the first line of an error's text; torch appends the C++ stack."""
     return str(error).partition("\n")[0]

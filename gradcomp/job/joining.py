@@ -1,9 +1,10 @@
-"""``join``: a rank that is out of data lets the others go on.
+"""Implements ``join``: a rank that is out of data lets the others continue.
 
 A rank that has joined takes part in every exchange of its optimizers without a gradient, and in every allreduce with
-zeros. Nobody else needs to know: who has not joined does nothing for it. That all have joined is known at the end of an
-exchange: each rank publishes the step from which it stands in, before that step. After a step that no rank took as a
-trainer, every rank finds all of these numbers, and none above the step's; after any other step none does.
+zeros. The other ranks do nothing for it and need not know. Before the first step in which a rank stands in, it
+publishes that step's number. After a step in which no rank trained, every rank finds a number of every rank, none of
+them above the step's own; after any other step no rank does. So all ranks learn at the end of the same exchange that
+all have joined.
 """
 
 from __future__ import annotations
@@ -27,15 +28,13 @@ from gradcomp.transport.control import StoreSilentError, numbers_of
 
 
 class Joinable(Protocol):
-    """What :func:`join` asks of the exchange of an optimizer."""
+    """Gives :func:`join` the exchange of one optimizer."""
 
     @property
-    def driver(self) -> StepDriver:
-        """What takes its steps."""
-        ...
+    def driver(self) -> StepDriver: ...
 
     def drain(self) -> None:
-        """End what is under way, and let it not count."""
+        """End a step that has begun, without applying it."""
         ...
 
     def stand_in(self) -> None:
@@ -43,7 +42,7 @@ class Joinable(Protocol):
         ...
 
 
-#: Of this process's optimizers.
+#: The exchanges of this process's optimizers.
 _JOINABLE: weakref.WeakSet[Joinable] = weakref.WeakSet()
 
 
@@ -53,10 +52,10 @@ def register(exchange: Joinable) -> None:
 
 
 def join() -> int:
-    """What every frontend's ``join`` does: stand in until all ranks have joined; the rank that joined last.
+    """Stand in until all ranks have joined. Return the rank that joined last. Frontends' ``join`` calls it.
 
-    That is the one whose optimizers, of those that all ranks have, had made most steps; of several the one before whose
-    call most collectives were made; of several the highest.
+    The last rank is the one whose optimizers, of those that all ranks have, had made most steps; of several such ranks
+    the one that had compared most collectives before it joined; of several such ranks the highest.
 
     ConfigError where this process exchanges gradients in a way that was not registered.
     """
@@ -68,7 +67,7 @@ def join() -> int:
     state.joins += 1
     for exchange in exchanges:
         exchange.drain()
-    # The numbers of optimizers that only some ranks have say nothing of others.
+    # Steps of optimizers that only some ranks have cannot be compared with other ranks' steps.
     shared = [one for one in exchanges if one.driver.checkpoint_manager.ranks == state.everyone] or exchanges
     steps = sum(one.driver.exchanger.pipeline.step for one in shared)
     reached = steps << 32 | channel.rounds
@@ -85,13 +84,13 @@ def _exchanges(state: Runtime) -> list[Joinable]:
     for exchanger in state.exchangers:
         if exchanger not in by_exchanger:
             raise ConfigError(
-                "join() is for DistributedOptimizer, and this process exchanges gradients otherwise too"
+                "join() works with DistributedOptimizer only, and this process exchanges gradients in another way too"
             )
     return [by_exchanger[exchanger] for exchanger in state.exchangers]
 
 
 def _keys(state: Runtime, exchanges: list[Joinable]) -> list[str]:
-    """Where the ranks of each optimizer say that they have joined: the same on all of them."""
+    """Return for each exchange the key under which its ranks publish that they have joined, the same on all of them."""
     counts: Counter[str] = Counter()
     keys = []
     for exchange in exchanges:
@@ -102,7 +101,7 @@ def _keys(state: Runtime, exchanges: list[Joinable]) -> list[str]:
 
 
 def _together(standing: list[_Standing]) -> None:
-    """Run all at once: optimizers of several sets of ranks, or of a GAN, step in any order. An error ends them all."""
+    """Run all at once, since optimizers of several process sets, or of a GAN, step in any order. An error ends all."""
     errors: list[BaseException] = []
 
     def run(one: _Standing) -> None:
@@ -125,7 +124,7 @@ def _together(standing: list[_Standing]) -> None:
 
 
 class _Standing:
-    """This rank's part in one optimizer's steps since it joined."""
+    """Stands in for this rank in the steps of one optimizer."""
 
     def __init__(self, state: Runtime, exchange: Joinable, key: str) -> None:
         self._state = state
@@ -138,7 +137,8 @@ class _Standing:
         pipeline = self._exchange.driver.exchanger.pipeline
         control = self._state.watchdog.control
         control.publish(self._key(self._state.rank), f"[{pipeline.step}]".encode())
-        self._since(self._state.rank)  # the store has it before any rank can look for it
+        # This returns once the store has the number, before any rank can look for it.
+        self._since(self._state.rank)
         waited_for = [rank for rank in self._ranks if rank != self._state.rank]
         while waited_for:
             step = pipeline.step
@@ -147,13 +147,13 @@ class _Standing:
                 del waited_for[0]
 
     def fail(self, error: BaseException) -> None:
-        """Another optimizer's exchange has failed: end this one, on all ranks."""
+        """End this exchange on all ranks, since another optimizer's has failed."""
         self._exchange.driver.fail(
             error if isinstance(error, Exception) else StateError("join() was interrupted")
         )
 
     def _since(self, rank: int) -> int | None:
-        """The step from which a rank stands in; None if it does not. Asks until the store answers."""
+        """Return the step from which a rank stands in, None if it does not. Asks again until the store answers."""
         begin = monotonic()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Which rank this process is, read from the environment that its launcher set."""
+"""Reads from the environment, which the launcher has set, which rank this process is and where the ranks meet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Launch:
-    """One process's place in the job, and what its launcher left behind for the ranks to meet."""
+    """Holds one process's place in the job, and what its launcher set for the ranks to meet."""
 
     rank: int
     size: int
@@ -29,38 +29,38 @@ class Launch:
     launcher: str
     #: This host's name as the launcher knows it: equal for the ranks of one host, different otherwise.
     host: str
-    #: False: the launcher did not say which ranks share a host, and local and cross values assume equal blocks.
+    #: False if the launcher did not say which ranks share a host; local and cross values then assume equal blocks.
     placed: bool = True
     #: MASTER_ADDR and MASTER_PORT.
     master: Address | None = None
-    #: torchrun's own store listens at ``master``: the prefix that keeps this attempt's keys apart.
+    #: The number of this attempt, which prefixes its keys, if torchrun's own store listens at ``master``.
     served_attempt: str | None = None
     #: horovodrun's HTTP key-value server.
     horovod_server: Address | None = None
     #: This host as horovodrun names it.
     hostname: str | None = None
-    #: The network interface that the environment asks for, and the variable that does.
+    #: The network interface that the environment names, and the variable that does so.
     interface: str | None = None
     interface_variable: str = ""
     #: The launcher's own name for this job; the same for all of its ranks on this host.
     job: str = ""
-    #: What only this job's ranks know, from ``GRADCOMP_SECRET`` or through MPI; empty if there is nothing.
+    #: A secret that only this job's ranks know, from ``GRADCOMP_SECRET`` or through MPI; empty without one.
     secret: bytes = field(default=b"", repr=False)
 
     @property
     def one_host(self) -> bool:
-        """Whether the launcher said that all ranks share this host."""
+        """Return whether the launcher said that all ranks share this host."""
         return self.placed and self.local_size == self.size
 
     @staticmethod
     def existing(rank: int, size: int) -> Launch:
-        """The place of a process whose ranks met through torch.distributed without gradcomp."""
+        """Return the place of a process whose ranks met through torch.distributed without gradcomp."""
         return replace(_launch("process group", _Place(rank, size)), secret=secret(os.environ))
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The variables by which a launcher says rank and size; None where it has none for a value."""
+    """Names the variables in which a launcher sets rank and size; None for those that it does not set."""
 
     launcher: str
     rank: str
@@ -69,7 +69,7 @@ class _Form:
     local_size: str
     cross_rank: str | None = None
     cross_size: str | None = None
-    #: Where the launcher names or numbers this host.
+    #: The variable in which the launcher names or numbers this host.
     host: str | None = None
 
 
@@ -88,7 +88,7 @@ _HYDRA = _Form("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNR
 
 @dataclass(frozen=True)
 class _Place:
-    """What one form says; pairs it does not say are None."""
+    """Holds the values of one launcher's variables; pairs that it does not set are None."""
 
     rank: int
     size: int
@@ -99,7 +99,10 @@ class _Place:
 
 
 def placed(launch: Launch, index: int, hosts: Sequence[str]) -> Launch:
-    """Local and cross values by host name, as Horovod counts: cross is among the ranks with the same local rank."""
+    """Return the launch with local and cross values from the ranks' hosts.
+
+    As in Horovod, cross values count the ranks that have the same local rank.
+    """
     if launch.placed:
         return launch
     before: dict[str, int] = {}
@@ -120,11 +123,12 @@ def placed(launch: Launch, index: int, hosts: Sequence[str]) -> Launch:
 
 
 def discover(environ: Mapping[str, str] = os.environ) -> Launch:
-    """This process's place: from torchrun, horovodrun, Open MPI, MPICH's Hydra or srun; else a world of one.
+    """Return this process's place, from torchrun, horovodrun, Open MPI, MPICH's Hydra or srun; else a world of one.
 
-    Where several are there, the innermost counts: torchrun's workers, then those of horovodrun and mpirun, then
-    Slurm's. RANK and WORLD_SIZE that a user exported under another launcher must agree with it. Raises ConfigError,
-    which names the variables, for a half-set, impossible or contradictory environment and for elastic horovodrun.
+    Where several have set variables, the innermost counts: torchrun's workers, then those of horovodrun and mpirun,
+    then Slurm's. RANK and WORLD_SIZE that a user exported under another launcher must agree with it. Raises
+    ConfigError, which names the variables, for a half-set, impossible or contradictory environment and for elastic
+    horovodrun.
     """
     told = {form: place for form in _FORMS if (place := _read(form, environ)) is not None}
     if _TORCHRUN in told and "TORCHELASTIC_RUN_ID" in environ:
@@ -136,7 +140,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> Launch:
     if told:
         form = max(told, key=lambda f: (told[f].local is not None) + (told[f].cross is not None))
         launcher, place = form.launcher, told[form]
-    # srun --mpi=pmi2 sets MPICH's rank and size, and no more of its variables.
+    # srun --mpi=pmi2 sets MPICH's rank and size, but none of its other variables.
     if not told or (list(told) == [_HYDRA] and place.local is None):
         step = _read_slurm(environ)
         if step is not None and (not told or (step.rank, step.size) == (place.rank, place.size)):
@@ -178,7 +182,7 @@ def _read(form: _Form, environ: Mapping[str, str]) -> _Place | None:
 
 
 def _read_slurm(environ: Mapping[str, str]) -> _Place | None:
-    """The place in a step of srun; None in a batch script, in a shell of salloc and in a step of one task."""
+    """Return the place in a step of srun; None in a batch script, in a shell of salloc and in a step of one task."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -203,7 +207,7 @@ def _read_slurm(environ: Mapping[str, str]) -> _Place | None:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's short form: "2(x3),1" stands for 2, 2, 2, 1. Empty if it is anything else."""
+    """Expand Slurm's short form: "2(x3),1" stands for 2, 2, 2, 1. Return an empty list for anything else."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         count, _, times = part.rstrip(")").partition("(x")
@@ -214,7 +218,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _pair(rank: str, size: str, environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """A rank and the size it counts in: both or neither, and the rank below the size."""
+    """Return a rank and its size: both must be set or neither, and the rank must be below the size."""
     present = [name for name in (rank, size) if environ.get(name, "") != ""]
     if not present:
         return None
@@ -244,7 +248,7 @@ def _check_agreement(told: Mapping[_Form, _Place], environ: Mapping[str, str]) -
 
 
 def _launch(launcher: str, place: _Place) -> Launch:
-    """Fill in what the launcher did not say: known for one host, otherwise a guess that ``placed`` marks."""
+    """Fill in what the launcher did not set: exactly on one host, else by a guess, which ``placed=False`` marks."""
     rank, size = place.rank, place.size
     one_host = size == 1 or (place.local is not None and place.local[1] == size)
     local_rank, local_size = (rank, size) if place.local is None and one_host else place.local or (0, 1)
@@ -268,7 +272,7 @@ def _address(host: str, port: str, environ: Mapping[str, str]) -> Address | None
 
 
 def _check_horovodrun(told: Mapping[_Form, _Place], environ: Mapping[str, str]) -> None:
-    """Refuse what only part of horovodrun's environment explains, before anybody waits for its server."""
+    """Refuse an environment that only partly comes from horovodrun, before any rank waits for its server."""
     server = _address(*_HOROVOD_SERVER, environ)
     if environ.get("HOROVOD_ELASTIC") == "1" and (server is not None or _HOROVODRUN in told):
         raise ConfigError(
@@ -295,7 +299,7 @@ _HOROVOD_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT
 
 
 def _interface(environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """The interface that the user chose, else the one that horovodrun found; and the variable that says so."""
+    """Return the interface that the user chose, else the one that horovodrun found, and the variable that names it."""
     for variable in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
         if name := environ.get(variable, "").split(",")[0]:
             return name, variable
@@ -303,7 +307,7 @@ def _interface(environ: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def _job(launcher: str, environ: Mapping[str, str]) -> str:
-    """The launcher's name for this job. Hydra has none: there it is the process that started this host's ranks."""
+    """Return this job's name from its launcher. Hydra gives none: there it is the process that started the ranks."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE",)
     if all(environ.get(name) for name in names):
         return ",".join(f"{name}={environ[name]}" for name in names)
@@ -311,7 +315,7 @@ def _job(launcher: str, environ: Mapping[str, str]) -> str:
 
 
 def _parent_of_session() -> int:
-    """The parent of this session's leader, so that a shell between the launcher and Python makes no difference."""
+    """Return the parent of this session's leader, whether or not a shell is between the launcher and Python."""
     try:
         return int(Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The process that launched this rank: without it nobody collects the job, and the rank ends."""
+"""Ends this rank when its launcher is gone, since nobody would then collect the job's processes."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from gradcomp.job.state import Runtime
 
 logger = logging.getLogger("gradcomp")
 
-#: Only launchers set these, to values of their own. What users set by hand (``RANK``, ``MASTER_ADDR``) is not here.
+#: Only launchers set these variables, each to values of its own. Users may set others (``RANK``, ``MASTER_ADDR``).
 _MARKS = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "PMI_FD",
     "PMI_PORT", "SLURM_STEP_ID",
 )  # fmt: skip
 
-#: From the launcher's end to SIGTERM, which a program may want to handle; from there to SIGKILL, as torchrun has it.
+#: From the launcher's end to SIGTERM, which a program may handle; from there to SIGKILL, as under torchrun.
 TERMINATE_SECONDS, KILL_SECONDS = 5.0, 30.0
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told from a later one of the same number by when it started, in clock ticks since boot."""
+    """Identifies a process by its number and its start, in clock ticks since boot, because numbers are used again."""
 
     number: int
     born: int
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended; one that nobody has waited for has."""
+        """Return whether it runs; a zombie does not."""
         found = _stat(self.number)
         return found is not None and found[0] not in "ZX" and int(found[19]) == self.born
 
 
 def launcher_of(environ: Mapping[str, str]) -> Process | None:
-    """The launcher's process on this host: the nearest ancestor that does not have the variables that it set.
+    """Return the launcher's process on this host: the nearest ancestor without the variables that the launcher set.
 
-    A shell between it and this process has them, and so has a rank that started this process. None where no launcher
-    set any, and where the ancestors cannot be seen, as from inside a container.
+    A shell between it and this process has these variables, and so has a rank that started this process. None where no
+    launcher set any, and where the ancestors cannot be seen, as from inside a container.
     """
     marks = {f"{name}={environ[name]}".encode() for name in _MARKS if name in environ}
     number = os.getppid()
@@ -67,10 +67,10 @@ def launcher_of(environ: Mapping[str, str]) -> Process | None:
 
 
 def watch_launcher(runtime: Runtime) -> None:
-    """Let the watchdog look for the launcher, if there is one; this rank ends soon after it.
+    """Let the watchdog look for the launcher, if there is one, and end this rank soon after it.
 
-    Waits and whatever else this rank asks of the others raise TransportError, and so does every other rank. A program
-    that is in no call of ours gets SIGTERM after ``TERMINATE_SECONDS``, as from the launcher.
+    Waits for other ranks and requests to them then raise TransportError, and so does every other rank. A program that
+    is in no call of gradcomp gets SIGTERM after ``TERMINATE_SECONDS``, as from the launcher.
     """
     launcher = launcher_of(os.environ)
 
@@ -98,7 +98,7 @@ def _end(runtime: Runtime, reason: str) -> None:
 
 
 def _stat(number: int) -> list[str] | None:
-    """What stands in ``/proc/NUMBER/stat`` behind the program's name: first the state, then the parent."""
+    """Return the fields of ``/proc/NUMBER/stat`` after the program's name: the state, the parent, and so on."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:

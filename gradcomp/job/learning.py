@@ -1,4 +1,4 @@
-"""Compressors that learn: where they are refused."""
+"""Refuses compressors that learn where they cannot."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gradcomp.kernels.devices import HOST, Device
 
 
 def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0) -> ConfigError | None:
-    """Why a compressor cannot learn what it has to; None if it can, or none does.
+    """Return why a compressor cannot learn what it has to, or None if it can or none of them learns.
 
-    ``device``: of the gradients. ``step``: the one in which it would begin.
+    ``device`` holds the gradients. The compressor would begin in ``step``.
     """
     learning = [c for c in policy.compressors if c.traits.learns]
     why = ""
@@ -23,6 +23,6 @@ def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0
         why = f"its steps are counted from step 0, and this is step {step}: wrap it in gc.Warmup(..., steps={step})"
     elif config.deterministic and any(c.traits.by_times for c in learning):
         why = (
-            "deterministic=True: the share of its training is found by measured times: set train_share to 1/m"
+            "deterministic=True: by default its train_share depends on measured times: set train_share to 1/m"
         )
     return ConfigError(f"{learning[0].to_string()}: {why}") if why else None

@@ -1,4 +1,4 @@
-"""How gradcomp's lines reach a log: on the logger ``gradcomp``, each with its rank."""
+"""Writes gradcomp's log lines, each with its rank, to the logger ``gradcomp``."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ FORMAT = "gradcomp %(levelname)s rank %(rank)s: %(message)s"
 
 
 class Ranked(logging.Filter):
-    """Give every record of the logger an attribute ``rank``, which formats may name; "?" before ranks have met."""
+    """Gives every record of the logger an attribute ``rank`` for formats; it is "?" before the ranks have met."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rank: int | str = "?"
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Nothing is held back."""
         record.rank = self.rank
         return True
 
     def level(self, name: str) -> None:
-        """The level of the logger, where the program has not set one."""
+        """Set the logger's level, unless the program has set one."""
         if logger.level == logging.NOTSET:
             logger.setLevel(name.upper())
 
 
 def start_logging() -> Ranked:
-    """Be heard: a program that has configured logging keeps its configuration, others get lines on standard error."""
+    """Prepare the logger: handlers of the program stay; where there are none, lines go to standard error."""
     ranked = next((one for one in logger.filters if isinstance(one, Ranked)), None)
     if ranked is None:
         ranked = Ranked()

@@ -1,10 +1,11 @@
-"""Which of a rank's pending calls belongs to which of another's: by name, or else in the order of the calls.
+"""Matches a rank's pending calls with those of the other ranks: by name, or else in the order of the calls.
 
-Every round begins with a header and room for small arrays, from each rank: a digest of the call that it has pending
-longest, and the call's arrays if they fit. Where all digests are the same, that call is made. Else the ranks send each
-other lists of all that they have pending, and make every call that is on all lists. A named call is matched by its
-name, wherever it stands in the list. Calls without one are matched in order, the first of each list with the first of
-the others. A rank whose list has a ``join()`` stands in for what is on the lists of all that have not joined.
+Every round begins with a message of a fixed size from each rank: a digest of the call that has been pending longest,
+and that call's arrays if they are small. Where all digests are the same, that call is made. Otherwise the ranks send
+each other lists of all their pending calls, and make every call that is on all lists. A named call is matched by its
+name, wherever it stands in the list. Calls without a name are matched in order, the first of each list with the first
+of the others. A rank whose list has a ``join()`` stands in for the calls that all ranks that have not joined have on
+their lists.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from gradcomp.pipeline.calls import Call, difference
 from gradcomp.transport.base import AllGather, Bytes
 
 _MOST_LIST_BYTES = 1 << 28
-#: Whether the call has a problem, its number, the digest of its description.
+#: Its fields: whether the call has a problem, its number, the digest of its description.
 _HEADER = struct.Struct("<qq32s")
-#: For small arrays: of a rank at most, and of all ranks together.
+#: The most bytes of small arrays: of one rank, and of all ranks together.
 _MOST_INLINE_BYTES, _ALL_INLINE_BYTES = 1 << 12, 1 << 14
 
 
 @dataclass(frozen=True)
 class Match:
-    """A call that all ranks have pending: its place in this rank's list, and every rank's number or what is wrong.
+    """Holds a call that all ranks have pending: its place in this rank's list, and every rank's number or an error.
 
-    ``place``: None where this rank has joined and stands in for a call of the others; ``zeros`` then says for which.
+    ``place`` is None where this rank has joined and stands in for a call of the others; ``zeros`` then describes it.
     """
 
     place: int | None
@@ -48,18 +49,18 @@ class Match:
 
 
 def inline_bytes(size: int) -> int:
-    """How much of a call travels with the comparison among ``size`` ranks: 4,096 bytes, less from 5 ranks on."""
+    """Return how many bytes of a call travel with the comparison among ``size`` ranks: 4,096, less from 5 ranks on."""
     return min(_MOST_INLINE_BYTES, _ALL_INLINE_BYTES // size // 8 * 8)
 
 
 def match(
     pending: Sequence[Call], waited_for: Sequence[int], rank: int, size: int
 ) -> Generator[AllGather, None, list[Match]]:
-    """The pending calls to be made next, the same on all ranks and in one order. Yields what is to be issued.
+    """Find the pending calls to be made next, the same on all ranks and in one order. Yields the messages to issue.
 
-    ``pending``: at least one call, in the order of the calls. ``waited_for``: places of calls for which this rank has
-    waited so long that it will not call anything else meanwhile; empty if it may. If no call is on all lists and that
-    holds for every rank, each rank's calls that it waits for are returned with a PlanMismatchError.
+    ``pending`` has at least one call, in the order of the calls. ``waited_for`` are the places of calls for which this
+    rank has waited so long that it will not call anything else meanwhile; empty if it may. If no call is on all lists
+    and every rank waits like that, each rank's calls that it waits for are returned with a PlanMismatchError.
 
     Wire: 48 + :func:`inline_bytes` to every rank, and where digests differ 8 bytes and the lists.
     """
@@ -91,7 +92,7 @@ def match(
     yield AllGather(lengths.view(np.uint8), [8] * size)
     counts = lengths.tolist()
     if not all(0 < count <= _MOST_LIST_BYTES for count in counts):
-        raise WireFormatError(f"lists of calls of {counts} bytes")
+        raise WireFormatError(f"the ranks announced lists of calls of {counts} bytes")
     ends = np.cumsum(counts)
     whole = np.zeros(sum(counts), dtype=np.uint8)
     whole[ends[rank] - len(text) : ends[rank]] = np.frombuffer(text, dtype=np.uint8)
@@ -111,7 +112,7 @@ class _Listed:
 
 @dataclass(frozen=True)
 class _List:
-    """What a rank has pending."""
+    """Holds the calls that a rank has pending."""
 
     calls: dict[Key, _Listed]
     waits: list[Key]
@@ -137,12 +138,11 @@ class _List:
 
 
 def _description(call: Call) -> str:
-    """What ranks must have in common."""
     return "\n".join(call.lines)
 
 
 def keys_of(names: Sequence[str | None]) -> list[Key]:
-    """What tells calls with these names, in their order, from each other."""
+    """Return keys that tell calls with these names, in their order, from each other."""
     seen: Counter[str | None] = Counter()
     keys: list[Key] = []
     for name in names:
@@ -152,7 +152,7 @@ def keys_of(names: Sequence[str | None]) -> list[Key]:
 
 
 def _common(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[Match]:
-    """What is on every list but those of ranks that have joined, in the order of the first of these lists."""
+    """Return the calls on the lists of all ranks that have not joined, in the order of the first of these lists."""
     places = {key: place for place, key in enumerate(lists[rank].calls)}
     lacking = [] if all(one.joined for one in lists) else [r for r, one in enumerate(lists) if one.joined]
     deciding = [one for r, one in enumerate(lists) if r not in lacking]
@@ -180,10 +180,12 @@ def _wrong(name: str, listed: Sequence[_Listed]) -> GradcompError | None:
 
 
 def _stuck(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[Match]:
-    """What each rank waits for, if none will call anything else meanwhile; then the waits could not end."""
+    """Return what each rank waits for, with an error, if none will call anything else: these waits could not end."""
     if not all(one.waits for one in lists):
         return []
-    wrong = _wrong("", [one.calls[one.waits[0]] for one in lists]) or PlanMismatchError(": names differ")
+    wrong = _wrong("", [one.calls[one.waits[0]] for one in lists]) or PlanMismatchError(
+        ": the ranks wait for calls of different names"
+    )
     places = {key: place for place, key in enumerate(lists[rank].calls)}
     failed: list[Match] = []
     for key in lists[rank].waits:
@@ -193,6 +195,6 @@ def _stuck(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[M
 
 
 def listing(calls: Sequence[Call], most: int = 5) -> str:
-    """Pending calls in words."""
+    """Return the first ``most`` pending calls as text."""
     shown = [printable(call.lines[0] if call.lines else call.name) for call in calls[:most]]
     return ", ".join(shown) + (f" and {len(calls) - most} more" if len(calls) > most else "")

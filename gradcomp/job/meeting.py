@@ -1,7 +1,7 @@
-"""Before some ranks make a communicator they wait for each other, where a wait can be watched.
+"""Lets some ranks wait for each other before they make a communicator, so that the wait can be watched.
 
-An engine's own meeting is a call that returns when all have come, or after a deadline, without a word. Here each rank
-publishes that it is there first, and looks for the others.
+An engine's own rendezvous is a call that returns once all ranks have come, or after a deadline, and reports nothing
+meanwhile. Here each rank first publishes that it has come, and then looks for the others.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _POLL_SECONDS = 0.01
 
 
 def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
-    """Wait for the other ranks, who come here too.
+    """Wait for the other ranks, which call this too. Collective over ``ranks``.
 
-    ``purpose`` stands after "rank 0 waits to", ``lacking`` behind the ranks that are missing. Collective over
-    ``ranks``. TransportError if one has left, if a rank of the job has failed, or at the deadline.
-    Wire: the purpose, one small value per rank in the job's key-value store, read by every other.
+    In messages ``purpose`` follows "rank 0 waits to", and ``lacking`` follows the ranks that are missing.
+    TransportError if one of them has left, if a rank of the job has failed, or at the deadline. Wire: the purpose, one
+    small value per rank in the job's key-value store, read by every other.
     """
     watchdog, control, meeting = state.watchdog, state.watchdog.control, state.next_meeting(ranks)
     roster = state.roster(ranks)
@@ -73,7 +73,7 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
 
 
 def who_waits(state: Runtime, ranks: Ranks) -> str | None:
-    """The first of ``ranks`` that waits for this one to :func:`meet` them, and for what; None if none does."""
+    """Return, as text, the first of ``ranks`` that waits to :func:`meet` this one, and its purpose; else None."""
     meeting = state.meeting_to_come(ranks)
     for rank in ranks:
         if rank != state.rank and (purpose := state.watchdog.control.lookup(arrival_of(meeting, rank))):

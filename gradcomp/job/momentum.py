@@ -1,4 +1,4 @@
-"""Momentum of the optimizer beside momentum that acts before compression: one of them is to act, and once."""
+"""Checks that momentum acts exactly once: in the optimizer, or before compression."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger("gradcomp")
 Numbers = npt.NDArray[np.int64]
 
 _TWICE = """\
-momentum acts twice on layer {layer!r}: {compressor} adds it up before compression, and {optimizer} has a momentum of \
-{momentum:g}, which acts once more on the mean, so that steps are too long by far. Either give the optimizer none: \
+momentum acts twice on layer {layer!r}: {compressor} accumulates it before compression, and {optimizer} has a momentum \
+of {momentum:g}, which acts on the mean again, so that steps are far too long. Either give the optimizer none: \
 momentum=0, and cycle_momentum=False to a scheduler such as OneCycleLR, which sets it at every step. Or let \
 compression take the optimizer's, which then steps without: momentum_factor="optimizer" of dgc and lgc, \
 factor="optimizer" of momentum_correction; signum takes momentum=0"""
 
 _LOST = """\
-layer {layer!r} would lose its momentum: {optimizer} steps without one on the group of parameters that it is in, since \
-compression takes it before it compresses other layers of that group, and this layer travels without. Give it a group \
+layer {layer!r} would lose its momentum: compression takes over the momentum of other layers of its parameter group, \
+so {optimizer} steps that group without momentum, and nothing takes over this layer's. Give it a parameter group \
 of its own"""
 
 _AVERAGES = """\
@@ -44,7 +44,10 @@ NO_SUM = "%s does not add up gradients as %s does, whose momentum it is: give th
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that an optimizer treats alike. ``problem``: why its momentum cannot act before compression."""
+    """Describes parameters that an optimizer treats alike.
+
+    ``problem`` says why the optimizer's momentum cannot act before compression; empty if it can.
+    """
 
     optimizer: str
     momentum: float
@@ -54,11 +57,11 @@ class Group:
 def momenta(
     pipeline: Pipeline, groups: Sequence[Group], group_of: Numbers
 ) -> tuple[npt.NDArray[np.float64] | None, list[int]]:
-    """For a step as it is laid out: the optimizer's momentum by layer, and the groups that must step without.
+    """Return the optimizer's momentum of each layer in the coming step, and the groups that must step without it.
 
-    ``group_of``: by layer, the number of its group; -1: in none. None and no group where nothing has momentum before
-    compression. Raises ConfigError for a layer on which both have it, for one that would be left without, and for an
-    optimizer whose momentum cannot be taken.
+    ``group_of`` has the number of each layer's group, -1 for a layer in none. The result is None and no group where
+    nothing has momentum before compression. Raises ConfigError for a layer on which both have momentum, for one that
+    would be left without, and for an optimizer whose momentum cannot be taken over.
     """
     before = pipeline.momenta
     if not before.any():
@@ -87,11 +90,11 @@ def momenta(
 
 
 def warn_of_averages(policy: Policy, optimizer: str) -> None:
-    """The optimizer averages gradients, as Adam does: say so if compression adds them up."""
+    """Warn if compression adds up gradients under an optimizer that averages them, as Adam does."""
     if twice := [c for c in policy.compressors if c.traits.momentum]:
         logger.warning(_AVERAGES, twice[0].to_string(), optimizer)
 
 
 def takes_momentum(policy: Policy) -> bool:
-    """Whether some compressor takes the optimizer's momentum."""
+    """Return whether some compressor takes over the optimizer's momentum."""
     return any(c.traits.momentum == OPTIMIZER for c in policy.compressors)

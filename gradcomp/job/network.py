@@ -1,4 +1,4 @@
-"""What the ranks of a job met through: it makes communicators, and has the control channel."""
+"""Defines ``Network``, through which the ranks of a job have met and make communicators and control channels."""
 
 from __future__ import annotations
 
@@ -13,52 +13,54 @@ Ranks = tuple[int, ...]
 
 
 class Network(ABC):
-    """The ranks of one job. ``ranks``: what the engine calls them; rank i of the job is its number ``ranks[i]``.
+    """Connects the ranks of one job.
 
-    ``engine``: the transport that :meth:`group` makes, by its name among the settings.
+    ``ranks``: the engine's own numbers of them; rank i of the job is the engine's ``ranks[i]``. ``engine``: the
+    transport that :meth:`group` makes, by its name in the settings.
     """
 
     engine: str
     ranks: Ranks
-    #: Whether others than the ranks may reach what :meth:`control` reads, so that it must be signed.
+    #: True if processes outside the job may write what :meth:`control` reads, so that values must be signed.
     exposed: bool = False
     #: This process's number in the job.
     rank: int
 
     @abstractmethod
     def group(self, ranks: Ranks, timeout_seconds: float) -> Transport:
-        """A new communicator; collective over ``ranks``, numbers of the job."""
+        """Make a communicator. Collective over ``ranks``, which are numbered as in the job."""
 
     @abstractmethod
     def control(self, life: int, timeout_seconds: float) -> ControlChannel:
-        """The job's small values. Local. Each ``life`` of gradcomp, from init to shutdown, has its own."""
+        """Connect to the job's small values. Local. Each ``life``, from init to shutdown, has its own values."""
 
     def members(self, group: Any) -> Ranks | None:
-        """The ranks of a group that the engine's user has made; None if this is none. ConfigError for strangers."""
+        """Return the ranks of a group made with the engine, or None for other objects.
+
+        ConfigError for a group with ranks outside the job.
+        """
         return None
 
     def finish(self, timeout_seconds: float) -> None:  # noqa: B027 - most engines can be left at any time
-        """This rank has done its work without an error: from here on it ends no other rank, however long that takes."""
+        """Note that this rank has ended without an error: it waits for the others, and its end must not end them."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release
-        """The job is over; communicators are closed or abandoned by then."""
+        """Release the engine's resources. Communicators were closed or abandoned before."""
 
     def describe(self) -> str:
-        """The engine with its version, for the banner."""
+        """Return the engine with its version, for the banner."""
         return self.engine
 
 
 class Alone(Network):
-    """A world of one: nobody to meet."""
+    """Stands for a world of one, in which nothing is exchanged."""
 
     engine = "none"
     ranks = (0,)
     rank = 0
 
     def group(self, ranks: Ranks, timeout_seconds: float) -> Transport:
-        """Never called."""
         raise AssertionError("a world of one exchanges nothing")
 
     def control(self, life: int, timeout_seconds: float) -> ControlChannel:
-        """Never called."""
         raise AssertionError("a world of one exchanges nothing")

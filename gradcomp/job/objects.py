@@ -1,4 +1,4 @@
-"""Bytes of one rank, or of every rank, on all ranks, where only their rank knows how many there are."""
+"""Broadcasts and gathers byte strings whose length only their own rank knows beforehand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_OBJECT_BYTES = 1 << 36
 
 
 def broadcast_payload(channel: Channel, payload: bytes, length: int, root: int) -> bytes:
-    """The root's ``payload`` on every rank; ``length`` is what the root announced. On the channel's thread.
+    """Return the root's ``payload`` on every rank; the root has announced ``length``. On the channel's thread.
 
     Raises WireFormatError, on every rank, for a length that no object has, and where there is no memory for it.
     """
@@ -34,7 +34,7 @@ def broadcast_payload(channel: Channel, payload: bytes, length: int, root: int) 
 
 
 def gather_payloads(channel: Channel, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """Every rank's ``payload``, in rank order; ``lengths`` are what the ranks announced. On the channel's thread.
+    """Return every rank's ``payload`` in rank order; the ranks have announced ``lengths``. On the channel's thread.
 
     Raises WireFormatError, on every rank, for a length that no object has.
     """

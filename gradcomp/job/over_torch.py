@@ -1,4 +1,4 @@
-"""Jobs whose ranks meet through torch.distributed, with Gloo."""
+"""Lets the ranks of a job meet through torch.distributed, with Gloo."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gradcomp.transport.torch import TorchControl, TorchTransport
 def join(
     timeout_seconds: float, process_group: Any = None, chosen: Ranks | None = None
 ) -> tuple[Launch, Network]:
-    """Meet the other ranks: those of ``process_group``, of torch.distributed's default group, or a new one's.
+    """Meet the other ranks: those of ``process_group``, of torch.distributed's default group, or of a new one.
 
-    ``chosen``: those that are the job, if not all: possible where torch.distributed was there first. Collective.
-    ConfigError for a half-set environment, TransportError if the ranks do not meet in time.
+    ``chosen``: the ranks that form the job, if not all; only possible where torch.distributed was initialised before.
+    Collective. ConfigError for a half-set environment, TransportError if the ranks do not meet in time.
     """
     owns = not dist.is_initialized()
     launch = discover() if owns else _launch_of_existing_group()
@@ -39,11 +39,11 @@ def join(
 
 
 def _check_chosen(chosen: Ranks, launch: Launch, owns: bool) -> None:
-    """ConfigError for ranks that are not there, or cannot meet without the others."""
+    """Raise ConfigError for ranks that do not exist, or that cannot meet without the others."""
     rank, size = (launch.rank, launch.size) if owns else (dist.get_rank(), dist.get_world_size())
     if chosen[-1] >= size or rank not in chosen:
         raise ConfigError(
-            f"comm={list(chosen)}: this is rank {rank} of 0 .. {size - 1}, and must be one of them"
+            f"comm={list(chosen)}: this is rank {rank} of 0 .. {size - 1}, and must be one of those given"
         )
     if owns and len(chosen) < size:
         raise ConfigError(
@@ -53,7 +53,7 @@ def _check_chosen(chosen: Ranks, launch: Launch, owns: bool) -> None:
 
 
 def _launch_of_existing_group() -> Launch:
-    """Local rank and size come from the launcher where it says so; the rest from torch.distributed."""
+    """Return a launch with local rank and size from the launcher, if it set them; the rest is torch.distributed's."""
     try:
         found = discover()
     except ConfigError:
@@ -64,7 +64,10 @@ def _launch_of_existing_group() -> Launch:
 
 
 class TorchNetwork(Network):
-    """Some of the default group's ranks; ``(0,)`` without one. ``attempt``: torchrun's, if it serves the store."""
+    """Connects some of the default group's ranks, or ``(0,)`` without such a group.
+
+    ``attempt``: the number of torchrun's attempt, if torchrun serves the store.
+    """
 
     engine = "torch"
     exposed = True
@@ -77,13 +80,12 @@ class TorchNetwork(Network):
         self._controls: list[TorchControl] = []
 
     def group(self, ranks: Ranks, timeout_seconds: float) -> TorchTransport:
-        """See :class:`Network`."""
         there = [self.ranks[rank] for rank in ranks]
         return TorchTransport(there, timeout_seconds, self._attempt or "0")
 
     def control(self, life: int, timeout_seconds: float) -> TorchControl:
-        """A connection to the job's key-value store. It may take long where names are resolved slowly: make few."""
-        # torchrun's store outlives a failed attempt, and with it that attempt's abort.
+        """Connect to the job's key-value store. Make few connections: where names resolve slowly each takes long."""
+        # The keys have the attempt's number: torchrun's store keeps what a failed attempt published, its abort too.
         control = TorchControl(
             f"gradcomp/{self._attempt or 0}/{life}/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}",
             timeout_seconds,
@@ -93,7 +95,7 @@ class TorchNetwork(Network):
         return control
 
     def members(self, group: Any) -> Ranks | None:
-        """Of a process group, or of one dimension of a DeviceMesh."""
+        """Return the ranks of a process group, or of a DeviceMesh of one dimension; None for other objects."""
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ConfigError(
@@ -108,12 +110,11 @@ class TorchNetwork(Network):
         return tuple(sorted(self.ranks.index(rank) for rank in there))
 
     def close(self) -> None:
-        """End the connections; destroy the default group, if gradcomp made it."""
+        """End the connections, and destroy the default group if gradcomp made it."""
         for control in self._controls:
             control.close()
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def describe(self) -> str:
-        """See :class:`Network`."""
         return f"torch {torch.__version__}"

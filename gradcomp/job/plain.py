@@ -1,4 +1,4 @@
-"""A snapshot of compression state as arrays, numbers and strings, for whoever stores such things."""
+"""Converts snapshots of compression state to arrays, numbers and strings, which any framework can store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 def to_plain(state: Snapshot) -> dict[str, Any]:
-    """The snapshot in dicts and lists."""
+    """Return the snapshot as nested dicts and lists."""
     names = list(state.shared.layers)
     return {
         "rank": state.rank,
@@ -31,7 +31,7 @@ def to_plain(state: Snapshot) -> dict[str, Any]:
 
 
 def from_plain(data: Any) -> Snapshot:
-    """Inverse of :func:`to_plain`; StateError for anything else."""
+    """Return the snapshot that :func:`to_plain` converted; StateError for anything else."""
     shared = Shared.from_plain(data)
     numbers = {name: number for number, name in enumerate(shared.layers)}
     try:

@@ -1,4 +1,4 @@
-"""Some of the job's ranks, for optimizers and collectives of their own."""
+"""Defines process sets: some of the job's ranks, for optimizers and collectives of their own."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Any
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
 
-#: What ``process_set=`` takes; None: all ranks.
+#: The type of ``process_set=``, where None stands for all ranks.
 Members = Any
 
 
 class ProcessSet:
-    """Some of the job's ranks. Making one is local and costs nothing; its ranks meet when they first use it.
+    """Holds some of the job's ranks. Making one is local and costs nothing; its ranks meet when they first use it.
 
-    ``ranks``: numbers of the job, in any order; ranks count in ascending order within the set. A rank may be in any
-    number of sets. The members must use it alike, in the same order; the others must not use it, but may give it
-    to an optimizer and to broadcasts of parameters and of an optimizer's state, which then do nothing there. Errors
-    that come up while members exchange name them by their number in the set. Horovod's name and meaning; differs in
-    that nobody need register it.
+    A rank may be in any number of sets. Members are counted from 0 in ascending order of their ranks. They must all use
+    the set in the same way and order. The other ranks must not use it, but may give it to an optimizer and to
+    broadcasts of parameters and of an optimizer's state, which then do nothing there. Errors in an exchange name
+    members by their number in the set. The name and the meaning are Horovod's, except that nobody need register a set.
+
+    Args:
+        ranks: numbers of ranks in the job, in any order.
+
+    Raises:
+        ConfigError: if ``ranks`` is anything but distinct whole numbers of at least 0.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -27,15 +32,19 @@ class ProcessSet:
             raise ConfigError(f"a process set is a list of ranks of the job, got {type(ranks).__name__}")
         given = list(ranks)
         if not given or any(type(rank) is not int or rank < 0 for rank in given):
-            raise ConfigError(f"a process set needs ranks, which are 0 or more, got {given}")
+            raise ConfigError(f"a process set needs ranks, whole numbers of at least 0, got {given}")
         if len(set(given)) < len(given):
-            raise ConfigError(f"a process set has every rank once, got {given}")
+            raise ConfigError(f"a process set must list each rank only once, got {given}")
         self._ranks = tuple(sorted(given))
         self._removed = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Its members, ascending. StateError once :func:`remove_process_set` was called."""
+        """Return the members' ranks in the job, ascending.
+
+        Raises:
+            StateError: once :func:`remove_process_set` was called.
+        """
         if self._removed:
             raise StateError(f"ProcessSet({list(self._ranks)}) was removed")
         return self._ranks
@@ -44,20 +53,24 @@ class ProcessSet:
         return f"ProcessSet({list(self._ranks)})"
 
     def included(self) -> bool:
-        """Whether this process is a member. StateError before ``init``."""
+        """Return whether this process is a member.
+
+        Raises:
+            StateError: before ``init``.
+        """
         return runtime.rank() in self.ranks
 
     def rank(self) -> int:
-        """This process's number within the set; -1 if it is not a member."""
+        """Return this process's number within the set, or -1 if it is not a member."""
         return self.ranks.index(runtime.rank()) if self.included() else -1
 
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self.ranks)
 
 
 class _Everyone(ProcessSet):
-    """All ranks of the job, whatever job this process is in."""
+    """Holds all ranks of the job, whichever job this process is in."""
 
     def __init__(self) -> None:
         super().__init__([0])
@@ -70,14 +83,16 @@ class _Everyone(ProcessSet):
         return "global_process_set"
 
 
-#: All ranks: what ``process_set=None`` means.
+#: The set of all ranks, which ``process_set=None`` means too.
 global_process_set = _Everyone()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """A set of these ranks. Local: sets need no registration, at ``init`` or later.
+    """Return a set of these ranks. Local: sets need no registration, at ``init`` or later.
 
-    ConfigError for ranks that the job does not have, StateError before ``init``.
+    Raises:
+        ConfigError: for ranks that the job does not have.
+        StateError: before ``init``.
     """
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _check_there(found)
@@ -85,7 +100,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """End the use of a set: it raises StateError from now on. False for the set of all ranks, which stays.
+    """End the use of a set, which raises StateError from now on. Return False for the set of all ranks, which stays.
 
     Local. The members' connections stay until ``shutdown``; another set of the same ranks uses them.
     """
@@ -102,7 +117,7 @@ def _check_there(process_set: ProcessSet) -> None:
 
 
 def members(process_set: Members) -> tuple[int, ...]:
-    """As :func:`ranks_of`; ConfigError where this process is not one of them."""
+    """Return the ranks of a process set, as :func:`ranks_of`; ConfigError where this process is not one of them."""
     ranks = ranks_of(process_set)
     if runtime.rank() not in ranks:
         raise ConfigError(f"rank {runtime.rank()} is not a member of {ProcessSet(ranks)}")
@@ -110,7 +125,7 @@ def members(process_set: Members) -> tuple[int, ...]:
 
 
 def ranks_of(process_set: Members) -> tuple[int, ...]:
-    """The numbers, in the job, of the ranks of a process set, or of a group that the user has made with the engine.
+    """Return the ranks, in the job, of a process set or of a group that the user has made with the engine.
 
     ConfigError for anything else, and for ranks that the job does not have.
     """
@@ -129,7 +144,7 @@ def ranks_of(process_set: Members) -> tuple[int, ...]:
 
 
 def root_of(root_rank: Any, process_set: Members) -> tuple[int, str | None]:
-    """The root's number among the members, and why there is none."""
+    """Return the root's number among the members, and an error text if it is not among them."""
     ranks = members(process_set)
     if isinstance(root_rank, int) and root_rank in ranks:
         return ranks.index(root_rank), None

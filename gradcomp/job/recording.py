@@ -1,4 +1,4 @@
-"""``record_gradients``: samples of all ranks' gradients, taken before compression, in a file on rank 0."""
+"""Implements ``record_gradients``: samples of all ranks' gradients, before compression, in a file on rank 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("gradcomp")
 
 NAME = "gc.record_gradients"
 LIMIT_BYTES = 256 << 20
-#: A recording of fewer steps than these tells nothing about time.
+#: A recording of fewer steps shows nothing about changes over time.
 LEAST_STEPS = 4
 #: The file is written anew whenever the recording has grown by this factor.
 _GROWTH = 1.25
@@ -52,24 +52,29 @@ def record_gradients(
     gathers them when the exchange is done. It writes the file anew, in one rename, whenever it has grown by a quarter,
     and at the end: at :meth:`GradientRecorder.close` or ``shutdown()``. Parameters and means stay what they are.
 
-    Args:
-        opt: what ``DistributedOptimizer`` or ``ddp_comm_hook`` returned; a Keras optimizer that is built.
-        path: of the npz file, which rank 0 writes: ``gradcomp.analysis.read`` reads it.
-        every: doubles, and every other recorded step is dropped, when the recording would exceed ``limit_bytes``.
-        layers: shell patterns on layer names; None: all layers of two and more dimensions.
-        elements: at most so many of each layer, drawn from ``seed``.
-        seed: of the positions.
-        append: go on with a file of the same layers, elements and ranks; steps that this run repeats are dropped from
-            it. Else a file that exists is an error.
-        limit_bytes: of the values, in rank 0's memory and in the file.
-
     Collective over the ranks of ``opt``, between two steps; so is each recorded step. Wire: a comparison of calls and 4
     bytes for each recorded element, from every rank to rank 0. State: 4 bytes for each recorded element; the recording
-    on rank 0. A layer without a dense gradient in a step is NaN there. ``add_param_group`` ends a recording.
-    Raises, on every rank, ConfigError for bad arguments, a world of one and a file that cannot be
-    written or continued, PlanMismatchError if the ranks differ, StateError if ``opt`` is being recorded or a step is
-    open. A file that cannot be written later, because the disk is full, ends the recording with a warning.
-    Source: Abrahamyan et al. 2021, section III, whose gradients are recorded whole.
+    on rank 0. A layer without a dense gradient in a step is NaN there. ``add_param_group`` ends a recording. A file
+    that cannot be written later, because the disk is full, ends the recording with a warning. Source: Abrahamyan et al.
+    2021, section III, where gradients are recorded whole.
+
+    Args:
+        opt: what ``DistributedOptimizer`` or ``ddp_comm_hook`` returned; a Keras optimizer must be built.
+        path: the npz file that rank 0 writes; ``gradcomp.analysis.read`` reads it.
+        every: the steps from one recorded step to the next. When the recording would exceed ``limit_bytes``, this
+            doubles, and every other recorded step is dropped.
+        layers: shell patterns of layer names; None stands for all layers of two and more dimensions.
+        elements: the most elements of each layer, drawn from ``seed``.
+        seed: determines the recorded positions.
+        append: continue a file of the same layers, elements and ranks, and drop from it the steps that this run
+            repeats. Without it a file that exists is an error.
+        limit_bytes: the most bytes of values, in rank 0's memory and in the file.
+
+    Raises:
+        ConfigError: on every rank, for bad arguments, a world of one, and a file that cannot be
+            written or continued.
+        PlanMismatchError: on every rank, if the ranks differ.
+        StateError: on every rank, if ``opt`` is being recorded or a step is open.
     """
     patterns = [layers] if isinstance(layers, str) else layers
     arguments = [f"every={every}", f"layers={patterns}", f"elements={elements}", f"seed={seed}"]
@@ -103,9 +108,9 @@ def record_gradients(
 
 
 class GradientRecorder:
-    """A recording that goes on; from :func:`record_gradients`. Usable in a ``with`` statement.
+    """Records gradients until it is closed; :func:`record_gradients` makes it. Usable in a ``with`` statement.
 
-    A :class:`gradcomp.engine.Recorder`.
+    Implements :class:`gradcomp.engine.Recorder`.
     """
 
     def __init__(
@@ -119,37 +124,34 @@ class GradientRecorder:
         self._lead = exchanger.pipeline.transport.rank == 0
         numbers = {layer.name: i for i, layer in enumerate(exchanger.pipeline.layers)}
         self._places = {numbers[layer.name]: place for place, layer in enumerate(sampling.layers)}
-        self._row: Floats | None = None  # of this rank, in an exchange that is recorded
+        self._row: Floats | None = None  # this rank's sample, in an exchange that is recorded
         self._step = 0
         self._written = len(kept.steps)
         self._failed = False
 
     @property
     def steps(self) -> list[int]:
-        """Numbers of the steps that the recording has, the same on all ranks."""
+        """Return the numbers of the recorded steps, the same on all ranks."""
         return list(self._kept.steps)
 
     def begin(self, step: int) -> None:
-        """See :meth:`gradcomp.engine.Recorder.begin`."""
         self._step = step
         self._row = None
         if self._kept.due(step):
             self._row = np.full(self._sampling.width, np.nan, dtype=np.float32)
 
     def take(self, submission: Submission) -> None:
-        """See :meth:`gradcomp.engine.Recorder.take`."""
         if self._row is None or submission.layer not in self._places:
             return
         place = self._places[submission.layer]
         layer = self._sampling.layers[place]
         dtype = DTYPES[DTYPE_NUMBERS[layer.dtype]]
         values = self._exchanger.device.read(submission.gradient, layer.nbytes, submission.event).view(dtype)
-        with np.errstate(over="ignore"):  # of float64
+        with np.errstate(over="ignore"):  # a float64 may be out of float32's range
             found = values[self._sampling.positions[place]].astype(np.float32)
         self._row[self._sampling.part(place)] = found
 
     def end(self) -> None:
-        """See :meth:`gradcomp.engine.Recorder.end`."""
         row, self._row = self._row, None
         if row is None:
             return
@@ -162,7 +164,7 @@ class GradientRecorder:
             self._write()
 
     def _gather(self, row: Floats) -> Floats | None:
-        """On rank 0 all ranks' rows, on others nothing; None if rank 0 has given up."""
+        """Return all ranks' rows on rank 0 and no row on the others, or None if rank 0 has given up."""
         channel = channel_of(self._ranks)
         assert channel is not None, "a world of one records nothing"
         size, own = channel.size, row.nbytes
@@ -171,7 +173,7 @@ class GradientRecorder:
             if numbers[0] < 0:
                 return None
             if set(numbers) != {own}:
-                raise WireFormatError(f"samples of {numbers} bytes")
+                raise WireFormatError(f"the ranks announced samples of {numbers} bytes")
             to, come = [0] * size, [0] * size
             to[0] = own
             if self._lead:
@@ -183,9 +185,9 @@ class GradientRecorder:
         return channel.submit(call, work).result()
 
     def close(self) -> None:
-        """Record no more, and write what is there. All ranks, between the same two steps; nothing is sent.
+        """End the recording and write it. Call it on all ranks, between the same two steps; nothing is sent.
 
-        ``shutdown()`` calls it. A file that cannot be written is warned about.
+        ``shutdown()`` calls it. A file that cannot be written causes a warning.
         """
         self._detach()
         if self._lead and not self._failed and self._written != len(self._kept.steps):
@@ -211,7 +213,7 @@ class GradientRecorder:
         self.close()
 
 
-# ------------------------------------------------------------------------------------------ how it begins
+# -------------------------------------------------------------------------------- the beginning of a recording
 
 
 def _check(path: Any, append: Any, **numbers: Any) -> None:
@@ -265,7 +267,7 @@ def _most_steps(sampling: Sampling, ranks: int, limit_bytes: int) -> int:
 
 
 def _begun(path: Path, sampling: Sampling, empty: Kept, size: int, append: bool, step: int) -> Kept:
-    """What a recording goes on from, before ``step``; written already, so that a bad path is an error now."""
+    """Return what a recording continues before ``step``, and write it at once, so that a bad path is an error now."""
     kept = empty
     if os.path.lexists(path):
         if not append:
@@ -275,7 +277,7 @@ def _begun(path: Path, sampling: Sampling, empty: Kept, size: int, append: bool,
             raise ConfigError(f"{path} holds other layers, elements or ranks, or was drawn from another seed")
         if there.every % empty.every or (there.every // empty.every).bit_count() != 1:
             raise ConfigError(
-                f"{path} has every={there.every}, which every={empty.every} does not double into"
+                f"{path} has every={there.every}, which is not every={empty.every} times a power of two"
             )
         before = np.flatnonzero(there.steps < step).tolist()
         rows = [there.values[i].copy() for i in before]
@@ -293,7 +295,7 @@ def _digest(sampling: Sampling) -> str:
 
 
 def _history(told: Any) -> tuple[int, list[int]]:
-    """``every`` and the steps of the file that rank 0 goes on with."""
+    """Return ``every`` and the steps of the file that rank 0 continues."""
     every, steps = told.get("every"), told.get("steps")
     if (
         type(every) is not int

@@ -1,4 +1,4 @@
-"""How ranks' values become one: what every frontend's ``op`` takes."""
+"""Defines the operations that every frontend's ``op`` takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ReduceOp(enum.Enum):
-    """How ranks' values become one."""
+    """Names the operation that combines the ranks' values."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -29,7 +29,7 @@ Product = ReduceOp.PRODUCT
 
 @dataclass(frozen=True)
 class ScaledOp:
-    """``postscale * op(prescale * x_0, ..., prescale * x_(N-1))``."""
+    """Computes ``postscale * op(prescale * x_0, ..., prescale * x_(N-1))`` of N ranks' values."""
 
     op: ReduceOp = Average
     prescale: float = 1.0
@@ -37,7 +37,7 @@ class ScaledOp:
 
     @property
     def scales(self) -> bool:
-        """Whether a factor is not 1."""
+        """Return whether a factor is not 1."""
         return self.prescale != 1.0 or self.postscale != 1.0
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class ScaledOp:
 
 
 def reduce_op_of(average: bool | None, op: Any) -> tuple[ReduceOp, str | None]:
-    """The operation that ``average``, Horovod's older spelling, or ``op`` asks for, and what is wrong with them."""
+    """Return the operation that ``op``, or Horovod's older ``average``, asks for, and what is wrong with them."""
     if average is not None and op is not None:
         return Average, "average and op are two spellings of the same argument; give one"
     if op is not None and not isinstance(op, ReduceOp):
@@ -59,7 +59,7 @@ def reduce_op_of(average: bool | None, op: Any) -> tuple[ReduceOp, str | None]:
 def scaled_op_of(
     average: bool | None, op: Any, prescale_factor: Any = 1.0, postscale_factor: Any = 1.0
 ) -> tuple[ScaledOp, str | None]:
-    """The operation and factors that a user's arguments ask for, and what is wrong with them."""
+    """Return the operation and factors that a user's arguments ask for, and what is wrong with them."""
     reduce_op, problem = reduce_op_of(average, op)
     factors = []
     for name, value in (("prescale_factor", prescale_factor), ("postscale_factor", postscale_factor)):

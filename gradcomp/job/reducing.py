@@ -1,4 +1,4 @@
-"""How a reduction of the user's runs over a channel: by the transport's sum, by owners of parts, or in pairs."""
+"""Runs a user's reduction over a channel: by the transport's sum, by owners of parts, or in pairs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def reduce_all(channel: Channel, flat: Array, how: ScaledOp, lengths: Sequence[int]) -> None:
-    """Overwrite ``flat`` by its reduction over ranks, bit-identical on all. On the channel's thread.
+    """Overwrite ``flat`` with its reduction over ranks, bit-identical on all. On the channel's thread.
 
-    ``lengths``: of the tensors that lie one behind the other, which only Adasum tells apart. Sums of float32, float64
-    and int64 are the transport's own. Other values go to the owner of their part, who combines them in rank order and
-    sends the result to all. Wire: 2 d (N-1)/N bytes per rank for d bytes of the dtype; Adasum d log2(N), of float16 and
-    bfloat16 in float32.
+    ``lengths`` are the element counts of the tensors that are stored one after another, which only Adasum tells apart.
+    Sums of float32, float64 and int64 are the transport's own. Other values go to the owner of their part, who combines
+    them in rank order and sends the result to all. Wire: 2 d (N-1)/N bytes per rank for d bytes of the dtype; Adasum d
+    log2(N), for float16 and bfloat16 in float32.
     """
     if added_by_transport(flat.dtype, how.op):
         if how.prescale != 1.0:
@@ -47,7 +47,7 @@ def reduce_all(channel: Channel, flat: Array, how: ScaledOp, lengths: Sequence[i
 def reduce_parts(
     channel: Channel, data: Bytes, counts: Sequence[int], dtype: np.dtype[Any], how: ScaledOp
 ) -> Array:
-    """This rank's part of the reduction, where rank i's part is ``counts[i]`` bytes. On the channel's thread.
+    """Return this rank's part of the reduction; rank i's part has ``counts[i]`` bytes. On the channel's thread.
 
     Values are combined in rank order, so the result does not depend on the transport. Wire: one all-to-all of the
     values as they are, d (N-1)/N bytes per rank.
@@ -59,11 +59,11 @@ def reduce_parts(
 
 
 def reduce_alone(flat: Array, how: ScaledOp) -> None:
-    """What :func:`reduce_all` does among one rank."""
+    """Do among one rank what :func:`reduce_all` does."""
     if how.scales:
         flat[:] = combine([flat], replace(how, op=ReduceOp.SUM) if how.op is ReduceOp.ADASUM else how)
 
 
 def shares(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets: as many, or one fewer than the ranks before it."""
+    """Return the rows of each rank: equally many, and one more for each of the first ``rows % size`` ranks."""
     return [rows // size + (place < rows % size) for place in range(size)]

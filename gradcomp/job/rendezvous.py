@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: they agree on an address, share a key-value store and form the default group.
+"""Lets the ranks of a job meet: they agree on an address, share a key-value store and form the default group.
 
 The store outlives the group, so that ``init`` after ``shutdown`` need not agree on an address again.
 """
@@ -24,13 +24,13 @@ _meetings = 0
 
 
 def connect(launch: Launch, timeout_seconds: float) -> Launch:
-    """Form torch.distributed's default group (Gloo) unless there is one; the launch with what the ranks learned there.
+    """Form torch.distributed's default group (Gloo) unless there is one. Return the launch with a secret learned there.
 
-    Collective; ``timeout_seconds`` bounds the whole meeting and becomes the group's timeout. A world of one needs no
+    Collective; ``timeout_seconds`` bounds the whole rendezvous and becomes the group's timeout. A world of one needs no
     group and gets none. Wire: a few small values per rank, over TCP to rank 0's store.
 
-    Raises ConfigError if nothing says where to meet or if the interface that the environment asks for is not there;
-    TransportError, which names the missing ranks and the address, if not all ranks are there in time.
+    Raises ConfigError if nothing says where to meet or if the interface that the environment names does not exist;
+    TransportError, which names the missing ranks and the address, if not all ranks arrive in time.
     """
     global _met, _meetings
     if launch.size == 1 or dist.is_initialized():
@@ -38,7 +38,7 @@ def connect(launch: Launch, timeout_seconds: float) -> Launch:
     launch = with_interface(launch)
     if launch.interface is not None:
         interface_address(launch)
-        # Where Gloo looks, for this group and for all later ones.
+        # Gloo reads it for this group and for all later ones.
         if not os.environ.get("GLOO_SOCKET_IFNAME"):
             os.environ["GLOO_SOCKET_IFNAME"] = launch.interface
     deadline = Deadline(launch, timeout_seconds)
@@ -66,7 +66,7 @@ def connect(launch: Launch, timeout_seconds: float) -> Launch:
 
 
 def _check_in(store: Any, launch: Launch, deadline: Deadline) -> None:
-    """Wait until every rank has been here."""
+    """Wait until every rank has arrived."""
     keys = [f"here/{rank}" for rank in range(launch.size)]
     try:
         if store.add(f"claim/{launch.rank}", 1) != 1:

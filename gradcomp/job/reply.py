@@ -1,4 +1,4 @@
-"""The reply to a user's call: it knows whether somebody waits for it, and when its caller is done with it."""
+"""Defines ``Reply``, the future of a user's call, which knows whether somebody waits and when the caller is done."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Reply(Generic[T]):
-    """What a call returns or raises, once it has ended. A future with one lock, since a small call makes several.
+    """Holds what a call returns or raises. It is a future with a single lock, since a small call makes several.
 
-    ``release``: called once, as soon as a caller has the result or the error, or has dropped the reply. ``callers``:
-    hears who waits.
+    ``release``: called once, as soon as a caller has the result or the error, or has dropped the reply. ``callers``: is
+    told which threads wait.
     """
 
     def __init__(self, release: Callable[[], None] | None = None, callers: Callers | None = None) -> None:
@@ -26,37 +26,38 @@ class Reply(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._ended = False
-        #: What is to be called at the end; of two threads that come, the one that takes it calls it.
+        #: The function to call at the end. Of two threads that try, the one that pops it calls it.
         self._told_of_end: deque[Callable[[], None]] | None = None
-        self._pending = threading.Lock()  # held until then
+        self._pending = threading.Lock()  # held until the call has ended
         self._pending.acquire()
 
     @property
     def waited_for(self) -> bool:
-        """Whether a thread is inside :meth:`result`, or a graph waits (:meth:`when_ended`)."""
+        """Return whether a thread is inside :meth:`result`, or a graph waits (:meth:`when_ended`)."""
         return self._waiting > 0 or self.graph_waits
 
     @property
     def graph_waits(self) -> bool:
-        """Whether something waits without a thread, so that its threads may still call something else."""
+        """Return whether something waits without blocking a thread, so that its threads may still make other calls."""
         return self._told_of_end is not None
 
     def set_result(self, result: T) -> None:
-        """The call has ended."""
         self._result = result
         self._end()
 
     def set_exception(self, error: BaseException) -> None:
-        """The call has failed."""
         self._error = error
         self._end()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the end; TimeoutError after so many seconds. Any number of threads may wait, any number of times."""
+        """Wait for the end of the call and return its result; TimeoutError after ``timeout`` seconds.
+
+        Any number of threads may wait, any number of times.
+        """
         self._waiting += 1
         try:
             if not self._ended:
-                # Who waits for some time only may go on after it.
+                # A caller with a timeout may go on after it, so it does not count as blocked.
                 callers = self._callers if timeout is None else None
                 if callers is not None:
                     callers.begin(self)
@@ -75,13 +76,13 @@ class Reply(Generic[T]):
             self._settle()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` once the call has ended: on the thread that ends it, or now. Once for each reply."""
+        """Call ``tell`` once the call has ended: on the thread that ends it, or now. Allowed once for each reply."""
         self._told_of_end = deque([tell])
         if self._ended:
             self._tell()
 
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Return whether the call has ended; if it has, the caller is taken to be done with the reply."""
         if self._ended:
             self._settle()
         return self._ended

@@ -1,4 +1,4 @@
-"""What the user sees while training goes on: a line now and then, one verdict after 50 steps."""
+"""Logs how training goes: a line now and then, and a verdict after 50 steps. Answers users' questions about it."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ WARM_UP_STEPS = 10
 
 
 class Readers:
-    """What a user may ask of whatever exchanges. Local: no reader communicates, so any rank may call any of them."""
+    """Gives users the readings of an exchange. No reader communicates, so any rank may call any of them at any time."""
 
-    #: What the class that mixes this in must have: the exchanger; None in a world of one. No abstract method: the
-    #: class of an optimizer cannot be changed in place to one with an abstract base.
+    #: Returns the exchanger, None in a world of one. The class that mixes this in must define it. It is no abstract
+    #: method, because the class of an optimizer cannot be changed in place to one with an abstract base.
     _exchanger_or_none: Callable[[], Exchanger | None]
 
     def statistics(self) -> Statistics:
-        """This rank's counters since the start."""
+        """Return this rank's counters since the start."""
         exchanger = self._exchanger_or_none()
         return Statistics() if exchanger is None else exchanger.pipeline.statistics
 
     def metrics(self) -> dict[str, float]:
-        """This rank's counters as a flat dictionary for a logger: ``{"gradcomp/ratio": 7.6, ...}``."""
+        """Return this rank's counters as a flat dictionary for a logger: ``{"gradcomp/ratio": 7.6, ...}``."""
         return self.statistics().metrics()
 
     def reduced_statistics(self) -> Statistics | None:
-        """The mean of all ranks' counters at the last multiple of ``statistics_every_steps``."""
+        """Return the mean of all ranks' counters at the last multiple of ``statistics_every_steps``."""
         exchanger = self._exchanger_or_none()
         return None if exchanger is None else exchanger.pipeline.reduced_statistics
 
     def buckets(self) -> list[tuple[list[str], int]]:
-        """Names of the layers and payload bytes of every bucket, in the order in which they travel.
+        """Return the layers' names and the payload bytes of every exchange bucket, in the order in which they travel.
 
-        The order changes once, after the first step. Payload: one direction, without headers.
+        The order changes once, after the first step. Payload bytes are of one direction, without headers.
         """
         exchanger = self._exchanger_or_none()
         if exchanger is None:
@@ -63,18 +63,18 @@ class Readers:
         ]
 
     def plan(self) -> Plan | None:
-        """The plan of the next step: every layer's compressor and level. None in a world of one."""
+        """Return the plan of the next step: every layer's compressor and level. None in a world of one."""
         exchanger = self._exchanger_or_none()
         return None if exchanger is None else exchanger.pipeline.plan
 
     def plan_reason(self) -> str:
-        """Why the controller chose the plan, in one line; empty without one, and where it only tells rank 0."""
+        """Return in one line why the controller chose the plan; empty without one, and where it tells rank 0 only."""
         exchanger = self._exchanger_or_none()
         controller = None if exchanger is None else exchanger.pipeline.controller
         return "" if controller is None else controller.reason
 
     def trace_spans(self) -> tuple[Span, ...]:
-        """The last spans: ready, queue, compress, send, reduce, decompress, feedback, per bucket."""
+        """Return each exchange bucket's last spans: ready, queue, compress, send, reduce, decompress, feedback."""
         exchanger = self._exchanger_or_none()
         return () if exchanger is None else exchanger.pipeline.trace.spans()
 
@@ -86,7 +86,7 @@ class Readers:
 
 
 class Reporter:
-    """Log lines, of rank 0. ``by_times``: the controller says itself what it gains.
+    """Logs lines on rank 0. ``by_times``: the controller itself says what it gains.
 
     Statistics are local or already reduced; the one collective is the probe after 50 steps.
     """
@@ -100,7 +100,7 @@ class Reporter:
         self._began = perf_counter()
 
     def after_steps(self, steps: int) -> None:
-        """Log what is due after so many exchanges, before the next one. All ranks call it alike."""
+        """Log what is due after ``steps`` exchanges, before the next one. All ranks call it alike."""
         if steps == WARM_UP_STEPS:
             self._before, self._began = replace(self._pipeline.statistics), perf_counter()
         if steps == VERDICT_STEPS:
@@ -124,7 +124,7 @@ class Reporter:
             )
 
     def _conclude(self, seconds: float) -> None:
-        """The verdict on the steps since the warm-up, which took so many seconds; or the controller's own."""
+        """Log a verdict, or the controller's own, on the steps since the warm-up, which took ``seconds``."""
         latency = self._exchanger.probe(PROBE_BYTES[0])
         rate = max(self._exchanger.probe(PROBE_BYTES[1]) - latency, 1e-6) / PROBE_BYTES[1]
         measured = self._measured(seconds, rate, latency)
@@ -139,10 +139,10 @@ class Reporter:
         self._log("; ".join([*said, reason] if reason else said))
 
     def _measured(self, seconds: float, seconds_per_byte: float, latency: float) -> Measured:
-        """What was measured, and predicted for a bfloat16 wire.
+        """Return what was measured, and what is predicted for a bfloat16 wire.
 
-        The other wire's exposed time is predicted from the measured rate: what is left of its bytes after the window in
-        which this run's buckets became ready, but at least its last bucket.
+        The exposed time of that wire is the time of its bytes at the measured rate, less the window in which this run's
+        exchange buckets became ready, but at least the time of its last exchange bucket.
         """
         now, before = self._pipeline.statistics, self._before
         steps = max(now.steps - before.steps, 1)
@@ -160,7 +160,7 @@ class Reporter:
         )
 
     def _window(self) -> float:
-        """Median time between the first and the last bucket's becoming ready."""
+        """Return the median time from the moment when the first exchange bucket is ready to that of the last."""
         ready: dict[int, list[float]] = {}
         for span in self._pipeline.trace.spans():
             if span.name == "ready":

@@ -1,4 +1,4 @@
-"""The process's life with gradcomp: init, shutdown, who am I."""
+"""Starts and ends this process's part in a job, and tells its rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _lives: dict[Ranks, int] = {}  # init after shutdown must not read what the last
 def begin(
     join: Callable[[Config], tuple[Launch, Network]], process_sets: Iterable[Any], settings: dict[str, Any]
 ) -> None:
-    """What every frontend's ``init`` does: settle the settings, meet by ``join``, introduce each other."""
+    """Initialise gradcomp for every frontend's ``init``: choose settings, meet through ``join``, exchange hosts."""
     global _runtime
     if _runtime is not None:
         if settings or process_sets:
@@ -49,7 +49,7 @@ def begin(
     try:
         launch, network = join(config)
     except BaseException:
-        _warn_of_variables()  # what is misspelt may be why
+        _warn_of_variables()  # a misspelt variable may be the cause
         raise
     ours.rank = network.rank
     if config.transport == AUTO and len(network.ranks) > 1:
@@ -62,7 +62,7 @@ def begin(
         if runtime.size > 1:
             introduce(runtime, sorted(set_of(one, runtime.size) for one in process_sets))
             watch_launcher(runtime)
-            # shutdown() needs it, and can make none without the rank that hosts the store.
+            # shutdown() needs the watchdog, and cannot make one once the rank that serves the store is gone.
             runtime.watchdog.start()
         else:
             _warn_of_variables()
@@ -76,9 +76,10 @@ def begin(
 
 
 def shutdown() -> None:
-    """Leave the job: drain, say goodbye to the other ranks, release everything. Idempotent; registered at exit.
+    """Leave the job: finish what is exchanged, wait for the other ranks, and release everything.
 
-    After an uncaught exception the other ranks are told to stop instead.
+    It may be called again, and is registered to run at exit. After an uncaught exception it tells the other ranks to
+    stop instead.
     """
     global _runtime
     runtime, _runtime = _runtime, None
@@ -112,44 +113,68 @@ def _release(runtime: Runtime, orderly: bool) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether :func:`init` was called and :func:`shutdown` was not."""
+    """Return whether :func:`init` was called and :func:`shutdown` was not."""
     return _runtime is not None
 
 
 def current() -> Runtime:
-    """The runtime; StateError before :func:`init`."""
+    """Return the runtime; StateError before :func:`init`."""
     if _runtime is None:
         raise StateError("gradcomp is not initialised; call gc.init() first")
     return _runtime
 
 
 def rank() -> int:
-    """This process's number, 0 .. size - 1."""
+    """Return this process's rank in the job, 0 .. size - 1.
+
+    Raises:
+        StateError: before ``init``.
+    """
     return current().rank
 
 
 def size() -> int:
-    """Number of processes in the job."""
+    """Return the number of processes in the job.
+
+    Raises:
+        StateError: before ``init``.
+    """
     return current().size
 
 
 def local_rank() -> int:
-    """This process's number on its host."""
+    """Return this process's number among those of the job on its host.
+
+    Raises:
+        StateError: before ``init``.
+    """
     return current().launch.local_rank
 
 
 def local_size() -> int:
-    """Number of the job's processes on this host."""
+    """Return the number of the job's processes on this host.
+
+    Raises:
+        StateError: before ``init``.
+    """
     return current().launch.local_size
 
 
 def cross_rank() -> int:
-    """This process's number among those with its local rank, one on each host that has so many."""
+    """Return this process's number among those with its local rank, of which every host has at most one.
+
+    Raises:
+        StateError: before ``init``.
+    """
     return current().launch.cross_rank
 
 
 def cross_size() -> int:
-    """Number of processes with this one's local rank."""
+    """Return the number of processes with this one's local rank.
+
+    Raises:
+        StateError: before ``init``.
+    """
     return current().launch.cross_size
 
 

@@ -1,6 +1,6 @@
-"""What gradcomp puts where strangers may write is signed: HMAC-SHA-256 with a key that only the job's ranks know.
+"""Signs what gradcomp publishes where strangers may write: HMAC-SHA-256 with a key that only the job's ranks know.
 
-A signature covers the name under which a value stands, and the key is new in every life of gradcomp: a value that is
+A signature covers the name under which a value is published, and the key is new after every ``init``: a value that is
 copied to another name, or from another job, does not verify.
 """
 
@@ -31,8 +31,8 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 class Seal:
     """Signs values, and tells those of this job from a stranger's.
 
-    ``secret``: what only the job's ranks know. ``context``: not secret; what tells this use of it from others.
-    Wire: 65 bytes before each value.
+    ``secret``: known to the job's ranks only. ``context``: not secret; tells this use of the secret from others. Wire:
+    65 bytes before each value.
     """
 
     def __init__(self, secret: bytes, context: bytes) -> None:
@@ -40,11 +40,11 @@ class Seal:
         self._reported = False
 
     def sign(self, name: str, value: bytes) -> bytes:
-        """The value, signed for this name."""
+        """Return the value, signed for this name."""
         return self._signature(name, value) + b":" + value
 
     def open(self, name: str, signed: bytes) -> bytes | None:
-        """The value; None, and a warning the first time, if it was not signed for this name with this key."""
+        """Return the value; None, and a warning the first time, if it was not signed for this name with this key."""
         signature, value = signed[: _SIGNATURE_BYTES - 1], signed[_SIGNATURE_BYTES:]
         if len(signed) <= _MOST_SIGNED_BYTES and hmac.compare_digest(signature, self._signature(name, value)):
             return value
@@ -58,7 +58,7 @@ class Seal:
         return None
 
     def confirmation(self) -> bytes:
-        """What ranks compare to know that they have the same key; it does not reveal the key."""
+        """Return a value by which ranks find out that they have the same key; it does not reveal the key."""
         return self._signature("confirmation", b"")
 
     def _signature(self, name: str, value: bytes) -> bytes:
@@ -69,25 +69,26 @@ class Seal:
 
 
 class SignedControl(ControlChannel):
-    """A control channel whose values are signed; what does not verify is not there."""
+    """Signs the values of a control channel; those that do not verify count as missing."""
 
     def __init__(self, control: ControlChannel, seal: Seal) -> None:
         self._control = control
         self._seal = seal
 
     def publish(self, key: str, value: bytes) -> None:
-        """Set a value."""
         self._control.publish(key, self._seal.sign(key, value))
 
     def lookup(self, key: str) -> bytes | None:
-        """Get a value."""
         found = self._control.lookup(key)
         return None if found is None else self._seal.open(key, found)
 
 
 @dataclass(frozen=True)
 class _Greeting:
-    """What a rank says before the ranks have a key. ``offer``: what names rank 0's host socket, if it has one."""
+    """Holds what a rank sends before the ranks have a key.
+
+    ``offer``: the name of rank 0's host socket, empty without one.
+    """
 
     nonce: str
     has_secret: bool
@@ -109,11 +110,11 @@ class _Greeting:
 
 
 def agree_on_seal(group: Transport, one_host: bool, given: bytes) -> Seal | None:
-    """The seal of the ranks of ``group``, with the secret that they were ``given``; else, on one host, with rank 0's.
+    """Return the seal of the ranks of ``group``, from the secret they were ``given`` or, on one host, from rank 0's.
 
-    Rank 0's goes through a socket that only this user can read. None, and a warning on rank 0 that says what to set, if
-    there is neither. Collective. Every rank adds a nonce to the key, so that no earlier job's values verify. Wire: two
-    rounds of about a hundred bytes per rank.
+    Rank 0's secret goes through a socket that only this user can read. Without either, the result is None, and rank 0
+    logs a warning that says what to set. Collective. Every rank adds a nonce to the key, so that no earlier job's
+    values verify. Wire: two rounds of about a hundred bytes per rank.
 
     Raises ConfigError on every rank if some have been given a secret and others not, or another one.
     """
@@ -167,7 +168,7 @@ def _check_all_or_none(greetings: Sequence[_Greeting]) -> None:
 
 
 def _offered(name: str) -> bytes:
-    """Rank 0's secret; nothing if no process of this rank's user offers one."""
+    """Return rank 0's secret, or no bytes if no process of this rank's user offers one."""
     text = HostSocket(name).read() if name else None
     try:
         secret = bytes.fromhex(text or "")

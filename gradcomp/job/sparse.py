@@ -1,4 +1,4 @@
-"""Row-sparse gradients: gathered rows, added on every rank in rank order."""
+"""Averages row-sparse gradients: gathers rows, and adds them on every rank in rank order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcomp.engine import Exchanger
 
 Array = npt.NDArray[Any]
 
-#: Numbers of rows, int64 and ascending, each once, and their values.
+#: Row numbers, int64, ascending and distinct, and the values of these rows.
 Rows = tuple[npt.NDArray[np.int64], Array]
 
 
@@ -26,14 +26,14 @@ def mean_of_rows(
     rows: tuple[Array, Array] | None,
     divisor: float,
 ) -> Rows | None:
-    """The sum over ranks of a row-sparse gradient, divided by ``divisor``; None if no rank has one.
+    """Return the sum over ranks of a row-sparse gradient, divided by ``divisor``; None if no rank has one.
 
-    ``shape``, ``dtype``: of the whole layer. ``rows``: this rank's row numbers, in any order and with repetitions, and
-    their values; or None.
+    ``shape`` and ``dtype`` are those of the whole layer. ``rows`` has this rank's row numbers, in any order and with
+    repetitions, and their values; None without a gradient.
 
-    Repeated rows are added up on each rank first. The ranks send their rows, or all of the layer if that is fewer.
-    Values travel and are added in float32, those of float64 layers in float64. Collective, blocking. Rounds: 2 of a few
-    bytes (who has how much), then 2 for rows or 1 for everything. Wire per rank: (N-1) (8 + 4 row elements) bytes per
+    Repeated rows are added up on each rank first. The ranks send their rows, or the whole layer if that is less. Values
+    travel and are added in float32, those of float64 layers in float64. Collective, blocking. Rounds: 2 of a few bytes
+    (the numbers of rows), then 2 for rows or 1 for the whole layer. Wire per rank: (N-1) (8 + 4 row elements) bytes per
     row, or 2 d (N-1)/N.
     """
     wire = np.dtype("<f8" if dtype == np.float64 else "<f4")
@@ -53,7 +53,7 @@ def _coalesce(name: str, shape: tuple[int, ...], rows: tuple[Array, Array], wire
     index = np.asarray(rows[0]).astype(np.int64).reshape(-1)
     values = np.asarray(rows[1]).astype(wire).reshape(len(index), *shape[1:])
     if len(index) and (index.min() < 0 or index.max() >= shape[0]):
-        raise StateError(f"layer {name!r} has a gradient of rows that it does not have")
+        raise StateError(f"layer {name!r} has a sparse gradient with row numbers outside of the layer")
     order = np.argsort(index, kind="stable")
     unique, begins = np.unique(index[order], return_index=True)
     if len(unique) == len(index):
@@ -91,6 +91,6 @@ def _gathered(exchanger: Exchanger, shape: tuple[int, ...], own: Rows | None, wi
         parts.append((index, values))
     union = np.unique(np.concatenate([index for index, _ in parts]))
     total = np.zeros((len(union), *shape[1:]), dtype=wire)
-    for index, values in parts:  # in the order of ranks: the same bits everywhere
+    for index, values in parts:  # rank order gives every rank the same bits
         total[np.searchsorted(union, index)] += values
     return union, total

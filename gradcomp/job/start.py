@@ -1,4 +1,4 @@
-"""What wrappers of optimizers and of models have in common: validate together, agree, begin to exchange."""
+"""Validates the arguments of wrappers on all ranks together, and starts what they exchange."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def validate_together(
     purpose: str = "build its optimizer",
     lacking: str = "has not built its optimizer",
 ) -> tuple[T, Transport | None]:
-    """What ``validate`` returns, and a communicator; None in a world of one.
+    """Return what ``validate`` returns, and a new communicator, which is None in a world of one.
 
     Collective over ``ranks``. A rank that raises tells the others, who raise PlanMismatchError from :func:`start`.
     """
@@ -61,7 +61,7 @@ def validate_together(
 
 
 def check_arguments(op: ReduceOp, predivide: float, reduction: str | None) -> None:
-    """ConfigError for arguments, common to all wrappers, that cannot work."""
+    """Raise ConfigError for arguments, common to all wrappers, that cannot work."""
     if op not in (Average, Sum):
         raise ConfigError(f"op must be Average or Sum, got {op!r}")
     if not predivide > 0 or (predivide != 1.0 and op is not Average):
@@ -72,7 +72,7 @@ def check_arguments(op: ReduceOp, predivide: float, reduction: str | None) -> No
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank is about to exchange, and how."""
+    """Holds what a rank is about to exchange, and how."""
 
     policy: Policy
     layers: list[LayerSpec]
@@ -81,26 +81,26 @@ class Proposal:
 
     @property
     def controlled(self) -> Controlled | None:
-        """What the controller may change, and when it begins."""
+        """Return what the controller may change, and when it begins; None without a controller."""
         if self.controller is None:
             return None
         return Controlled(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
 
     @property
     def chooses_by_times(self) -> bool:
-        """Whether a controller chooses by measured times whether anything is compressed."""
+        """Return whether a controller chooses, by measured times, whether anything is compressed."""
         return isinstance(self.controller, Auto)
 
 
 def propose(
     policy: Policy, layers: list[LayerSpec], step: int = 0, controller: Controller | str | None = None
 ) -> Proposal:
-    """The plan for these layers at a step; ConfigError for what cannot be exchanged."""
+    """Return the plan for these layers at a step; ConfigError for what cannot be exchanged."""
     if isinstance(policy, Automatic):
         if controller is not None:
             raise ConfigError(
-                'compression="auto" is a controller: for one with settings of your own give compression=, the most '
-                "that it may compress, and controller=Auto(...)"
+                'compression="auto" is a controller itself: for other settings give controller=Auto(...), and in '
+                "compression= the most that it may compress"
             )
         controller = Auto()
     if isinstance(controller, str):
@@ -118,7 +118,7 @@ def propose(
 
 @dataclass(frozen=True)
 class Setup:
-    """What frontends choose, or their users. ``arguments``: see :class:`Terms`."""
+    """Holds the choices of frontends and of their users. ``arguments``: see :class:`Terms`."""
 
     op: ReduceOp = Average
     predivide: float = 1.0
@@ -138,10 +138,10 @@ def start(
     shapes: Sequence[tuple[int, ...]],
     setup: Setup,
 ) -> StepDriver:
-    """The driver of the steps to come: of an exchanger on the runtime's engine, which the banner announces.
+    """Make an exchanger on the runtime's engine, which the banner announces, and return the driver of its steps.
 
-    Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``:
-    of the gradients, as the framework has them.
+    Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``
+    are those of the gradients in the framework.
     """
     config, op = state.config, setup.op
     if setup.reduction is not None:
@@ -198,7 +198,7 @@ def start(
 
 
 def say_what_is_bypassed(policy: Policy) -> None:
-    """In a world of one: warn if more than compression is."""
+    """Warn, in a world of one, if more than compression is bypassed."""
     if changing := [c for c in policy.compressors if c.traits.preconditions]:
         logger.warning(
             "a world of one rank: %s is bypassed, its momentum and clipping as well", changing[0].to_string()
@@ -206,6 +206,6 @@ def say_what_is_bypassed(policy: Policy) -> None:
 
 
 def _schedule_of(policy: Policy) -> dict[str, Any]:
-    """What ranks compare beside the first plan, where it is not the last one."""
+    """Return what ranks compare in addition to the first plan, where a later plan differs from it."""
     changing = [c for c in policy.compressors if c.changes]
     return {"schedule": [c.to_string() for c in changing]} if changing else {}

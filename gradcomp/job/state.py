@@ -1,4 +1,4 @@
-"""What a job is in this process: its ranks, settings, connections, and what uses them."""
+"""Holds a job as it is in this process: its ranks, settings and connections, and what uses them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradcomp.transport.control import ControlChannel
 
 
 class _Channel(Protocol):
-    """A :class:`gradcomp.job.channel.Channel`, which stands above this module."""
+    """Describes a :class:`gradcomp.job.channel.Channel`, whose module imports this one."""
 
     @property
     def failure(self) -> GradcompError | None: ...
@@ -33,7 +33,10 @@ class _Channel(Protocol):
 
 @dataclass(eq=False)
 class Runtime:
-    """What ``init`` set up. ``life``: from ``init`` to ``shutdown``; what an earlier one published is not read."""
+    """Holds what ``init`` set up.
+
+    ``life`` counts the calls of ``init``: what was published in an earlier life is not read.
+    """
 
     launch: Launch
     config: Config
@@ -45,18 +48,18 @@ class Runtime:
     #: One group per set of ranks, for the user's own collectives.
     groups: dict[Ranks, Transport] = field(default_factory=dict)
     channels: dict[Ranks, _Channel] = field(default_factory=dict)
-    #: Why there can be no channel among some ranks, whose meeting failed.
+    #: The errors with which some ranks failed to make a channel.
     channel_errors: dict[Ranks, GradcompError] = field(default_factory=dict)
-    #: The user's calls that have a name and are not over, by their ranks.
+    #: The names of the user's pending calls, with their ranks.
     in_flight: set[tuple[Ranks, str]] = field(default_factory=set)
     #: How often this rank has joined.
     joins: int = 0
     topology: Topology = field(init=False)
-    #: The ranks' hosts, by name.
+    #: The name of each rank's host.
     hosts: tuple[str, ...] = ()
-    #: Signs what the ranks publish, if strangers could publish too.
+    #: Signs what the ranks publish, if strangers may publish too.
     seal: Seal | None = None
-    #: The file that records what exchangers do, while there is one.
+    #: Records what exchangers do, as long as a timeline is being recorded.
     timeline: Timeline | None = None
     _names: dict[Ranks, int] = field(default_factory=dict)
     _meetings: dict[Ranks, int] = field(default_factory=dict)
@@ -67,32 +70,29 @@ class Runtime:
 
     @property
     def rank(self) -> int:
-        """This process's number."""
         return self.network.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.network.ranks)
 
     @property
     def everyone(self) -> Ranks:
-        """All ranks of the job."""
         return tuple(range(self.size))
 
     def add(self, exchanger: Exchanger) -> None:
-        """An exchanger of this process, made by a frontend."""
+        """Add an exchanger that a frontend has made."""
         self.exchangers.append(exchanger)
         if self.timeline is not None:
             self.timeline.listen(exchanger.pipeline.trace)
 
     def close(self, exchanger: Exchanger) -> None:
-        """An exchanger exchanges nothing any more; all ranks close theirs in the same order."""
+        """Close an exchanger; all ranks close theirs in the same order."""
         self.exchangers.remove(exchanger)
         exchanger.close()
 
     def start_timeline(self, path: str, mark_steps: bool = False) -> None:
-        """Record what exchangers do: on rank 0, on all ranks where ``path`` has ``{rank}`` in it."""
+        """Record what exchangers do: on rank 0, or on all ranks if ``path`` has ``{rank}`` in it."""
         if "{rank}" not in path and self.rank != 0:
             return
         self.timeline = Timeline(path.replace("{rank}", str(self.rank)), self.rank, mark_steps)
@@ -100,50 +100,49 @@ class Runtime:
             self.timeline.listen(exchanger.pipeline.trace)
 
     def make_group(self, ranks: Ranks) -> Transport:
-        """A new communicator of the engine that the ranks met through; collective over ``ranks``."""
+        """Make a communicator of the engine that the ranks met through. Collective over ``ranks``."""
         return self.network.group(ranks, self.config.timeout_seconds)
 
     def group(self, ranks: Ranks) -> Transport:
-        """The communicator of the user's own collectives among ``ranks``; the first call is collective."""
+        """Return the communicator of the user's own collectives among ``ranks``. The first call is collective."""
         if ranks not in self.groups:
             self.groups[ranks] = self.make_group(ranks)
         return self.groups[ranks]
 
     def channel_lock(self, ranks: Ranks) -> threading.Lock:
-        """Held while the channel among ``ranks`` is made: several threads may make their first call at once."""
+        """Return the lock under which the channel among ``ranks`` is made: several threads may need it at once."""
         return self._channel_locks.setdefault(ranks, threading.Lock())
 
     def name(self, ranks: Ranks) -> str:
-        """A name for one more exchanger among ``ranks``: the same on all of them."""
+        """Return a new name for an exchanger among ``ranks``, the same on all of them."""
         number = self._names.get(ranks, 0)
         self._names[ranks] = number + 1
         return f"{self.key(ranks)}-{number}"
 
     def next_meeting(self, ranks: Ranks) -> str:
-        """A name for one more meeting of ``ranks``: the same on all of them."""
+        """Return a new name for a meeting of ``ranks``, the same on all of them."""
         meeting = self.meeting_to_come(ranks)
         self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
         return meeting
 
     def meeting_to_come(self, ranks: Ranks) -> str:
-        """The name that the next meeting of ``ranks`` will have, to which others may have come already."""
+        """Return the name that the next meeting of ``ranks`` will have; other ranks may wait there already."""
         return f"{self.key(ranks)}-{self._meetings.get(ranks, 0)}"
 
     def roster(self, ranks: Ranks) -> Roster:
-        """Who ``ranks`` are."""
         return Roster(ranks, tuple(self.hosts[rank] for rank in ranks) if self.hosts else ())
 
     def key(self, ranks: Ranks) -> str:
-        """What tells these ranks from others in the job's key-value store."""
+        """Return a name that tells these ranks from others in the job's key-value store."""
         return "all" if ranks == self.everyone else hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
     def make_control(self) -> ControlChannel:
-        """A connection to the job's small values."""
+        """Connect to the job's small values, which are signed if strangers may write there."""
         control = self.network.control(self.life, self.config.timeout_seconds)
         return control if self.seal is None else SignedControl(control, self.seal)
 
     @cached_property
     def watchdog(self) -> Watchdog:
-        """What watches all that this rank waits for, over the only connection."""
+        """Return the watchdog of all that this rank waits for. It has the only connection to the control channel."""
         roster = self.roster(self.everyone)
         return Watchdog(self.make_control(), self.rank, self.size, roster.names)

@@ -1,8 +1,8 @@
-"""``StepDriver``: the life of a step, the same under every framework.
+"""Defines ``StepDriver``, which takes a step through its life, the same under every framework.
 
 A step is opened, gradients are submitted, it is flushed and waited for; then it is accepted or thrown away:
-:mod:`gradcomp.job.step_phases` has the table. A frontend translates what its framework calls (hooks, buckets, ops) into
-these verbs, and gives an :class:`gradcomp.job.adapter.Adapter` for what only the framework can do.
+:mod:`gradcomp.job.step_phases` has the table. A frontend translates what its framework calls (hooks, DDP buckets, ops)
+into these verbs, and gives an :class:`gradcomp.job.adapter.Adapter` for what only the framework can do.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from gradcomp.job.step_phases import BETWEEN_STEPS, TRANSITIONS, Phase, Verb
 from gradcomp.pipeline import Number, StepResult, Submission
 from gradcomp.reduce.header import DISCARDED, KEPT
 
-#: A tuple: to hash enumerations takes longer than the rest of a submission.
+#: A tuple and no set, because hashing an enumeration takes longer than the rest of a submission.
 _TAKES_GRADIENTS = tuple(TRANSITIONS[Verb.SUBMIT])
 
 
 @dataclass(frozen=True)
 class Means:
-    """A step that is done. ``rows``: of every sparse layer; None for one without a gradient on any rank."""
+    """Holds the means of a step that is done.
+
+    ``rows`` has those of every sparse layer, None for a layer without a gradient on any rank.
+    """
 
     result: StepResult
     rows: Mapping[int, Rows | None]
@@ -38,11 +41,11 @@ class Means:
 class StepDriver:
     """Takes one exchanger through its steps.
 
-    ``exchanger``: None in a world of one, where :meth:`before_step` is all that is called. ``shapes``: of the gradients
-    by layer; ``divisor``: of the sums of sparse ones. ``agrees``: the ranks vote before a step is accepted. ``rank``:
-    this one's number in the job.
+    ``exchanger``: None in a world of one, where :meth:`before_step` is all that is called. ``shapes``: those of the
+    gradients, by layer. ``divisor``: divides the sums of sparse gradients. ``agrees``: the ranks vote before a step is
+    accepted. ``rank``: this rank's number in the job.
 
-    One thread at a time calls a verb. When the exchanger has failed, verbs raise its error.
+    Only one thread at a time may call a verb. Once the exchanger has failed, verbs raise its error.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class StepDriver:
         rank: int = 0,
     ) -> None:
         self._exchanger = exchanger
-        #: Where the compression state is.
+        #: Reads and replaces the compression state.
         self.checkpoint_manager = checkpoint_manager
         checkpoint_manager.finish_step = self.rest
         self._adapter = adapter
@@ -65,67 +68,66 @@ class StepDriver:
         self._divisor = divisor
         #: Whether the ranks vote before a step is accepted.
         self.agrees = agrees
-        #: Called when a step that is done is about to end, whatever becomes of it. Collective; may raise on all ranks
-        #: alike. Not before: ranks that wait for several exchanges may come to the ends of these in different orders.
+        #: Called when a step that is done is about to end, in whatever way. Collective; may raise on all ranks alike.
+        #: It is not called when the means come: those of several exchanges may come in another order on each rank.
         self.before_end: Callable[[], None] = lambda: None
         self._rank = rank
         self._phase = Phase.IDLE
         self._means: Means | None = None
         self._rows: dict[int, Callable[[], tuple[Array, Array]]] = {}
-        self._failed: tuple[type[GradcompError], str] | None = None  # here; the other ranks were told to stop
+        #: This rank's error; the other ranks were told to stop.
+        self._failed: tuple[type[GradcompError], str] | None = None
 
     # -- what a frontend may ask ----------------------------------------------------------------------------------
 
     @property
     def attached(self) -> bool:
-        """Whether there is an exchanger: not in a world of one."""
+        """Return whether there is an exchanger, which a world of one has not."""
         return self._exchanger is not None
 
     @property
     def exchanger(self) -> Exchanger:
-        """The exchanger, where there is one."""
         assert self._exchanger is not None, "a world of one exchanges nothing"
         return self._exchanger
 
     @property
     def phase(self) -> Phase:
-        """Where the step is."""
         return self._phase
 
     @property
     def under_way(self) -> bool:
-        """Whether a step has begun that nobody has waited for."""
+        """Return whether a step has begun and nobody has waited for it yet."""
         return self._phase is Phase.OPEN or self._phase is Phase.FLUSHED
 
     @property
     def means(self) -> Means | None:
-        """Of the step that is done and neither accepted nor thrown away."""
+        """Return the means of the step that is done and neither accepted nor thrown away, if there is one."""
         return self._means
 
     @property
     def error(self) -> GradcompError | None:
-        """Why there can be no step any more, if that is so."""
+        """Return the error after which there can be no step any more, if there is one."""
         if self._failed is not None:
             kind, text = self._failed
             return kind(text)
         return None if self._exchanger is None else self._exchanger.error
 
     def refuse_dense(self, layer: int) -> None:
-        """StateError if the layer has had sparse gradients, on any rank: it is about to have a dense one."""
+        """Raise StateError if a layer that is about to have a dense gradient has had sparse ones, on any rank."""
         pipeline = self.exchanger.pipeline
         if layer in pipeline.ordering.sparse:
             name = pipeline.layers[layer].name
             raise StateError(f"layer {name!r} had sparse gradients before and has a dense one now")
 
     def check(self) -> None:
-        """Raise why there can be no step any more."""
+        """Raise the error after which there can be no step any more, if there is one."""
         if (error := self.error) is not None:
             raise error
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Raise if a checkpoint was loaded that is not the model's; :meth:`open` does it, a world of one calls it."""
+        """Raise StateError if a checkpoint was loaded without its model. ``open`` calls it; a world of one must."""
         self.checkpoint_manager.before_step()
 
     def open(
@@ -134,7 +136,7 @@ class StepDriver:
         learning_rate: Number = 0.0,
         momenta: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """Begin a step; see :meth:`gradcomp.engine.Exchanger.open`."""
+        """Begin a step, with the arguments of :meth:`gradcomp.engine.Exchanger.open`."""
         after = self._after(Verb.OPEN)
         self.before_step()
         self.exchanger.open(scale, learning_rate, momenta)
@@ -142,33 +144,33 @@ class StepDriver:
         self._phase = after
 
     def submit(self, submission: Submission) -> None:
-        """A dense gradient is ready."""
+        """Hand in a dense gradient that is ready."""
         if self._phase not in _TAKES_GRADIENTS:
             raise self.late(submission.layer)
         self.exchanger.submit(submission)
 
     def submit_rows(self, layer: int, rows: Callable[[], tuple[Array, Array]]) -> None:
-        """A sparse gradient; ``rows`` gives numbers and values of its rows when the step is waited for."""
+        """Hand in a sparse gradient; ``rows`` is called for its row numbers and values when the step is waited for."""
         if self._phase not in _TAKES_GRADIENTS:
             raise self.late(layer)
         self.exchanger.submit_absent(layer, sparse=True)
         self._rows[layer] = rows
 
     def flush(self, *, late: bool = False) -> None:
-        """No more gradients will come in this step; ``late``: nor have this rank's own ended it, as the others' did."""
+        """Take no more gradients in this step. ``late``: other ranks ended it, and not this rank's own gradients."""
         after = self._after(Verb.FLUSH)
         self.exchanger.flush(late=late)
         self._phase = after
 
     def wait(self) -> Means:
-        """Block until the means are there, those of sparse layers too.
+        """Block until all means are there, those of sparse layers too.
 
         A step whose means cannot be used is thrown away: StateError on every rank if a layer has a sparse gradient on
         one and a dense one on another, and whatever the adapter raises.
         """
         after = self._after(Verb.WAIT)
         result = self.exchanger.wait()
-        self._phase = Phase.DISCARDED  # unless nothing is wrong with it
+        self._phase = Phase.DISCARDED  # until it is found that the means can be used
         try:
             self._adapter.means_complete()
             self._means = Means(result, self._means_of_rows(result))
@@ -181,7 +183,7 @@ class StepDriver:
         return self._means
 
     def _means_of_rows(self, result: StepResult) -> Mapping[int, Rows | None]:
-        """Of all layers that some rank has had a sparse gradient of, now or earlier: all ranks know them."""
+        """Return the means of all layers that some rank has had a sparse gradient of, a set that all ranks know."""
         layers = self.exchanger.pipeline.layers
         mixed = np.flatnonzero(result.present & result.sparse).tolist()
         if mixed:
@@ -200,9 +202,9 @@ class StepDriver:
         return means
 
     def commit(self, *, edited: bool = False) -> bool:
-        """The means will be applied: residuals take their new values. False if the ranks agreed to skip the step.
+        """Accept the step: residuals take their new values. Return False if the ranks agreed to skip it instead.
 
-        ``edited``: they were changed, while some rank is late.
+        ``edited``: the means were changed, while some rank is late.
         """
         after = self._ending(Verb.COMMIT)
         if self.agrees and not self.exchanger.vote(True):
@@ -215,37 +217,37 @@ class StepDriver:
         return True
 
     def keep(self) -> None:
-        """The means stay where they are and are added to: what was sent counts as sent."""
+        """End the step while its means stay in place, to be added to; what was sent counts as sent."""
         after = self._ending(Verb.KEEP)
         self._vote_against()
         self.exchanger.commit(KEPT)
         self._end(after)
 
     def refuse(self) -> None:
-        """End a step that cannot be accepted, for a value was not finite."""
+        """End a step that cannot be accepted because a value was not finite."""
         after = self._ending(Verb.REFUSE)
         self._vote_against()
         self.exchanger.commit(DISCARDED)
         self._end(after)
 
     def discard(self) -> None:
-        """Throw the means away: the compression state stays what it was."""
+        """Throw the means away; the compression state stays as it was."""
         after = self._ending(Verb.DISCARD)
         self._vote_against()
         self.exchanger.discard()
         self._end(after)
 
     def amend(self, outcome: int) -> None:
-        """What became of the last step, where a frontend learns of it later only; 0: this rank had no step.
+        """Change the outcome of the last step, for a frontend that learns it only later; 0: this rank had no step.
 
-        The others hear of it in the next one.
+        The other ranks are told in the next step.
         """
         self._after(Verb.AMEND)
         if self.exchanger.pipeline.outcome:
             self.exchanger.pipeline.outcome = outcome
 
     def _ending(self, verb: Verb) -> Phase:
-        """Where ``verb`` leads from here; a step whose end is refused is thrown away."""
+        """Return the phase that ``verb`` leads to; a step whose end ``before_end`` refuses is thrown away."""
         after = self._after(verb)
         try:
             self.before_end()
@@ -259,20 +261,20 @@ class StepDriver:
 
     def _vote_against(self) -> None:
         if self.agrees:
-            self.exchanger.vote(False)  # one vote per exchange: the others cast theirs, too
+            self.exchanger.vote(False)  # the other ranks vote once per exchange, so this one must too
 
     def _end(self, phase: Phase) -> None:
         self._phase, self._means = phase, None
 
     def _after(self, verb: Verb) -> Phase:
-        """Where ``verb`` leads from here."""
+        """Return the phase that ``verb`` leads to; raise if the verb is not allowed now."""
         after = TRANSITIONS[verb].get(self._phase)
         if after is None or self._failed is not None:
             raise self.error or StateError(f"cannot {verb.value}: {self._phase.value}")
         return after
 
     def late(self, layer: int) -> GradcompError:
-        """For a gradient that comes when no step takes one."""
+        """Return the error for a gradient that comes when no step takes one."""
         name = self.exchanger.pipeline.layers[layer].name
         text = f"layer {name!r} has a gradient after its step closed{self._adapter.words.late_gradient}"
         return self.error or StateError(text)
@@ -280,9 +282,9 @@ class StepDriver:
     # -- beside steps ---------------------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Make sure that no step is under way, for the state is about to be read or replaced. Local.
+        """Make sure that no step is under way before the state is read or replaced. Local.
 
-        Raises the error of an exchanger that has failed, and StateError in the midst of a step.
+        Raises the error of an exchanger that has failed, and StateError in the middle of a step.
         """
         if self._exchanger is None:
             return
@@ -291,9 +293,9 @@ class StepDriver:
             raise StateError(self._adapter.words.step_is_open)
 
     def fail(self, error: Exception) -> None:
-        """The other ranks wait for what this one cannot bring after ``error``: tell them, unless all have stopped."""
+        """Tell the other ranks, unless all have stopped, that this one cannot go on after ``error``."""
         if self.error is None:
-            # The error itself holds the frames that it was raised in, and what the program keeps there.
+            # Only type and text are kept: the error would keep the variables of all its frames alive.
             text = f"{type(error).__name__}: {error}"
             self._failed = StateError, text
             if isinstance(error, GradcompError):
@@ -301,14 +303,14 @@ class StepDriver:
             self.exchanger.abort(f"rank {self._rank}: {text}")
 
     def retire(self, why: str) -> None:
-        """Another exchange has the layers: every verb raises StateError with ``why``. Local, on all ranks alike."""
+        """Let every verb raise StateError with ``why``: another exchange has the layers. Local, on all ranks alike."""
         if self.error is None:
             self._failed = StateError, why
         self._end(TRANSITIONS[Verb.RETIRE][self._phase])
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """:meth:`fail` with what is raised in here."""
+        """Call :meth:`fail` with what is raised in this context."""
         try:
             yield
         except Exception as error:

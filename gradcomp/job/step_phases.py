@@ -1,4 +1,4 @@
-"""The life of a step: its phases, what can be done to it, and where that leads."""
+"""Defines the life of a step: its phases, what can be done to it, and where that leads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class Phase(enum.Enum):
-    """Where a step is in its life."""
+    """Names the phases in a step's life."""
 
     IDLE = "no step has begun"
     OPEN = "a step is open"
@@ -19,7 +19,7 @@ class Phase(enum.Enum):
 
 
 class Verb(enum.Enum):
-    """What can be done to a step."""
+    """Names what can be done to a step."""
 
     OPEN = "open a step"
     SUBMIT = "submit a gradient"

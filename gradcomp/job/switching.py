@@ -1,4 +1,4 @@
-"""``set_compression``: another compression in mid-run, for every wrapper alike."""
+"""Implements ``set_compression``, which changes the compression in the middle of a run, for every wrapper."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def set_compression(
     layers: Sequence[LayerSpec],
     policy: Policy,
 ) -> None:
-    """Go over to ``policy`` on all ranks: see ``set_compression`` of what was wrapped. Local.
+    """Change to ``policy`` on all ranks: see ``set_compression`` of what was wrapped. Local.
 
-    In a world of one nothing is exchanged, and the policy is only looked at. ConfigError for one that is impossible,
-    StateError in the midst of a step.
+    In a world of one nothing is exchanged, and the policy is only checked. ConfigError for one that is impossible,
+    StateError in the middle of a step.
     """
     if isinstance(policy, Automatic):
         raise ConfigError(
@@ -45,4 +45,4 @@ def set_compression(
     changes = sorted({change for c in policy.compressors for change in c.changes if change > step})
     pipeline.set_compression(plan, {later: policy.plan(layers, step=later) for later in changes})
     if pipeline.transport.rank == 0:
-        logger.info("step %d: compression goes over to %s", step, policy.title)
+        logger.info("step %d: compression changes to %s", step, policy.title)

@@ -1,4 +1,4 @@
-"""Recording what all exchangers do, from one call to another."""
+"""Records what all exchangers do, from one call to another."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ from gradcomp.job import runtime
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record the phases of every bucket in a file of Chrome trace JSON, for chrome://tracing or Perfetto.
+    """Record the phases of every exchange bucket in a file of Chrome trace JSON, for chrome://tracing or Perfetto.
 
-    Rows are buckets, microseconds from this call on. Phases: ready (until the last gradient came), queue, compress,
-    send, reduce, decompress, feedback. Kernels that compress write the next residual too, so feedback is what is beside
-    it: the new residuals accepted, and their rounding to bfloat16. The file grows twice a second, and is valid JSON
-    after every write.
+    Rows are exchange buckets, and times are microseconds from this call on. Phases: ready (until the last gradient
+    came), queue, compress, send, reduce, decompress, feedback. Kernels that compress write the next residual too, so
+    feedback is what is beside it: the new residuals accepted, and their rounding to bfloat16. The file grows twice a
+    second, and is valid JSON after every write.
+
+    Local: ranks need not agree. ``shutdown`` ends the recording.
 
     Args:
-        file_path: rank 0 writes it; the others record nothing. With ``{rank}`` in it every rank writes its own.
-        mark_cycles: mark where each step begins. There are no cycles here: a bucket leaves once it is complete.
+        file_path: the file that rank 0 writes; other ranks record nothing. With ``{rank}`` in it every rank writes its
+            own.
+        mark_cycles: whether to mark where each step begins. There are no cycles here: an exchange bucket leaves once it
+            is complete.
 
-    Local: ranks need not agree. ``shutdown`` ends it.
-    Errors: StateError before ``init`` and where a timeline is being recorded, ConfigError if the file cannot be made.
+    Raises:
+        ConfigError: if the file cannot be made.
+        StateError: before ``init``, and while a timeline is being recorded.
     """
     state = runtime.current()
     if state.timeline is not None:
@@ -30,7 +35,11 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """End what :func:`start_timeline` began; nothing where this rank records nothing. StateError before ``init``."""
+    """End what :func:`start_timeline` began; do nothing where this rank records nothing.
+
+    Raises:
+        StateError: before ``init``.
+    """
     state = runtime.current()
     timeline, state.timeline = state.timeline, None
     if timeline is not None:

@@ -1,4 +1,4 @@
-"""Work that all ranks do, or none: an error on one is an error on every one."""
+"""Does work on all ranks, or on none: an error on one is an error on every one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS: dict[Any, type[GradcompError]] = {"ConfigError": ConfigError, "Transport
 
 
 class Together:
-    """What ranks tell each other in one call. They go on only if it went well on all of them.
+    """Runs the stages of one call on its ranks, which go on only if a stage went well on all of them.
 
     ``arguments``: what all ranks must have called it with alike; PlanMismatchError on every rank if they did not.
     """
@@ -32,7 +32,7 @@ class Together:
     def __init__(self, name: str, ranks: Ranks, arguments: Sequence[str] = ()) -> None:
         self._name = name
         self._arguments = list(arguments)
-        #: Numbers, in the job, of the ranks.
+        #: The numbers of these ranks in the job.
         self.members = ranks
         self._channel = channel_of(ranks)
         self.rank = 0 if self._channel is None else self._channel.rank
@@ -41,10 +41,11 @@ class Together:
     def do(
         self, stage: str, work: Callable[[], tuple[T, Any]], undo: Callable[[], None] = lambda: None
     ) -> tuple[T, list[Any]]:
-        """Do ``work`` on every rank: its first result, and every rank's second one.
+        """Do ``work`` on every rank. Return this rank's first result of it, and every rank's second one.
 
-        If it raised on any rank: ``undo`` on all, then an error on all, with what happened where, of the first one's
-        kind. Where ranks cannot hear each other, some may have gone on: a TransportError undoes nothing.
+        If it raised on any rank, ``undo`` runs on all; then all raise an error that says what happened where, of the
+        first error's type. Where ranks cannot hear each other some may have gone on, so after a TransportError nothing
+        is undone.
         """
         result: list[T] = []
         cause: Exception | None = None
@@ -82,7 +83,7 @@ class Together:
 
         def exchange(lengths: list[int]) -> list[dict[str, Any]]:
             if not all(0 <= length <= _MOST_REPORT_BYTES for length in lengths):
-                raise WireFormatError(f"reports of {lengths} bytes")
+                raise WireFormatError(f"the ranks announced reports of {lengths} bytes")
             whole = channel.allgather(np.frombuffer(text, dtype=np.uint8), lengths).tobytes()
             ends = np.cumsum(lengths).tolist()
             return [_report(whole[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
@@ -92,7 +93,7 @@ class Together:
 
 
 def together_of(name: str, opt: Any, arguments: Sequence[str]) -> Together:
-    """The ranks of ``opt``; all of the job if it is nothing that was wrapped, for they must hear of that."""
+    """Return the ranks of ``opt``, or all of the job if it was not wrapped, since all must learn of that."""
     checkpoint_manager = checkpoint_manager_or_none(opt)
     if checkpoint_manager is None:
         return Together(name, current().everyone, arguments)

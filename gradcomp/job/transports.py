@@ -1,4 +1,4 @@
-"""The transport that the settings name, made for some of the ranks."""
+"""Makes the transport that the settings name, for some of the ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradcomp.job.network import Ranks
 from gradcomp.job.state import Runtime
 from gradcomp.transport.base import Transport
 
-# Each engine is imported when it is asked for.
+# Engines are imported in functions, so that only the one that is used must be installed.
 
 
 def make_transport(state: Runtime, ranks: Ranks) -> Transport:
-    """A communicator of its own for an exchanger; collective over ``ranks``.
+    """Make a communicator of its own for an exchanger. Collective over ``ranks``.
 
     ConfigError, on all of them, where shared memory would have to reach another host, and where an engine is missing:
     it then says which extra to install.
@@ -48,7 +48,7 @@ def _flat(state: Runtime, ranks: Ranks, name: str) -> Transport:
 def _in_order(transport: Transport, rank: int, engine: str) -> Transport:
     if transport.rank != rank:
         raise ConfigError(
-            f"{engine} numbers the ranks otherwise: what it calls {transport.rank} is rank {rank} here"
+            f"{engine} numbers the ranks differently: its rank {transport.rank} is rank {rank} here"
         )
     return transport
 
@@ -78,7 +78,7 @@ def _nccl(state: Runtime, ranks: Ranks) -> Transport:
 
 @contextmanager
 def _meeting(state: Runtime, ranks: Ranks) -> Iterator[Transport]:
-    """A group in which ranks tell each other where to meet, and that has no other purpose."""
+    """Yield a group in which ranks tell each other where to meet, and that is closed afterwards."""
     group = state.make_group(ranks)
     try:
         yield group

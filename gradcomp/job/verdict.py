@@ -1,4 +1,4 @@
-"""What compression gains here, and what to do about it: the line after 50 steps."""
+"""Says after 50 steps what compression gains here, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _WORTH = 0.05
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one step, on average: its seconds, what a rank sent, and how long it waited for the exchange.
+    """Holds averages of one step: its seconds, what a rank sent, and how long it waited for the exchange.
 
     ``half_bytes``, ``half_exposed_seconds``: the same for a bfloat16 wire, predicted at ``seconds_per_byte``.
-    ``latency_seconds``: what a small message takes.
+    ``latency_seconds``: the time of a small message.
     """
 
     step_seconds: float
@@ -26,17 +26,17 @@ class Measured:
 
     @property
     def exposed(self) -> str:
-        """In words."""
+        """Return as text how much of a step is exposed communication."""
         return f"{1e3 * self.exposed_seconds:.1f} of {1e3 * self.step_seconds:.1f} ms a step are exposed communication"
 
     @property
     def worth(self) -> bool:
-        """Whether fewer bytes could shorten the step by a share that is worth it."""
+        """Return whether fewer bytes could shorten the step by a share that is worth it."""
         return min(self.exposed_seconds, self._bytes_seconds) > _WORTH * self.step_seconds
 
     @property
     def leave_it(self) -> str:
-        """What to say where it is not worth it. What is exposed all the same has other causes than bytes."""
+        """Return the advice where it is not worth it; what is exposed all the same has other causes than bytes."""
         advice = "fewer bytes would hardly shorten it, leave it so"
         if self.exposed_seconds <= _WORTH * self.step_seconds:
             return advice
@@ -52,7 +52,7 @@ class Measured:
 
 
 def verdict(measured: Measured, compressed: bool) -> str:
-    """What was found, and what to do."""
+    """Return as text what was found, and what to do."""
     if not compressed:
         return f"uncompressed; {measured.exposed}: " + (
             'compare with compression="quantize:bits=4", or let compression="auto" choose'

@@ -66,7 +66,6 @@ LATER = {
     "reduce",
     "transport",
     "kernels",
-    "job",
     "control",
     "torch",
     "engine",
