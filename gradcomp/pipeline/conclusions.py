@@ -1,4 +1,4 @@
-"""What ranks tell each other between the buckets of a step and its end: an order, digests, what servers hand over."""
+"""Ranks agree on an order, compare digests and plans, and take over what servers hand over, as a step ends."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from gradcomp.transport.base import AllGather, AllReduce, Handle, Operation, Tra
 
 
 def until_complete(handle: Handle) -> Generator[Waiting, None, None]:
-    """Until it is."""
     while not handle.poll():
         yield Waiting.WIRE
 
 
 def collective(operation: Operation, transport: Transport) -> Generator[Waiting, None, None]:
-    """Issue one, and wait for it."""
+    """Issue a collective and wait for it."""
     yield from until_complete(operation.issue(transport))
 
 
 def agree_on_order(
     transport: Transport, role: Role, count: int, arrived: Sequence[int]
 ) -> Generator[Waiting, None, list[int]]:
-    """The order in which the leader's gradients arrived, of those that have any; what did not arrive stays behind."""
+    """Return the order in which the leader's gradients arrived; layers without one follow behind."""
     order, leader = np.zeros(count, dtype="<i4"), role.first
     if role.leads:
         order[:] = [*arrived, *sorted(set(range(count)) - set(arrived))]
@@ -46,7 +45,7 @@ def agree_on_order(
 def compare(
     transport: Transport, count: int, future: Future[Digests]
 ) -> Generator[Waiting, None, npt.NDArray[np.uint32]]:
-    """Every rank's digests of its parameters, zeros of one that has no say; the table is the same on all."""
+    """Gather every rank's digests of its parameters; the row of a rank without any holds zeros."""
     while not future.done():
         yield Waiting.BACKGROUND
     table = np.zeros((transport.size, count), dtype="<u4")
@@ -58,7 +57,7 @@ def compare(
 
 
 def check_same_plan(transport: Transport, digest: bytes, version: int) -> Generator[Waiting, None, None]:
-    """PlanMismatchError unless all ranks give this digest, since sizes of messages follow from plans."""
+    """Raise PlanMismatchError unless all ranks pass the same digest: message sizes follow from plans."""
     digests = np.zeros((transport.size, len(digest)), dtype=np.uint8)
     digests[transport.rank] = np.frombuffer(digest, dtype=np.uint8)
     counts = [len(digest)] * transport.size
