@@ -67,9 +67,8 @@ class Arrangements:
     """Caches the last few arrangements by what they were made from."""
 
     def __init__(self) -> None:
-        self._kept: dict[
-            Hashable, tuple[Arrangement, int]
-        ] = {}  # with the step of the last use; the latest last
+        # Values have the step of the last use; the latest comes last.
+        self._kept: dict[Hashable, tuple[Arrangement, int]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -104,7 +103,7 @@ def by_layer(
 
 
 class Arranger:
-    """Compiles plans for one rank."""
+    """Compiles plans for one rank with its device, topology and reduction."""
 
     def __init__(
         self,

@@ -47,9 +47,7 @@ class GradientRegistry:
         self.gradients = np.zeros(len(layers), dtype=np.uint64)
         self.outputs = np.zeros(len(layers), dtype=np.uint64)
         self.states = np.zeros(len(layers), dtype=np.uint8)
-        self._doubtful = np.zeros(
-            len(layers), dtype=np.bool_
-        )  # layers that are absent if their gradient is zero
+        self._doubtful = np.zeros(len(layers), dtype=np.bool_)  # absent if their gradient is zero
         self._whole: Table = np.zeros(len(layers), dtype=SEGMENT)
         self._whole["length"] = [layer.size for layer in layers]
         self._whole["dtype"] = [DTYPE_NUMBERS[layer.dtype] for layer in layers]
@@ -122,9 +120,8 @@ class GradientRegistry:
         complete = False
         for bucket in self._buckets_of[layer]:
             if self._missing[bucket] == 1:
-                self.completed[bucket] = (
-                    perf_counter()
-                )  # set before the count, which the engine's thread reads
+                # It is set before the count, which the engine's thread reads.
+                self.completed[bucket] = perf_counter()
                 complete = True
             self._missing[bucket] -= 1
         return complete
