@@ -1,4 +1,4 @@
-"""The background thread, the exchangers it serves, and what happens when a rank fails."""
+"""A background thread serves exchangers, and a watchdog ends their waits when a rank fails."""
 
 from gradcomp.engine.engine import Engine
 from gradcomp.engine.exchanger import Exchanger

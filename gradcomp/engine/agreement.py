@@ -1,4 +1,4 @@
-"""Before the first exchange all ranks compare what they are about to do."""
+"""All ranks compare, before the first exchange, what they are about to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcomp.version import __version__
 
 
 def describe(layers: Sequence[LayerSpec], plan: Plan, config: Config, **extra: Any) -> dict[str, Any]:
-    """What must be equal on all ranks: version, settings, layers, plan."""
+    """Return what must be equal on all ranks: version, settings, layers, plan."""
     return {
         "version": __version__,
         "settings": {**config.shared(), **extra},
@@ -35,11 +35,11 @@ def agree(
     *,
     wait_for: Callable[[Handle], None] = wait,
 ) -> None:
-    """Collective: raise PlanMismatchError on every rank unless all descriptions are equal.
+    """Raise PlanMismatchError on every rank unless all descriptions are equal. Collective.
 
-    A rank that cannot go on passes its ``error`` instead; it raises that one, the others one that quotes it.
-    ``wait_for`` waits for a handle.
-    Wire: two rounds of a digest; the descriptions themselves travel only if the digests differ.
+    A rank that cannot go on passes its ``error`` instead: it raises that one, and the others one that quotes it.
+    ``wait_for`` waits for a handle. Wire: two rounds of a digest; the descriptions themselves travel only if the
+    digests differ.
     """
     mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(description or {})
     text = json.dumps(mine, sort_keys=True)
@@ -58,18 +58,20 @@ def agree(
 def agree_on_slices(
     transport: Transport, config: Config, on_device: bool, *, wait_for: Callable[[Handle], None] = wait
 ) -> Config:
-    """Collective, after :func:`agree`: the settings with a size of buckets, the same on all ranks.
+    """Return the settings with a size of exchange buckets, the same on all ranks. Collective, after :func:`agree`.
 
-    A setting is taken as it is. Without one, buckets are large if every rank's gradients are on a device: a rank on the
-    host would take long over one, and hold up the others. Raises WireFormatError.
-    Wire: a byte from every rank, if there is no setting.
+    A setting is taken as it is. Without one, buckets are large if every rank's gradients are on a device: a rank on
+    the host would take long over a large one, and hold up the others. It raises WireFormatError for an answer that
+    is not a yes or no. Wire: a byte from every rank, if there is no setting.
     """
     if config.slice_elements:
         return config
     answers = transport.allgather_bytes(bytes([on_device]), wait_for)
     for rank, answer in enumerate(answers):
         if answer not in (b"\0", b"\1"):
-            raise WireFormatError(f"rank {rank} does not say where its gradients are: {answer[:8]!r}")
+            raise WireFormatError(
+                f"rank {rank} sent {answer[:8]!r}, which does not say where its gradients are"
+            )
     chosen = DEVICE_SLICE if all(answer == b"\1" for answer in answers) else HOST_SLICE
     return replace(config, slice_elements=chosen)
 
@@ -85,7 +87,7 @@ def _parse(rank: int, part: bytes) -> dict[str, Any]:
 
 
 def _difference(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """The first thing in which a rank differs from rank 0, or the first rank that failed."""
+    """Describe the first thing in which a rank differs from rank 0, or the first rank that failed."""
     for rank, other in enumerate(everyone):
         if "error" in other:
             return f"rank {rank} failed: {other['error']}"

@@ -1,7 +1,7 @@
-"""Work that takes long, on a thread of its own: never on the engine's, and never on the training thread.
+"""Long work runs on threads of its own, never on the engine's thread nor on the training thread.
 
-Threads are kept and used again. The C library gives a thread that begins memory of its own, which the process keeps: a
-thread for every piece of work made long runs grow by 0.14 MB now and then.
+Threads are kept and reused. The C library gives every new thread memory that the process keeps, so that a thread
+for each piece of work made long runs grow by 0.14 MB now and then.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
-#: How long the end of the program waits for work that nobody needs any more.
+#: The end of the program waits this long for unfinished work, whose results nobody needs any more.
 _END_SECONDS = 10.0
 
 Work = Callable[[], Any]
 
 
 class _Worker(threading.Thread):
-    """Does one piece of work after the other; a daemon, so that the end of the program does not wait for ever."""
+    """Runs one piece of work after the other; a daemon, so that the end of the program need not wait for it."""
 
     def __init__(self) -> None:
         super().__init__(name="gradcomp-background", daemon=True)
         self.given: SimpleQueue[tuple[Future[Any], Work] | None] = SimpleQueue()
 
     def run(self) -> None:
-        """Until None is given."""
+        """Run what is given until None is."""
         while self._do(self.given.get()):
             pass
 
@@ -38,9 +38,9 @@ class _Worker(threading.Thread):
         result, error = None, None
         try:
             result = work()
-        except BaseException as raised:  # noqa: BLE001  (whoever asks for the result gets it)
+        except BaseException as raised:  # noqa: BLE001  (the future raises it)
             error = raised
-        # Idle first: who hears of the result may give the next work at once.
+        # The worker is idle before its result is set, since whoever waits for that may give the next work at once.
         with _lock:
             if self in _workers:
                 _idle.append(self)
@@ -57,7 +57,7 @@ _idle: list[_Worker] = []
 
 
 def in_background(work: Work) -> Future[Any]:
-    """Start ``work``, beside all that has been started before."""
+    """Start ``work`` beside all that has been started before; return its future."""
     future: Future[Any] = Future()
     with _lock:
         worker = _idle.pop() if _idle else _Worker()
@@ -69,9 +69,9 @@ def in_background(work: Work) -> Future[Any]:
 
 
 def finish_background() -> None:
-    """Wait for what is under way, for seconds at most.
+    """Wait for unfinished work, but only for seconds.
 
-    A thread that comes back from compiled code after the interpreter has ended takes the process down with SIGABRT.
+    A thread that returns from compiled code after the interpreter has ended takes the process down with SIGABRT.
     """
     with _lock:
         workers = list(_workers)

@@ -1,14 +1,14 @@
-"""Ranks that wait for each other for ever: how that is proved, from what every rank tells of its calling thread.
+"""Ranks that wait for each other for ever are proved to do so from what each tells of its calling threads.
 
-A rank can go on by itself if its program is anywhere but in a call of ours, or if a thread other than the one that
-waits has called anything and lives: it may call what is missing. Where no rank can, every one waits for a collective;
-a collective that all its members have begun ends by itself. If each lacks a member, that member's only caller waits
-too, so nothing will ever begin, and the waits last for ever. Asynchronous calls count as begun. A rank that has left
-begins nothing any more.
+A rank may go on by itself if its program is anywhere but in a call of this package, or if a live thread other than
+the one that waits has made a call before: it may make the missing one. Where no rank may, every rank waits for a
+collective. A collective that all its members have begun ends by itself. If each one lacks a member, that member's
+only caller waits too, so nothing will ever begin, and the waits last for ever. Asynchronous calls count as begun. A
+rank that has left begins nothing any more.
 
-Ranks tell this at different moments. Two accounts of all ranks that are the same, with the same number of calls, say
-that all have waited from the end of the first to the beginning of the second, so at one moment. Anything less is no
-proof: it stays a warning.
+Ranks tell this at different moments. Two equal accounts of all ranks, with equal numbers of calls, prove that all
+ranks have waited from the end of the first account to the beginning of the second, so at one moment. Anything less
+is no proof, and remains a warning.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from typing import Any
 
 from gradcomp.core.text import printable
 
-#: Between the two accounts. Tests of whole programs set a shorter time here before ``init``.
+#: The time between the two accounts. Tests of whole programs set a shorter one here before ``init``.
 PROOF_SECONDS = 30.0
 #: The first account is taken when rank 0 has waited this share of it.
 FIRST_SHARE = 1 / 3
 
-#: A user's call: its name, None without one, and how many outstanding ones before it have the same.
+#: A user's call: its name, or None, and how many outstanding calls before it have the same name.
 Key = tuple[str | None, int]
 
-#: Where Python waits for a graph, or for a backward pass, whose ops call us on threads that are not Python's.
+#: Modules in which Python waits for a graph or a backward pass, whose ops call us on threads of the framework.
 _GRAPH_RUNNERS = ("tensorflow.python.eager", "torch.autograd")
-#: Of the ranks that wait in one place.
+#: How many of the ranks that wait in one place are named.
 _MOST_SHOWN = 8
 _MOST = 10**15
 
 
 @dataclass(frozen=True)
 class Begun:
-    """The collectives of a scope that a rank has begun: the first ``number`` ones, and the outstanding calls ``keys``.
+    """Lists the collectives of a scope that a rank has begun: the first ``number``, and the outstanding calls ``keys``.
 
-    Of the user's calls ``number`` are those that have been made.
+    For the user's collectives ``number`` counts the calls that have been made.
     """
 
     number: int
@@ -52,10 +52,10 @@ class Begun:
 
 @dataclass(frozen=True)
 class Need:
-    """The collective that a thread waits for: it ends once all ``members``, ranks of the job, have begun it.
+    """Describes the collective that a thread waits for: it ends once all ``members``, ranks of the job, have begun it.
 
-    ``number``: which of the scope it is, counted from 1. Of a user's call: how many others have been made, with its
-    ``key``. ``where``: in words.
+    ``number`` says which one of the scope it is, counted from 1. For a user's call, which has a ``key``, it is the
+    number of others that have been made. ``where`` is its place in words.
     """
 
     scope: str
@@ -65,7 +65,7 @@ class Need:
     where: str = ""
 
     def begun_by(self, snapshot: Snapshot) -> bool:
-        """Whether a rank has begun it. A call that the rank has made is not outstanding there any more."""
+        """Return whether a rank has begun it, as an outstanding call or one that is made already."""
         begun = snapshot.begun.get(self.scope, Begun(0))
         if self.key is None:
             return begun.number >= self.number
@@ -74,9 +74,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's account. ``calls``: waits so far. ``need``: what its only caller waits for; None: the rank may go on.
+    """Holds a rank's account of itself.
 
-    ``left``: it takes part in nothing any more.
+    ``calls`` counts its waits so far. ``need`` is what its only caller waits for; None says that the rank may go
+    on. ``left`` says that it takes part in nothing any more.
     """
 
     calls: int
@@ -85,7 +86,7 @@ class Snapshot:
     left: bool = False
 
     def as_json(self) -> list[Any]:
-        """Lists, numbers and strings."""
+        """Return the account as lists, numbers and strings."""
         need = self.need
         return [
             self.calls,
@@ -96,7 +97,7 @@ class Snapshot:
 
     @staticmethod
     def of_json(value: Any) -> Snapshot:
-        """ValueError, TypeError or AttributeError for anything else."""
+        """Invert :meth:`as_json`; raise ValueError, TypeError or AttributeError for anything else."""
         calls, need, begun, left = value
         found = None
         if need is not None:
@@ -124,9 +125,9 @@ def _key(value: Any) -> Key:
 
 
 def deadlock(snapshots: Mapping[int, Snapshot], names: Callable[[list[int]], str] = str) -> str | None:
-    """Who waits where, if no rank can go on; None if one may.
+    """Return who waits where if no rank can go on, or None if one may.
 
-    ``snapshots``: of all ranks. ``names``: ranks in words.
+    ``snapshots`` has all ranks. ``names`` puts ranks into words.
     """
     places: dict[str, list[int]] = {}
     for rank, snapshot in sorted(snapshots.items()):
@@ -151,16 +152,16 @@ def deadlock(snapshots: Mapping[int, Snapshot], names: Callable[[list[int]], str
 
 
 class Callers:
-    """The threads of this process that have called anything, and which of them wait now, for what."""
+    """Knows the threads of this process that have made calls, and what each of them waits for now."""
 
     def __init__(self) -> None:
-        #: By identity. None: a thread that is not Python's, of TensorFlow's or autograd's.
+        #: By identity; None stands for a thread of TensorFlow or autograd, which Python did not start.
         self._threads: dict[int, threading.Thread | None] = {}
         self._waits: dict[int, tuple[float, object]] = {}
         self.calls = 0
 
     def came(self) -> int:
-        """The calling thread calls something; its identity."""
+        """Record that the calling thread makes a call; return its identity."""
         identity = threading.get_ident()
         known = self._threads.get(identity)
         if known is None or not known.is_alive():  # another thread may have the number of one that has ended
@@ -175,17 +176,17 @@ class Callers:
         return identity
 
     def begin(self, what: object) -> None:
-        """The calling thread waits for ``what``, which a :class:`Wait` knows."""
+        """Record that the calling thread waits for ``what``, which a :class:`Wait` knows."""
         self.calls += 1
         self._waits[self.came()] = monotonic(), what
 
     def end(self) -> None:
-        """It waits no longer."""
+        """Record that the calling thread waits no longer."""
         self._waits.pop(threading.get_ident(), None)
 
     @contextmanager
     def waiting(self, what: object) -> Iterator[None]:
-        """From :meth:`begin` to :meth:`end`."""
+        """Call :meth:`begin` at the start of a block and :meth:`end` at its end."""
         self.begin(what)
         try:
             yield
@@ -194,11 +195,11 @@ class Callers:
 
     @property
     def waited(self) -> float:
-        """Seconds for which a thread has waited so far: the longest."""
+        """Return for how many seconds a thread has waited so far: the longest wait counts."""
         return monotonic() - min((since for since, _ in list(self._waits.values())), default=monotonic())
 
     def only(self) -> object | None:
-        """What is waited for, if nothing in this process can call anything else until that has ended."""
+        """Return what is waited for, if this process can make no other call until that has ended, else None."""
         waits = dict(self._waits)
         found = {id(what): what for _, what in waits.values()}
         if len(found) != 1:
@@ -206,7 +207,7 @@ class Callers:
         threads = dict(self._threads)
         alive = {identity for identity, thread in threads.items() if thread is not None and thread.is_alive()}
         if None in threads.values():
-            # Ops call us on threads that are not Python's. The program waits with them where it has run a graph.
+            # Ops call us on threads that Python did not start. The thread that runs their graph waits with them.
             running = {identity for identity, frame in sys._current_frames().items() if _runs_a_graph(frame)}
             if waits.keys() & alive:
                 alone = alive == set(waits) and not running

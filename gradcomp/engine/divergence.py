@@ -1,4 +1,4 @@
-"""Ranks that no longer do the same: what became of the last exchange, parameters and optimizers that differ."""
+"""Errors tell how ranks diverge: outcomes of the last exchange, parameters or optimizers that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradcomp.pipeline.requests import REPEATED
 from gradcomp.reduce.header import APPLIED, DISCARDED, EDITED, KEPT, LATE
 from gradcomp.transport.control import ControlChannel
 
-#: How long a rank waits for the others to say what they did; all of them know by then that they must.
+#: A rank waits this long for the others to publish what they did; all of them know that they must.
 ANSWER_SECONDS = 5.0
 
 _IN_WORDS = {
@@ -38,7 +38,7 @@ _OF_MEANS = {
 
 
 def comparison_is_due(config: Config, exchanges: int) -> bool:
-    """Whether parameters are compared across ranks in the exchange after so many."""
+    """Return whether the exchange after so many compares parameters across ranks."""
     every = config.fingerprint_every_steps
     return 0 < exchanges <= config.fingerprint_steps or bool(every and exchanges and exchanges % every == 0)
 
@@ -46,9 +46,9 @@ def comparison_is_due(config: Config, exchanges: int) -> bool:
 def different_parameters(
     table: npt.NDArray[np.uint32], names: Sequence[str], ranks: Sequence[int], steps: int
 ) -> StateError | None:
-    """What is to be raised if the digests of their parameters, a row for each of ``ranks``, differ.
+    """Return the error to raise if the parameters' digests, a row for each of ``ranks``, differ, else None.
 
-    A row of zeros is of a rank that has no say.
+    A row of zeros belongs to a rank that has nothing to compare.
     """
     has_say: npt.NDArray[np.bool_] = np.asarray(table.any(axis=1))
     first = int(np.argmax(has_say))
@@ -68,7 +68,7 @@ def different_parameters(
 def different_fingerprints(
     found: Fingerprints, names: Sequence[str], ranks: Sequence[int], when: str
 ) -> StateError:
-    """What is raised when the fingerprints of some of ``ranks`` differ; it names what differs, on which ranks."""
+    """Return the error for fingerprints that differ; it names what differs, on which ranks."""
     members = np.flatnonzero(found.has_say).tolist()
     first = members[0]
     parts = _different_scalars({ranks[member]: found.scalars[member] for member in members}, ranks[first])
@@ -92,7 +92,7 @@ def different_fingerprints(
 
 
 def _different_scalars(texts: Mapping[int, str], first: int) -> list[str]:
-    """The first of the optimizer's scalars that some rank has otherwise than rank ``first``, in words."""
+    """Describe the first of the optimizer's scalars that some rank has otherwise than rank ``first``."""
     if len(set(texts.values())) == 1:
         return []
     groups = {rank: _groups_of(text) for rank, text in texts.items()}
@@ -120,7 +120,7 @@ def _shown(value: Any, digits: int) -> str:
 
 
 def _groups_of(text: str) -> list[dict[str, Any]]:
-    """What a rank says of its optimizer; nothing if it says no such thing."""
+    """Return the scalars of a rank's parameter groups, or nothing if the text has none."""
     try:
         groups = json.loads(text)
     except ValueError:
@@ -137,10 +137,10 @@ def different_outcomes(
     outcome: int,
     when: str,
 ) -> StateError:
-    """What every rank raises when some applied the means of a step and others did not; names them all.
+    """Return the error for a step whose means some ranks applied and others did not; it names them all.
 
-    All members, whose ranks in the job are ``ranks``, call it for the exchange of the same ``number``. Each publishes
-    what it did and waits up to five seconds for the others.
+    All members, whose ranks in the job are ``ranks``, call it for the exchange of the same ``number``. Each
+    publishes what it did and waits up to five seconds for the others.
     """
     parts = _in_words(_told(control, scope, own, ranks, number, outcome), ranks, _IN_WORDS)
     return StateError(
@@ -153,9 +153,9 @@ def different_outcomes(
 def different_means(
     control: ControlChannel, scope: str, own: int, ranks: Sequence[int], step: int, notices: int
 ) -> StateError:
-    """What every rank raises when some changed the means of a step which a late rank did not have yet; names them all.
+    """Return the error for means that some ranks changed before a late rank had them; it names them all.
 
-    As :func:`different_outcomes`.
+    All members call it, as they call :func:`different_outcomes`.
     """
     parts = _in_words(_told(control, scope, own, ranks, step, notices), ranks, _OF_MEANS)
     return StateError(
@@ -191,7 +191,7 @@ def _told(
                     told[other] = found
             sleep(0.01)
     except TransportError:
-        pass  # what is known is said all the same
+        pass  # the error names what is known
     return told
 
 

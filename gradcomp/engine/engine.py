@@ -1,4 +1,4 @@
-"""One background thread per process; it serves every exchanger."""
+"""One background thread per process serves every exchanger."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ _PR_SET_TIMERSLACK, _SLACK_NANOSECONDS = 29, 1000
 
 
 def sleep_precisely() -> None:
-    """Let this thread's sleeps end when they should: Linux may add 50 microseconds to each, by default."""
+    """Let this thread's sleeps end when they should: by default Linux may add 50 microseconds to each."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NANOSECONDS))
 
 
 class Engine:
-    """Polls the exchangers' pipelines; never blocks inside a collective.
+    """Polls the exchangers' pipelines, and never blocks inside a collective.
 
     While a collective is under way it spins for 50 microseconds, then sleeps up to 250. While no bucket is complete
-    it sleeps until a layer completes one. The control channel is the :class:`Watchdog`'s, whose verdicts wake it.
+    it sleeps until a layer completes one. Only the :class:`Watchdog` reads the control channel; its verdicts wake
+    the engine.
 
     Whatever is raised on the thread, by a log handler as well, ends the exchanger that it was raised for.
     """
@@ -48,7 +49,7 @@ class Engine:
         self._thread: threading.Thread | None = None
 
     def add(self, exchanger: Progress) -> None:
-        """Serve an exchanger; starts the thread with the first one."""
+        """Serve an exchanger; the first one starts the thread."""
         with self._lock:
             if self._stopping:
                 raise StateError("the engine has been stopped")
@@ -58,22 +59,21 @@ class Engine:
                 self._thread.start()
 
     def remove(self, exchanger: Progress) -> None:
-        """Stop serving an exchanger."""
         with self._lock:
             self._exchangers = tuple(e for e in self._exchangers if e is not exchanger)
 
     def wake(self) -> None:
-        """Something changed: look at once."""
+        """Make the thread look at once, since something changed."""
         self._wake.set()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs: without it nobody says that a wait is over."""
+        """Return whether the thread runs: without it nobody ends a wait."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 
     def stop(self) -> None:
-        """End the thread; idempotent."""
+        """End the thread; further calls do nothing."""
         with self._lock:
             self._stopping = True
             thread, self._thread = self._thread, None
@@ -84,7 +84,7 @@ class Engine:
     def _loop(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # noqa: BLE001 - nobody else would end the waits
+        except BaseException as error:  # noqa: BLE001 - nothing else would end the waits
             for exchanger in self._exchangers:
                 exchanger.crash(error)
 

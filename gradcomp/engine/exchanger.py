@@ -1,4 +1,4 @@
-"""One wrapped optimizer's side of the engine: layers, plan, state, step counter, its own communicator."""
+"""An exchanger is one wrapped optimizer's side of the engine: layers, plan, state, steps, its own communicator."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ logger = logging.getLogger("gradcomp")
 class Exchanger:
     """Exchanges the gradients of a fixed list of layers, step after step.
 
-    Construction is collective: the ranks compare layers, plan, settings and the arguments of the frontend first
-    (PlanMismatchError on every rank if they differ). The training thread opens a step, submits layers, flushes and
-    waits; the engine's thread does the rest: see :class:`Progress`. After a failure every call raises the same error.
+    Construction is collective: the ranks first compare layers, plan, settings and the arguments of the frontend,
+    and every rank raises PlanMismatchError if they differ. The training thread opens a step, submits layers,
+    flushes and waits; the engine's thread does the rest, see :class:`Progress`. After a failure every call raises
+    the same error.
     """
 
     def __init__(
@@ -84,15 +85,15 @@ class Exchanger:
         self._transport = transport
         self._digests = terms.digests
         self._fingerprint = terms.fingerprint if self.compares else None
-        #: Whether the others may wait for a vote about the exchange that was waited for.
+        #: Whether the other ranks may still wait for this rank's vote about the last exchange.
         self.owes_vote = False
-        self._exchanges = 0  # begun so far; the same on all ranks, whatever became of their steps
-        #: Called before each exchange but the first with the number of those before it; may use collectives.
+        self._exchanges = 0  # begun so far; the same on all ranks, whatever their outcomes
+        #: Called before each exchange but the first, with the number of those before it; it may use collectives.
         self.before_exchange: Callable[[int], None] | None = None
-        #: Looks at gradients; on all ranks, or on none.
+        #: Looks at gradients; all ranks have one, or none.
         self.recorder: Recorder | None = None
         self._closed = False
-        self._aborted = False  # by this rank: the others may be left in a collective
+        self._aborted = False  # by this rank, which may leave the others in a collective
         self._pid = os.getpid()
         self._plan_log: PlanLog | None = None
         if transport.rank == 0 and (agreed.controller is not None or agreed.journal is not None):
@@ -104,27 +105,27 @@ class Exchanger:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline; between steps the training thread may read and change it."""
+        """Return the pipeline; between steps the training thread may read and change it."""
         return self._pipeline
 
     @property
     def device(self) -> Device:
-        """Where the gradients are."""
+        """Return the device of the gradients."""
         return self._pipeline.device
 
     @property
     def compares(self) -> bool:
-        """Whether ranks compare fingerprints in every exchange; the same on all of them."""
+        """Return whether ranks compare fingerprints in every exchange; the same on all of them."""
         return bool(self._config.fingerprint_every_steps)
 
     @property
     def is_open(self) -> bool:
-        """Whether a step has begun that nobody has waited for."""
+        """Return whether a step has begun that nobody has waited for."""
         return self._progress.is_open
 
     @property
     def error(self) -> GradcompError | None:
-        """Why the exchanger is unusable, if it is."""
+        """Return why the exchanger is unusable, or None."""
         return self._progress.error
 
     def open(
@@ -156,24 +157,24 @@ class Exchanger:
         self._progress.is_open = True
 
     def submit(self, submission: Submission) -> None:
-        """A gradient is ready. Callable from any one thread at a time."""
+        """Hand in a gradient that is ready; one thread at a time may call this."""
         if self.recorder is not None:
             self.recorder.take(submission)
         if self._pipeline.registry.submit(submission):
             self._engine.wake()
 
     def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:
-        """A layer has no dense gradient in this step; the mean, if another rank has one, goes to ``output``."""
+        """Report a layer without a dense gradient in this step; a mean of other ranks goes to ``output``."""
         if self._pipeline.registry.submit_absent(layer, sparse=sparse, output=output):
             self._engine.wake()
 
     def flush(self, *, late: bool = False) -> None:
-        """No more layers will come in this step; see :meth:`Pipeline.flush`."""
+        """End the submissions of this step; see :meth:`Pipeline.flush`."""
         self._pipeline.flush(late=late)
         self._engine.wake()
 
     def waited_for(self) -> AbstractContextManager[None]:
-        """Around a wait of the calling thread for means of the open step, otherwise than by :meth:`wait`."""
+        """Return the context of a wait for means of the open step other than :meth:`wait`."""
         return self._progress.watchdog.callers.waiting(self._progress)
 
     def wait(self) -> StepResult:
@@ -194,10 +195,10 @@ class Exchanger:
         return result
 
     def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:
-        """Accept the step that was waited for; False, on all ranks alike, if a value was not finite.
+        """Accept the step that was waited for; return False, on all ranks alike, if a value was not finite.
 
-        ``outcome``: what the optimizer does with the means; ``edited``: whether they were changed. The other ranks hear
-        of it in the next exchange.
+        ``outcome`` is what the optimizer does with the means, and ``edited`` says that they were changed. The next
+        exchange tells the other ranks.
         """
         self._check()
         accepted = self._pipeline.commit(outcome, edited=edited)
@@ -206,27 +207,26 @@ class Exchanger:
         return accepted
 
     def discard(self) -> None:
-        """Forget the step that was waited for."""
         self._pipeline.discard()
 
     def allgather_bytes(self, payload: bytes) -> list[bytes]:
-        """Collective, between steps, blocking: every rank's bytes in rank order."""
+        """Return every rank's bytes in rank order. Collective, between steps, blocking."""
         self._check()
         return self._transport.allgather_bytes(payload, self._progress.wait_for)
 
     def allreduce(self, array: npt.NDArray[np.floating]) -> None:
-        """Collective, between steps, blocking: sum ``array`` over ranks, in place."""
+        """Sum ``array`` over ranks, in place. Collective, between steps, blocking."""
         self._check()
         self._progress.wait_for(self._transport.allreduce(array))
 
     def prepare(
         self, request: Request, *, apart: bool = True, draw_rank: int | None = None
     ) -> PreparedRequest:
-        """Local: what this rank needs to run the request, with a state of its own.
+        """Return what this rank needs to run the request, with a state of its own. Nothing is sent.
 
-        ``apart=False``: without memory of its own. It then stands alone in its groups, and what it has gathered cannot
-        be decoded again. ``draw_rank``: see :class:`PreparedRequest`. A problem of the request is raised, on all ranks,
-        when it is run.
+        With ``apart=False`` it has no memory of its own: it must be alone in its groups, and what it has gathered
+        cannot be decoded again. For ``draw_rank`` see :class:`PreparedRequest`. A problem of the request is raised,
+        on all ranks, when it is run.
         """
         transport = self._transport
         own = transport.allocator(HOST)
@@ -241,10 +241,10 @@ class Exchanger:
         )
 
     def begin(self, runs: Sequence[Run]) -> None:
-        """Collective, between steps: begin a group of requests; :meth:`finish` waits for it. Returns at once.
+        """Begin a group of requests and return at once; :meth:`finish` waits for it. Collective, between steps.
 
-        All ranks begin the same groups in the same order, between the same two steps. Until :meth:`finish`, inputs and
-        outputs belong to the engine's thread, and no step and no other collective may begin.
+        All ranks begin the same groups in the same order, between the same two steps. Until :meth:`finish`, inputs
+        and outputs belong to the engine's thread, and no step and no other collective may begin.
         """
         self._check()
         if self.is_open:
@@ -253,7 +253,7 @@ class Exchanger:
         self._progress.start(self._group.poll)
 
     def finish(self) -> list[list[Array]]:
-        """Block until the group is done: every run's arrays, by layer. Errors: see :class:`RequestGroup`."""
+        """Block until the group is done; return every run's arrays. Errors: see :class:`RequestGroup`."""
         group, self._group = self._group, None
         if group is None:
             raise StateError("no group of requests has begun")
@@ -265,11 +265,11 @@ class Exchanger:
         if group.fingerprints is not None:
             group.verdict = self._progress.drifted(group.fingerprints)
         if isinstance(group.verdict, StateError):
-            self._progress.end_with(group.verdict)  # all ranks have found it: nobody is to be told
+            self._progress.end_with(group.verdict)  # all ranks have found it themselves
         return group.results
 
     def part(self) -> None:
-        """The program ends in good order: a rank that ends between backward and ``step()`` votes against the step."""
+        """End in good order: a rank that ends between backward and ``step()`` votes against the step."""
         if self._progress.busy:
             self.abort(f"rank {self._transport.rank} ended while a group of requests was under way")
             return
@@ -278,7 +278,7 @@ class Exchanger:
             self._leave_with(self._transport.allreduce(np.zeros(1, dtype=np.float32)), "all ranks to vote")
 
     def vote(self, yes: bool) -> bool:
-        """Collective, between steps, blocking: whether all ranks say yes. Wire: one number."""
+        """Return whether all ranks say yes. Collective, between steps, blocking. Wire: one number."""
         self._check()
         begin = perf_counter()
         votes = np.full(1, yes, dtype=np.float32)
@@ -286,11 +286,13 @@ class Exchanger:
         self._progress.wait_for(self._transport.allreduce(votes))
         self._pipeline.statistics.vote_seconds += perf_counter() - begin
         if votes[0] not in range(self._transport.size + 1):
-            raise WireFormatError(f"{votes[0]} of {self._transport.size} ranks voted for a step")
+            raise WireFormatError(
+                f"{votes[0]} of {self._transport.size} ranks voted for a step, which is impossible"
+            )
         return bool(votes[0] == self._transport.size)
 
     def _leave_with(self, handle: Handle, whom: str) -> bool:
-        """Whether a collective of the program's end came to its own before the deadline."""
+        """Wait for a collective of the program's end; return whether it was complete before the deadline."""
         self._progress.collectives += 1
         done = self._progress.watchdog.hold(
             lambda: self.error is not None or handle.poll(),
@@ -301,12 +303,12 @@ class Exchanger:
         return not self._aborted
 
     def probe(self, nbytes: int) -> float:
-        """Collective, between steps: median seconds in which every rank sends and receives ``nbytes``."""
+        """Return the median seconds in which every rank sends and receives ``nbytes``. Collective, between steps."""
         self._check()
         return shift(self._transport, nbytes, self._progress.wait_for)
 
     def leave(self) -> None:
-        """Say that this rank opens no further step: those that wait for it in one need not wait for the deadline."""
+        """Publish that this rank opens no further step, so that ranks that wait for one need not time out."""
         if self.error is None and not self._closed and not self.is_open and not self._progress.busy:
             self._progress.depart()
 
@@ -316,7 +318,7 @@ class Exchanger:
         self._progress.publish_abort(message)
 
     def close(self) -> None:
-        """Leave the engine and release the communicator. Idempotent."""
+        """Leave the engine and release the communicator; further calls do nothing."""
         if self._closed:
             return
         self._closed = True

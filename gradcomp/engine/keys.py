@@ -1,4 +1,4 @@
-"""Every key of the control channel, and what stands there. What other ranks published is checked before it is used.
+"""The keys of the control channel are listed here with their values, which are checked before they are used.
 
 A *scope* is a communicator whose ranks may wait for each other: ``exchanger/<ranks>-<number>`` or ``user/<ranks>``.
 Ranks are numbers of the job, members those of the scope.
@@ -11,7 +11,7 @@ key                                     value                                   
 ``deadlock``                            who waits where, if none can go on        every watchdog whose rank waits long
 ``question``                            a counter: "where are you?"               every watchdog, at every look
 ``at/<rank>``                           an :class:`Answer`                        who asked
-``<scope>/outcome/<step>/<member>``     what became of a step                     all, where headers differ about it
+``<scope>/outcome/<step>/<member>``     the outcome of a step                     all, where headers differ about it
 ``meeting/<ranks>-<number>/<rank>``     "here"                                    who makes a communicator
 ``joined/<ranks>-<n>/<time>/<rank>``    the step from which it stands in          who has joined, after each step
 ======================================  ========================================  ====================================
@@ -28,16 +28,17 @@ from gradcomp.core.text import printable
 from gradcomp.engine.deadlock import Snapshot
 from gradcomp.transport.control import numbers_of
 
-#: Step, bucket and round that a rank waits for. Round -1: the bucket's gradients. Bucket -1: between steps; round is
-#: then the number of collectives that it began since the last one. Of the user's collectives: calls so far, -1, 0.
+#: The step, bucket and round that a rank waits for. Round -1 stands for the bucket's gradients. Bucket -1 stands for
+#: a wait between steps; the round is then the number of collectives begun since the last step. In the scope of the
+#: user's collectives the position is (calls so far, -1, 0).
 Position = tuple[int, int, int]
-#: Where a rank is in a scope that it has not entered yet.
+#: The position of a rank in a scope that it has not entered yet.
 NOWHERE: Position = (0, -1, 0)
 
-#: What a rank waits for that has called ``shutdown()``: nothing that others could give it.
+#: Stands in an answer for what a rank waits for, once it has called ``shutdown()``.
 LEFT = "shutdown()"
 
-#: Why a rank ended before its work was done. The first message stays, here and in every scope.
+#: Has the reason why a rank ended before its work was done. The first message stays, here and in every scope.
 ABORT = "abort"
 QUESTION = "question"
 DEADLOCK = "deadlock"
@@ -47,45 +48,46 @@ _MOST = 10**15
 
 
 def abort_of(scope: str) -> str:
-    """Why the scope can be used no further."""
+    """Return the key of the reason why the scope can be used no further."""
     return f"{scope}/{ABORT}"
 
 
 def calls_among(ranks: str) -> str:
-    """The scope of the user's collectives among some ranks, by what tells these ranks from others."""
+    """Return the scope of the user's collectives among some ranks, given what tells these from others."""
     return f"user/{ranks}"
 
 
 def left_of(scope: str) -> str:
-    """Who left the scope first."""
+    """Return the key of the member that left the scope first."""
     return f"{scope}/left"
 
 
 def answer_of(rank: int) -> str:
-    """Where a rank is."""
+    """Return the key of a rank's :class:`Answer`."""
     return f"at/{rank}"
 
 
 def joined_of(scope: str, rank: int) -> str:
-    """From which step on a rank stands in, since it has joined."""
+    """Return the key of the step from which on a rank stands in, since it has joined."""
     return f"joined/{scope}/{rank}"
 
 
 def outcome_of(scope: str, step: int, member: int) -> str:
-    """What a member did with the means of a step."""
+    """Return the key of what a member did with the means of a step."""
     return f"{scope}/outcome/{step}/{member}"
 
 
 def arrival_of(meeting: str, rank: int) -> str:
-    """Whether a rank has come to a meeting."""
+    """Return the key by which a rank says that it has come to a meeting."""
     return f"meeting/{meeting}/{rank}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank was when it heard question number ``question``; ``positions``: what it had reached in each scope.
+    """Tells where a rank was when it heard question number ``question``.
 
-    ``snapshot``: what proves that ranks wait for each other; None if there was too much to tell.
+    ``positions`` has what it had reached in each scope. ``snapshot`` helps to prove that ranks wait for each other;
+    it is None if there was too much to tell.
     """
 
     question: int
@@ -95,18 +97,18 @@ class Answer:
 
     @property
     def left(self) -> bool:
-        """Whether this is the rank's last word."""
+        """Return whether this is the last answer of a rank that has left."""
         return self.waits_for == LEFT
 
     def encode(self) -> bytes:
-        """As it is published."""
+        """Return the bytes that are published, without the snapshot if it is too long."""
         told = [self.question, self.waits_for, self.positions]
         whole = json.dumps([*told, self.snapshot and self.snapshot.as_json()]).encode()
         return whole if len(whole) <= _MOST_ANSWER_BYTES else json.dumps([*told, None]).encode()
 
     @staticmethod
     def parse(value: bytes | None) -> Answer | None:
-        """None for everything that is no answer."""
+        """Return the answer, or None for anything that is not one."""
         if value is None or len(value) > _MOST_ANSWER_BYTES:
             return None
         try:
@@ -128,11 +130,11 @@ def _position(at: Any) -> Position:
 
 
 def encode_departure(member: int, reached: Position) -> bytes:
-    """What stands at :func:`left_of`."""
+    """Return the value that is published at :func:`left_of`."""
     return json.dumps([member, *reached]).encode()
 
 
 def parse_departure(value: bytes | None) -> tuple[int, Position] | None:
-    """The member that left first, and the position that it had reached; None while all are there."""
+    """Return the member that left first and the position that it had reached; None while all are there."""
     found = numbers_of(value, 4)
     return None if found is None else (found[0], (found[1], found[2], found[3]))

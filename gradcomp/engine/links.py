@@ -1,4 +1,4 @@
-"""What a message and a pass of the codec cost: measured once, the same figures on all ranks."""
+"""The cost of a message and of a pass of the codec is measured once; all ranks get the same figures."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from gradcomp.kernels.segments import FLOAT32, MINMAX, SEGMENT
 from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Handle, Transport, wait
 
-#: Two sizes give latency and rate. The larger one takes 8 ms at 1 Gbit/s.
+#: Messages of two sizes give latency and rate. The larger one takes 8 ms at 1 Gbit/s.
 PROBE_BYTES = (1 << 10, 1 << 20)
 _REPEATS = 5
 _ELEMENTS = 1 << 18
-_LEAST = 1e-9  # seconds: nothing takes no time
+_LEAST = 1e-9  # seconds; a measured time of 0 would make a rate infinite
 
 
 def measure(transport: Transport, topology: Topology, wait_for: Callable[[Handle], None] = wait) -> Network:
-    """alpha and beta of t(n) = alpha + beta n between hosts and inside them, and the rates of a 4-bit codec.
+    """Measure alpha and beta of t(n) = alpha + beta n between hosts and inside them, and the rates of a 4-bit codec.
 
-    All ranks send n bytes to the next rank at the same time, as reductions do; the slowest rank's median counts, apart
-    for those whose next rank is on another host. Where no message stays inside a host, it costs nothing there.
-    Collective, outside of steps; ``wait_for`` waits for a handle. Wire: 6 messages of 1 KiB and of 1 MiB per rank, not
-    counted in ``bytes_sent``, and one all-gather of 32 bytes. ``costs.Network`` says what the figures are for.
+    All ranks send n bytes to the next rank at the same time, as reductions do; the slowest rank's median counts,
+    apart for those whose next rank is on another host. Where no message stays inside a host, it costs nothing
+    there. Collective, outside of steps; ``wait_for`` waits for a handle. Wire: 6 messages of 1 KiB and of 1 MiB per
+    rank, not counted in ``bytes_sent``, and one all-gather of 32 bytes. :class:`gradcomp.reduce.model.Network` says
+    what the figures are for.
     """
     sent_before = transport.bytes_sent
     own = np.array([*(shift(transport, nbytes, wait_for) for nbytes in PROBE_BYTES), *_codec_rates()])
@@ -43,16 +44,16 @@ def measure(transport: Transport, topology: Topology, wait_for: Callable[[Handle
 
 
 def _fit(seconds: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[float, float]:
-    """Latency, and seconds per byte, through both sizes."""
+    """Return latency and seconds per byte of a line through both sizes."""
     small, large = seconds.max(axis=0).tolist()
     beta = max(large - small, _LEAST) / (PROBE_BYTES[1] - PROBE_BYTES[0])
     return max(small - beta * PROBE_BYTES[0], _LEAST), beta
 
 
 def shift(transport: Transport, nbytes: int, wait_for: Callable[[Handle], None] = wait) -> float:
-    """Median seconds in which every rank sends to the next one and receives from the one before. Collective.
+    """Return the median seconds in which every rank sends to the next and receives from the previous one. Collective.
 
-    Not counted in ``bytes_sent``. ``wait_for`` waits for a handle.
+    The bytes are not counted in ``bytes_sent``. ``wait_for`` waits for a handle.
     """
     rank, size = transport.rank, transport.size
     send, recv = np.zeros(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
@@ -65,7 +66,7 @@ def shift(transport: Transport, nbytes: int, wait_for: Callable[[Handle], None] 
 
 
 def _codec_rates() -> tuple[float, float]:
-    """Bytes of float32 per second that are encoded, and decoded, on this core."""
+    """Return the bytes of float32 that this core encodes and decodes per second."""
     values = np.random.default_rng(0).standard_normal(_ELEMENTS).astype(np.float32)
     table = np.zeros(1, dtype=SEGMENT)
     table["length"], table["level"], table["bucket_size"], table["dtype"] = _ELEMENTS, 4, 512, FLOAT32

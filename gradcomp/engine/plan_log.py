@@ -1,4 +1,4 @@
-"""Changes of plan, as users see them: a log line each, and the run log."""
+"""Users see changes of plan in a log line each, and in the run log."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ logger = logging.getLogger("gradcomp")
 
 
 class PlanLog:
-    """Rank 0's account of one exchanger's plans. A controller that changes its mind every step says what is notable.
+    """Records one exchanger's plans on rank 0; if a controller changes its plan every step, only what is notable.
 
-    ``measured``: bytes sent per step under a plan, headers and votes included; ``predicted``: by formula, without;
-    ``under control``: those predicted for the layers that the controller chooses for.
+    In a log line ``measured`` are the bytes sent per step under a plan, headers and votes included; ``predicted``
+    are those by formula, without; ``under control`` are those predicted for the layers that the controller chooses
+    for.
     """
 
     def __init__(
@@ -22,7 +23,7 @@ class PlanLog:
     ) -> None:
         self._pipeline = pipeline
         self._version = -1
-        self._notable = True  # whether the plan of the next step is
+        self._notable = True  # whether the next step's plan is worth a line
         self._began = (0, 0)  # steps and bytes when the plan took effect
         self._reached = (0, 0)  # the same after the last step
         self._journal = journal
@@ -30,7 +31,7 @@ class PlanLog:
             journal.run(pipeline.transport.size, controller, compression, pipeline.layers)
 
     def after_step(self) -> None:
-        """A step was accepted or refused."""
+        """Record a step that was accepted or refused."""
         pipeline = self._pipeline
         statistics, version = pipeline.statistics, pipeline.laid_out_plan.version
         controller = pipeline.controller
@@ -60,7 +61,7 @@ class PlanLog:
         if steps:
             mean = (self._reached[1] - self._began[1]) / steps
             before = f"; {mean / 1e6:.3f} MB measured, with headers, under plan {self._version}"
-        assert pipeline.controller is not None, "whoever changes the plan"
+        assert pipeline.controller is not None, "it has changed the plan"
         reason = f" ({pipeline.controller.reason})" if pipeline.controller.reason else ""
         controlled = pipeline.predicted[pipeline.controller.environment.controlled]
         logger.log(
@@ -77,7 +78,7 @@ class PlanLog:
         )
 
     def close(self) -> None:
-        """The run ends."""
+        """Record the last plan, since the run ends."""
         self._end(self._pipeline.step)
         if self._journal is not None:
             self._journal.close()

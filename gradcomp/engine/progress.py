@@ -1,4 +1,4 @@
-"""What an exchanger has under way: the engine's thread polls it, the watchdog watches it, the training thread waits."""
+"""The engine's thread polls what an exchanger has under way, the watchdog watches it, the training thread waits."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from gradcomp.pipeline.fingerprint import Fingerprints
 from gradcomp.reduce.header import EDITED
 from gradcomp.transport.base import Handle
 
-#: A wait looks so often whether the engine's thread still lives.
+#: A wait checks this often whether the engine's thread is alive.
 _LIFE_SECONDS = 1.0
 
 
 class Progress(StepWatch):
-    """A step, or collectives between steps, until it is done or fails; one at a time.
+    """Drives a step, or collectives between steps, until it is done or fails; one at a time.
 
-    ``is_open``: a step has begun that nobody has waited for. ``collectives``: how
-    many began since the last step. ``error``: why there will be no further one. From :meth:`begin` until the wait ends
-    the engine's thread alone touches the pipeline and the communicator.
+    ``is_open`` says that a step has begun that nobody has waited for.
+    ``collectives`` counts those that began since the last step. ``error`` says why there will be no further step.
+    From :meth:`begin` until the wait ends the engine's thread alone touches the pipeline and the communicator.
     """
 
     def __init__(
@@ -61,22 +61,21 @@ class Progress(StepWatch):
         watchdog.add(self)
 
     def end_service(self) -> None:
-        """Nothing is polled or watched from now on."""
         self._engine.remove(self)
         self.watchdog.remove(self)
 
     # -- the training thread ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Something is under way."""
+        """Make the next wait last until the engine's thread is done with what begins now."""
         self._begun += 1
         self.watchdog.callers.came()
         self._done.clear()
-        if self.error is not None:  # it came in between: nobody would set this again
+        if self.error is not None:  # it came in between, and will not be set again
             self._done.set()
 
     def wait(self) -> None:
-        """Until the engine's thread says that it is done, or is no more."""
+        """Wait until the engine's thread says that it is done, or has ended."""
         with self.watchdog.callers.waiting(self):
             while not self._done.wait(_LIFE_SECONDS):
                 if not self._engine.alive and not self._done.is_set():
@@ -91,7 +90,7 @@ class Progress(StepWatch):
 
     @property
     def busy(self) -> bool:
-        """Whether something was started between steps that nobody has waited for."""
+        """Return whether something was started between steps that nobody has waited for."""
         return self._work is not None
 
     def start(self, work: Callable[[], Waiting]) -> None:
@@ -102,7 +101,7 @@ class Progress(StepWatch):
         self._engine.wake()
 
     def finish(self) -> None:
-        """Wait for it."""
+        """Wait for what :meth:`start` began; raise the error if there is one."""
         self.wait()
         self._work = None
         if self.error is not None:
@@ -112,12 +111,11 @@ class Progress(StepWatch):
 
     @property
     def position(self) -> Position:
-        """See :class:`Wait`."""
         return self._pipeline.position if self.is_open else (self._pipeline.step, -1, self.collectives)
 
     @property
     def where(self) -> str:
-        """The position in words, with the names of layers."""
+        """Return the position in words, with the names of layers."""
         position = self.position
         buckets = self._pipeline.layout.buckets
         if not 0 <= position[1] < len(buckets):
@@ -129,11 +127,10 @@ class Progress(StepWatch):
 
     @property
     def begun(self) -> Begun:
-        """Without the step whose gradients have not all come."""
+        """Return what has begun, without a step whose gradients have not all come."""
         return Begun(self._begun - (self.is_open and not self._pipeline.registry.complete))
 
     def need(self, what: object) -> Need | None:
-        """See :class:`Wait`."""
         if what is not self:
             return None
         where = (
@@ -143,22 +140,20 @@ class Progress(StepWatch):
 
     @property
     def advances(self) -> int:
-        """Rounds completed so far."""
         return self._pipeline.advances
 
     def heard(self) -> None:
-        """The engine's thread stops what is under way."""
+        """Wake the engine's thread, which stops what is under way."""
         self._engine.wake()
 
     # -- the engine's thread ------------------------------------------------------------------------------------
 
     @property
     def device(self) -> Device:
-        """Where the gradients are."""
+        """Return the device of the gradients."""
         return self._pipeline.device
 
     def poll(self) -> Waiting:
-        """Do what can be done without blocking."""
         if self.error is not None:
             return Waiting.NOTHING
         if self.verdict is not None:
@@ -167,7 +162,7 @@ class Progress(StepWatch):
         work = self._work
         if self._done.is_set() or (not self.is_open and work is None):
             return Waiting.NOTHING
-        # From here on the training thread waits, or is about to: what it handed in stays until we say "done".
+        # From here on the training thread waits, or is about to: its arrays stay until ``_done`` is set.
         try:
             waiting = self._pipeline.poll() if work is None else work()
         except GradcompError as error:
@@ -180,13 +175,13 @@ class Progress(StepWatch):
             self.since = monotonic()
         if waiting is Waiting.NOTHING:
             if work is None and (divergence := self._divergence()) is not None:
-                # All ranks have found it in the same step: nobody is to be told.
+                # All ranks have found it in the same step, so none has to be told.
                 self.end_with(divergence)
             self._done.set()
         return waiting
 
     def _heed(self, verdict: BaseException) -> None:
-        """The watchdog has ended the wait, or the next one."""
+        """Stop, since the watchdog has ended this wait, or the next one."""
         if not isinstance(verdict, GradcompError):
             raise verdict
         if not self.told:
@@ -194,7 +189,7 @@ class Progress(StepWatch):
         self.stop_with(verdict)
 
     def crash(self, error: BaseException) -> None:
-        """What should never be raised on the engine's thread was: stop here and on all ranks. Raises nothing."""
+        """Stop here and on all ranks after an unforeseen exception on the engine's thread. Raises nothing."""
         problem = StateError(f"the engine's thread failed: {type(error).__name__}")
         with suppress(BaseException):  # its text may be what raises
             problem = StateError(
@@ -207,7 +202,7 @@ class Progress(StepWatch):
             self.stop_with(problem)
 
     def _fail(self, error: GradcompError) -> None:
-        """Something broke here: find out why, tell everyone, raise in the training thread."""
+        """Find out why something broke here, tell every rank, and raise in the training thread."""
         if isinstance(error, TransportError):
             error = TransportError(f"{self.where}: {error}; {self.culprits()}")
         self._publish(error)
@@ -217,7 +212,7 @@ class Progress(StepWatch):
         self.publish_abort(f"{self.own_rank}: {type(error).__name__}: {error}")
 
     def _divergence(self) -> StateError | None:
-        """What has become known in the step that is done, on all ranks alike."""
+        """Return the error of a finished step in which ranks diverged, which all ranks find alike, or None."""
         result = self._pipeline.result
         assert result is not None, "a step that is done has a result"
         if result.parted:
@@ -235,20 +230,20 @@ class Progress(StepWatch):
         return None if table is None else different_parameters(table, names, ranks, result.step)
 
     def parted(self, number: int, outcome: int, when: str) -> StateError:
-        """What every rank raises, since not all did the same; ``number``: of the exchange, equal on all of them."""
+        """Return the error for ranks that did not do the same; ``number`` of the exchange is equal on all."""
         control, ranks = self.watchdog.control, self.roster.ranks
         error = different_outcomes(control, self.scope, self._member, ranks, number, outcome, when)
         return StateError(f"{error}{self._advice}")
 
     def drifted(self, found: Fingerprints) -> StateError:
-        """What every rank raises between steps, since what all should hold alike differs."""
+        """Return the error for fingerprints that differ between steps."""
         return different_fingerprints(found, [], self.roster.ranks, f"in collective {self.collectives}")
 
     def stop_with(self, error: GradcompError) -> None:
-        """It goes on no further, and nothing else will."""
+        """Give up what is under way and the communicator; every later call raises ``error``."""
         try:
             self._transport.abandon()
-            self._pipeline.abandon()  # those who are told may take their gradients back
+            self._pipeline.abandon()  # who hears of the error may take its gradients back
         finally:
             try:
                 self.end_with(error)
@@ -256,7 +251,7 @@ class Progress(StepWatch):
                 self._done.set()
 
     def end_with(self, error: GradcompError) -> None:
-        """It goes on no further; the communicator is in order."""
+        """Let every later call raise ``error``; the communicator is in order."""
         self.error, self.since = error, None
         if self._listener is not None:
             self._listener.failed(error)

@@ -1,4 +1,4 @@
-"""What an exchanger is made from beside layers and a plan, and what the ranks agree on before they make one."""
+"""An exchanger is made on terms beside layers and a plan, some of which the ranks agree on first."""
 
 from __future__ import annotations
 
@@ -30,45 +30,48 @@ from gradcomp.transport.base import Handle, Transport
 
 logger = logging.getLogger("gradcomp")
 
-#: Name of the job's first exchanger among all ranks.
+#: The name of the job's first exchanger among all ranks.
 FIRST = "all-0"
 
 
 class Listener(Protocol):
-    """Who wants to hear of means before the step ends. Called on the engine's thread; must not block."""
+    """Hears of means before the step ends. It is called on the engine's thread and must not block."""
 
     def bucket_complete(self, bucket: Bucket) -> None:
-        """The means of the bucket's layers and slices are in their outputs."""
+        """Take note that the means of the bucket's layers and slices are in their outputs."""
         ...
 
     def failed(self, error: GradcompError) -> None:
-        """No further mean will come, in this step or later."""
+        """Take note that no further mean will come, in this step or later."""
         ...
 
 
 class Recorder(Protocol):
-    """Who looks at gradients before they are encoded. Called on the threads that drive the exchange, one at a time."""
+    """Looks at gradients before they are encoded; called on the threads that drive the exchange, one at a time."""
 
     def begin(self, step: int) -> None:
-        """An exchange begins."""
+        """Take note that an exchange begins."""
         ...
 
     def take(self, submission: Submission) -> None:
-        """A gradient is ready, and is about to be handed to the engine."""
+        """Look at a gradient that is ready and about to be handed to the engine."""
         ...
 
     def end(self) -> None:
-        """The exchange is done, on all ranks; may use collectives."""
+        """End an exchange that is done on all ranks; may use collectives."""
         ...
 
     def close(self) -> None:
-        """No further exchange will come. Raises nothing."""
+        """End, since no further exchange will come. Raises nothing."""
         ...
 
 
 @dataclass(frozen=True)
 class Controlled:
-    """A controller with what it may change: ``compressors[i]`` of layer i, or None, from step ``first_step`` on."""
+    """Joins a controller with what it may change.
+
+    From step ``first_step`` on it may change ``compressors[i]`` of layer i, unless that is None.
+    """
 
     controller: Controller
     compressors: Sequence[Compressor | None]
@@ -77,12 +80,12 @@ class Controlled:
 
 @dataclass(frozen=True)
 class Terms:
-    """What may differ between exchangers.
+    """Holds what may differ between exchangers.
 
-    ``arguments``: the frontend's, which the ranks compare. ``digests``: begins those of the parameters;
-    ``fingerprint``: begins that of a turn. ``advice``: ends the error where some ranks applied the means of a step and
-    others did not. ``problem``: why this rank cannot take part; it raises this, and the others a PlanMismatchError that
-    quotes it.
+    The ranks compare ``arguments``, which are the frontend's. ``digests()`` begins to compute those of the
+    parameters; ``fingerprint(step)`` begins that of a step. ``advice`` ends the error for ranks of which some
+    applied the means of a step and others did not. ``problem`` says why this rank cannot take part: it raises this,
+    and the others a PlanMismatchError that quotes it.
     """
 
     name: str = FIRST
@@ -103,13 +106,16 @@ class Terms:
 
     @property
     def controller(self) -> str:
-        """Of the controller, for logs."""
+        """Return the controller's name and arguments, for logs."""
         return "none" if self.controlled is None else self.controlled.controller.to_string()
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks have come to. ``journal``: rank 0's run log, if there is to be one."""
+    """Holds what all ranks have agreed on.
+
+    ``journal`` is rank 0's run log, or None.
+    """
 
     config: Config
     topology: Topology
@@ -125,7 +131,7 @@ def agree_on_terms(
     terms: Terms,
     wait_for: Callable[[Handle], None],
 ) -> Agreement:
-    """Collective: PlanMismatchError on every rank if layers, plan, settings or arguments differ."""
+    """Raise PlanMismatchError on every rank if layers, plan, settings or arguments differ. Collective."""
     topology = terms.topology or Topology.one_host(transport.size)
     shared = {
         "average": terms.average,
@@ -150,7 +156,7 @@ def agree_on_terms(
 
 
 def _refuse_times(controlled: Controlled | None, config: Config, topology: Topology) -> None:
-    """ConfigError for what decides by measured times: no two runs have these in common."""
+    """Raise ConfigError for what decides by measured times, since no two runs have these in common."""
     what = ""
     if config.reduction == AUTO and len(topology.leaders) > 1:
         what = "between hosts reduction=auto chooses by measured times: name a reduction"
@@ -163,7 +169,7 @@ def _refuse_times(controlled: Controlled | None, config: Config, topology: Topol
 def _begin_controller(
     terms: Terms, layers: Sequence[LayerSpec], transport: Transport, topology: Topology, config: Config
 ) -> ControllerRun | None:
-    """The controller's, if there is one and a layer that it may change; it refuses what it cannot do in either case."""
+    """Begin the controller, which refuses what it cannot do; return None if no layer is left to it."""
     controlled, device = terms.controlled, terms.device
     if controlled is None:
         return None
@@ -193,7 +199,7 @@ def _begin_controller(
 
 
 def _open_journal(transport: Transport, config: Config, name: str) -> Journal | None:
-    """Rank 0's, if there is to be one; if it cannot be opened, all ranks raise."""
+    """Open rank 0's run log, if there is to be one; all ranks raise if it cannot be opened."""
     if transport.rank != 0 or not config.run_log:
         return None
     try:
@@ -204,6 +210,6 @@ def _open_journal(transport: Transport, config: Config, name: str) -> Journal | 
 
 
 def _log_path(path: str, name: str) -> Path:
-    """The run log of the job's first exchanger is at ``path``; others put their names into theirs."""
+    """Return ``path`` for the job's first exchanger; others put their names into theirs."""
     whole = Path(path)
     return whole if name == FIRST else whole.with_name(f"{whole.stem}.{name}{whole.suffix}")

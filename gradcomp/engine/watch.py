@@ -1,4 +1,4 @@
-"""The members of a communicator and where they are: who is late, who is dead, who has left, who has failed."""
+"""A watch knows the members of a communicator and where they are: late, dead, gone or failed."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ logger = logging.getLogger("gradcomp")
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of a communicator, in its order: their ranks in the job and their hosts, if these are known."""
+    """Lists the members of a communicator, in its order: their ranks in the job, and their hosts if known."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...] = ()
 
     @staticmethod
     def of_size(size: int) -> Roster:
-        """Ranks 0 .. size - 1 of which nothing else is known."""
+        """Return ranks 0 .. size - 1, of which nothing else is known."""
         return Roster(tuple(range(size)))
 
     def name(self, member: int) -> str:
-        """A member in words."""
+        """Return the words for a member."""
         rank = self.ranks[member]
         return f"rank {rank} (host {self.hosts[member]})" if self.hosts else f"rank {rank}"
 
     def names(self, members: Sequence[int]) -> str:
-        """Members in words."""
+        """Return the words for several members."""
         return ", ".join(self.name(member) for member in members)
 
 
 class Watch(Wait, ABC):
-    """This rank's waits for the other members of one communicator.
+    """Watches this rank's waits for the other members of one communicator.
 
-    ``aborts``: keys that end a wait, beside the scope's own.
+    ``aborts`` are keys that end a wait, beside the scope's own.
     """
 
-    #: What is said if nobody is to blame, and before another rank's message.
+    #: The words of an error if no rank is to blame, and those before the message of another rank.
     nobody, aborted = "", ""
 
     def __init__(
@@ -65,19 +65,19 @@ class Watch(Wait, ABC):
 
     @property
     def own_rank(self) -> str:
-        """This rank, by its number in the job."""
+        """Return the words for this rank, by its number in the job."""
         return f"rank {self.roster.ranks[self._member]}"
 
     @abstractmethod
     def ended(self, waited: float, why: str) -> str:
-        """The error of a wait that is given up."""
+        """Return the message of a wait that is given up."""
 
     @abstractmethod
     def absence(self, member: int, at: Position, waits_for: str) -> str:
-        """What keeps a member that is behind."""
+        """Say what keeps a member that is behind."""
 
     def look(self, waited: float) -> GradcompError | None:
-        """Whether a member has failed, or has left before what this rank waits for."""
+        """Return the error if a member has failed, or has left before what this rank waits for."""
         control = self.watchdog.control
         for key in self._aborts:
             if (abort := control.lookup(key)) is not None:
@@ -92,13 +92,12 @@ class Watch(Wait, ABC):
         return None
 
     def overdue(self, waited: float) -> str:
-        """See :class:`Wait`."""
         return self.ended(waited, self.culprits())
 
     def culprits(self) -> str:
-        """Ask all members where they are; say which are dead or behind. Takes up to two seconds.
+        """Ask all members where they are; return which are dead or behind. This takes up to two seconds.
 
-        If another rank has found out meanwhile, and may be gone by now, its words count.
+        If another rank has found out meanwhile, and may be gone by now, its message is returned.
         """
         control = self.watchdog.control
         position = self.position
@@ -121,16 +120,16 @@ class Watch(Wait, ABC):
         return "; ".join(parts) or self.nobody
 
     def publish_abort(self, message: str) -> None:
-        """Tell every member to raise; the first message stays."""
+        """Make every member raise; the first message stays."""
         publish_abort(self.watchdog, self._abort, message)
 
     def depart(self) -> None:
-        """Say that this rank takes no further part; of several departures the earliest counts."""
+        """Publish that this rank takes no further part; of several departures the earliest counts."""
         publish_departure(self.watchdog, self.scope, self._member, self.position)
 
 
 def publish_departure(watchdog: Watchdog, scope: str, member: int, reached: Position = NOWHERE) -> None:
-    """Say that a member of a scope takes no further part; of several departures the earliest counts."""
+    """Publish that a member of a scope takes no further part; of several departures the earliest counts."""
     key = left_of(scope)
     try:
         known = parse_departure(watchdog.control.lookup(key))
@@ -141,7 +140,7 @@ def publish_departure(watchdog: Watchdog, scope: str, member: int, reached: Posi
 
 
 def publish_abort(watchdog: Watchdog, key: str, message: str) -> None:
-    """Put a message where every rank looks; the first one stays."""
+    """Publish a message where every rank looks; the first one stays."""
     try:
         if watchdog.control.lookup(key) is None:
             watchdog.control.publish(key, printable(message).encode())
@@ -150,20 +149,17 @@ def publish_abort(watchdog: Watchdog, key: str, message: str) -> None:
 
 
 class StepWatch(Watch):
-    """The watch of an exchanger's steps, in words."""
+    """Words the messages about an exchanger's steps."""
 
     nobody, aborted = "all ranks answer and are at the same place", "aborted: "
 
     def stalled(self, waited: float) -> str:
-        """See :class:`Wait`."""
         return f"{self.own_rank} has waited {waited:.0f} s at {self.where}; {self.culprits()}"
 
     def ended(self, waited: float, why: str) -> str:
-        """See :class:`Watch`."""
         return f"{self.own_rank} waited {waited:.1f} s at {self.where}; {why}"
 
     def absence(self, member: int, at: Position, waits_for: str) -> str:
-        """See :class:`Watch`."""
         name = self.roster.name(member)
         if waits_for == LEFT:
             return (
@@ -179,7 +175,7 @@ class StepWatch(Watch):
 
 
 def place(position: Position) -> str:
-    """A position in words."""
+    """Return the words for a position."""
     step, bucket, round_number = position
     if bucket < 0:
         return f"step {step}, none of whose gradients has come"
@@ -189,6 +185,6 @@ def place(position: Position) -> str:
 
 
 def order(position: Position) -> Position:
-    """Positions in the order in which ranks pass them: bucket b is in its round r at tick b + r."""
+    """Return a key that sorts positions as ranks pass them: bucket b is in its round r at tick b + r."""
     step, bucket, round_number = position
     return (step, bucket + round_number, round_number) if min(bucket, round_number) >= 0 else position

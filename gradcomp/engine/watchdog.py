@@ -1,6 +1,6 @@
-"""One thread per process looks at the control channel, for all that this rank may wait for.
+"""One thread per process looks at the control channel for all that this rank may wait for.
 
-Keys: :mod:`gradcomp.engine.keys`.
+:mod:`gradcomp.engine.keys` lists the keys.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from gradcomp.transport.control import ControlChannel, StoreSilentError, count_o
 
 logger = logging.getLogger("gradcomp")
 
-#: Between looks while something waits, or nothing goes on.
+#: Seconds between looks while something waits, or nothing goes on.
 LOOK_SECONDS = 0.5
-#: Between looks while steps go on: a look is a round trip behind whatever is queued on the link.
+#: Seconds between looks while steps go on: a look is a round trip behind whatever is queued on the link.
 LONGEST_LOOK_SECONDS = 1.0
 #: A rank whose process lives answers within this time, whatever its training thread does.
 ANSWER_SECONDS = 2.0
 #: A rank that waits for one that has left gives up after this time: its last message may still be on the way.
 LEFT_GRACE_SECONDS = 2.0
-#: Between looks at the verdict of a wait that does not poll.
+#: Seconds between looks at the verdict in a wait that does not poll.
 _LONGEST_BLOCK_SECONDS = 0.1
 
 
 class Wait:
-    """Something of this rank that may have to wait for other ranks. Watched from :meth:`Watchdog.add` to ``remove``.
+    """Stands for something that may have to wait for other ranks, watched from :meth:`Watchdog.add` to ``remove``.
 
-    Who waits says since when (``since``; None: it does not wait) and looks at ``verdict``. The watchdog's thread sets
-    that once, to what ends the wait: the deadline, another rank's failure or departure, or whatever was raised while
-    it looked. After ``stall_warning_seconds`` it logs a warning.
+    Whoever waits sets ``since``, None while it does not wait, and looks at ``verdict``. The watchdog's thread sets
+    that once, to what ends the wait: the deadline, another rank's failure or departure, or whatever was raised
+    while it looked. After ``stall_warning_seconds`` it logs a warning.
     """
 
     def __init__(self, watchdog: Watchdog, config: Config) -> None:
@@ -49,71 +49,71 @@ class Wait:
         self._warned = False
         #: Whether all ranks have the verdict already.
         self.told = False
-        #: Whether there is no deadline, for the others may take as long as they like.
+        #: Whether there is no deadline, since the others may take as long as they like.
         self.endless = False
 
-    # What others hear of it when they ask.
+    # Other ranks that ask are told the following.
 
-    #: The communicator in which others may wait for this rank; empty: there is none.
+    #: The communicator in which others may wait for this rank; empty if there is none.
     scope = ""
 
     @property
     def position(self) -> Position:
-        """What this rank has reached in the scope."""
+        """Return what this rank has reached in the scope."""
         return NOWHERE
 
     @property
     def where(self) -> str:
-        """What this rank waits for, in words."""
+        """Return what this rank waits for, in words."""
         return ""
 
     @property
     def advances(self) -> int:
-        """Changes whenever something comes to an end."""
+        """Return a number that changes whenever something is complete."""
         return 0
 
     @property
     def begun(self) -> Begun:
-        """The collectives of the scope that this rank has begun."""
+        """Return the collectives of the scope that this rank has begun."""
         return Begun(0)
 
     @property
     def goes_on(self) -> bool:
-        """Whether this rank may begin something in the scope though its calling thread waits."""
+        """Return whether this rank may begin something in the scope although its calling thread waits."""
         return False
 
     def need(self, what: object) -> Need | None:
-        """What a thread waits for that has said so by :meth:`Callers.begin`; None if that is not known here."""
+        """Return what a thread waits for that gave ``what`` to :meth:`Callers.begin`, or None if it is unknown here."""
         return None
 
-    # For subclasses, on the watchdog's thread.
+    # Subclasses override the following, which the watchdog's thread calls.
 
     def look(self, waited: float) -> GradcompError | None:
-        """What ends the wait after so many seconds, or what would end the next one; None: nothing yet.
+        """Return what ends the wait after ``waited`` seconds, or what would end the next one; None while nothing does.
 
-        Raises TransportError if the control channel cannot be used.
+        It raises TransportError if the control channel cannot be used.
         """
         return None
 
     def stalled(self, waited: float) -> str:
-        """The warning of a wait that has taken long."""
+        """Return the warning of a wait that has taken long."""
         raise NotImplementedError
 
     def overdue(self, waited: float) -> str:
-        """The error of a wait that has taken too long."""
+        """Return the error message of a wait that has taken too long."""
         raise NotImplementedError
 
     def heard(self) -> None:
-        """There is a verdict."""
+        """Take note that there is a verdict."""
 
     @property
     def waited(self) -> float:
-        """Seconds since it began to wait, or last advanced."""
+        """Return the seconds since it began to wait, or last advanced."""
         since = self.since
         return 0.0 if since is None else monotonic() - since
 
     def check(self) -> None:
-        """One look, on the watchdog's thread. A store that does not answer ends no wait: the deadline does."""
+        """Look once, on the watchdog's thread. A store that does not answer ends no wait; the deadline does."""
         if self.verdict is not None:
             return
         waited, since = self.waited, self.since
@@ -124,17 +124,17 @@ class Wait:
             except StoreSilentError as error:
                 logger.debug("%s", error)
             except TransportError as error:
-                # To a rank that does not wait this is how the others' orderly end looks.
+                # A rank that does not wait sees the same when the others end in good order.
                 if waited > LOOK_SECONDS:
                     found = TransportError(f"{self.where}: {error}" if self.where else str(error))
             found = found or self._late(waited, since)
-        except BaseException as error:  # noqa: BLE001 - who waits is to hear of it, and the others go on being watched
+        except BaseException as error:  # noqa: BLE001 - it ends this wait, and the others are watched on
             found = error
         if found is not None:
             self.end(found)
 
     def end(self, verdict: BaseException) -> None:
-        """The wait is over."""
+        """End the wait with a verdict."""
         self.verdict = verdict
         self.heard()
 
@@ -157,7 +157,10 @@ class Wait:
         longest_pause: float,
         block: Callable[[float], None] | None = None,
     ) -> None:
-        """Poll until ``done``, from now on; raises the verdict. ``block``: returns then, or after so many seconds."""
+        """Poll from now on until ``done()``; raise the verdict if there is one.
+
+        ``block``, instead of short sleeps, returns when it is done, or after so many seconds.
+        """
         self.since = monotonic()
         pause = 20e-6
         try:
@@ -174,7 +177,7 @@ class Wait:
 
 
 class _Hold(Wait):
-    """A wait that the deadline ends without an error."""
+    """Waits until a deadline that ends it without an error."""
 
     def __init__(
         self,
@@ -203,20 +206,20 @@ class _Hold(Wait):
 
 
 class Watchdog:
-    """Looks at the control channel twice a second: for questions of other ranks, and for what ends a wait of this one.
+    """Looks twice a second for questions of other ranks, and for what ends a wait of this one.
 
-    Of the control channel's users it alone looks again and again; who fails or leaves publishes that from any thread.
-    That of rank 0 asks all ``size`` ranks, if its own has waited long, whether they wait for each other, which it then
-    tells all. ``names``: of ranks, in words.
+    Of all users of the control channel only the watchdog looks repeatedly; a rank that fails or leaves publishes
+    that from any thread. On rank 0, if that has waited long, it asks all ``size`` ranks whether they wait for each
+    other, and tells all of them if they do. ``names`` puts ranks into words.
     """
 
     def __init__(
         self, control: ControlChannel, rank: int, size: int = 0, names: Callable[[list[int]], str] = str
     ) -> None:
         self.control = control
-        #: Which threads call, and what they wait for.
+        #: The threads that make calls, and what they wait for.
         self.callers = Callers()
-        #: How often this rank has come to meet the other ranks of each scope.
+        #: How often this rank has come to a meeting of each scope.
         self.met: dict[str, int] = {}
         self._rank = rank
         self._size = size
@@ -228,19 +231,18 @@ class Watchdog:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        #: Asked at every look, beside the waits, for what ends them all, and those to come.
+        #: Called at every look; an error that it returns ends all waits, and those to come.
         self.beside: Callable[[], GradcompError | None] = lambda: None
         self._lost: GradcompError | None = None
 
     def start(self) -> None:
-        """Answer questions from now on; idempotent."""
+        """Begin to answer questions; further calls do nothing."""
         with self._lock:
             if (self._thread is None or not self._thread.is_alive()) and not self._stopping.is_set():
                 self._thread = threading.Thread(target=self._loop, name="gradcomp-watch", daemon=True)
                 self._thread.start()
 
     def add(self, wait: Wait) -> None:
-        """Watch something."""
         with self._lock:
             self._waits = (*self._waits, wait)
         if self._lost is not None:
@@ -248,12 +250,11 @@ class Watchdog:
         self.start()
 
     def remove(self, wait: Wait) -> None:
-        """Watch it no longer."""
         with self._lock:
             self._waits = tuple(one for one in self._waits if one is not wait)
 
     def stop(self) -> None:
-        """End the thread; idempotent. No wait may begin after that."""
+        """End the thread; further calls do nothing, and no wait may begin after this."""
         self._stopping.set()
         with self._lock:
             thread, self._thread = self._thread, None
@@ -270,11 +271,11 @@ class Watchdog:
         look: Callable[[float], GradcompError | None] = lambda waited: None,
         need: Need | None = None,
     ) -> bool:
-        """Wait until ``done``; False after ``timeout_seconds``.
+        """Wait until ``done()``; return False after ``timeout_seconds``.
 
-        After ``stall_warning_seconds`` what ``say`` returns is logged, once. ``look`` is called twice a second with the
-        seconds so far; what it returns or raises is raised. ``need``: what the calling thread waits for, if other
-        ranks' calling threads must come to it.
+        After ``stall_warning_seconds`` what ``say`` returns is logged, once. ``look`` is called twice a second with
+        the seconds so far; what it returns or raises is raised. ``need`` is what the calling thread waits for, if
+        other ranks' calling threads must come to it.
         """
         if done():
             return True
@@ -292,7 +293,7 @@ class Watchdog:
         return True
 
     def patient(self, config: Config, what: str) -> Callable[[Handle], None]:
-        """Waits for collectives of construction: TransportError at the deadline. ``what`` stands after "waits for"."""
+        """Return a function that waits for a handle, and raises TransportError at the deadline; ``what`` names it."""
 
         def wait_for(handle: Handle) -> None:
             if not self.hold(handle.poll, config, lambda: f"this rank waits for {what}"):
@@ -303,7 +304,7 @@ class Watchdog:
     # -- where the ranks are ---------------------------------------------------------------------------------------
 
     def ask(self, ranks: Sequence[int], enough: Callable[[], bool] = lambda: False) -> dict[int, Answer]:
-        """Where these ranks of the job are; of those that are silent for two seconds nothing. Raises TransportError."""
+        """Return where these ranks of the job are; ranks that are silent for two seconds are left out."""
         number = max(count_of(self.control.lookup(QUESTION)), self._answered) + 1
         self._answer(number)
         self.control.publish(QUESTION, str(number).encode())
@@ -320,7 +321,7 @@ class Watchdog:
         return answers
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank of the job has said that it called ``shutdown()``."""
+        """Return whether a rank of the job has said that it called ``shutdown()``."""
         try:
             answer = Answer.parse(self.control.lookup(answer_of(rank)))
         except TransportError:
@@ -328,7 +329,7 @@ class Watchdog:
         return answer is not None and answer.left
 
     def leave(self) -> None:
-        """Say that this rank takes part in nothing any more."""
+        """Publish that this rank takes part in nothing any more."""
         self._left = True
         try:
             self._answer(self._answered)
@@ -336,7 +337,7 @@ class Watchdog:
             logger.debug("that this rank leaves could not be published: %s", error)
 
     def answer(self) -> None:
-        """Answer a question, if there is a new one. Raises TransportError."""
+        """Answer a question if there is a new one. Raises TransportError."""
         question = count_of(self.control.lookup(QUESTION))
         if question > self._answered:
             self._answer(question)
@@ -361,7 +362,7 @@ class Watchdog:
         return Snapshot(calls, need, begun, self._left)
 
     def _prove(self) -> None:
-        """On rank 0: have all ranks tell where they are, again and again; publish what follows from it."""
+        """Ask all ranks where they are, again and again, and publish a deadlock if one is proved; rank 0 only."""
         if self.callers.waited < deadlock.FIRST_SHARE * deadlock.PROOF_SECONDS:
             self._account = None
             return
@@ -392,7 +393,7 @@ class Watchdog:
     def _loop(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # noqa: BLE001 - nobody else would end the waits
+        except BaseException as error:  # noqa: BLE001 - nothing else would end the waits
             for wait in self._waits:
                 wait.end(error)
 
@@ -414,7 +415,7 @@ class Watchdog:
                 self.answer()
             except TransportError as error:
                 logger.debug("no question can be answered: %s", error)
-            try:  # before aborts are looked at: ranks that have heard it abort
+            try:  # first of all, since ranks that have heard of a deadlock publish aborts
                 if self._rank == 0 and self._size:
                     self._prove()
                 self._look_for_deadlock()
@@ -424,7 +425,7 @@ class Watchdog:
                 wait.check()
 
     def _pause(self) -> float:
-        """Until the next look, or the first deadline."""
+        """Return the seconds until the next look, or the first deadline."""
         left = [
             wait.config.timeout_seconds - wait.waited
             for wait in self._waits

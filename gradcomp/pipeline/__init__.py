@@ -1,4 +1,7 @@
-"""Buckets through compressors and reductions, over one transport. No threads: whoever owns a pipeline polls it."""
+"""Exchange buckets pass through compressors and reductions over one transport.
+
+No module here starts a thread: the owner of a pipeline polls it.
+"""
 
 from gradcomp.pipeline.gradient_registry import GradientRegistry, Submission
 from gradcomp.pipeline.in_flight import Waiting

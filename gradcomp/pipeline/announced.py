@@ -1,4 +1,4 @@
-"""Payloads whose sizes depend on data: sizes travel in front of what fits into a room that all ranks know."""
+"""All-gather payloads whose sizes depend on data: a message carries their sizes and as much data as fits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from gradcomp.transport.base import AllGather
 Bytes = npt.NDArray[np.uint8]
 Sizes = npt.NDArray[np.int64]
 
-#: A rank's room is the most that it has sent in so many steps.
+#: The bytes reserved for a rank's payloads are the most that it has sent in this many steps.
 _STEPS = 16
 
 
 class _Laid(NamedTuple):
-    """Messages of one round. ``sizes``: of their payloads, as bytes. ``parts``: where those are, by rank."""
+    """Holds the messages of one round.
+
+    ``sizes`` has the payload sizes as bytes, ``parts`` a view of each rank's payload.
+    """
 
     sizes: bytes
     parts: list[Bytes]
@@ -29,16 +32,17 @@ class _Laid(NamedTuple):
 
 
 class Announced:
-    """All-gathers of payloads of any sizes up to a limit, every step one or two of them.
+    """Runs all-gathers of payloads of any sizes up to a limit, in one or two rounds a step.
 
-    While sizes stay as they are, what is returned is the same views: what kernels do with them is kept.
+    Wire: a rank's first message begins with the sizes of its groups' payloads, 8 bytes for each group whose size
+    varies. The first bytes of the payloads follow, as many as are reserved for that rank. All ranks see all sizes,
+    so all know whether some rank's payloads did not fit; if so, a second round carries the remainders. The
+    reservation of a rank is its largest total of the last 16 steps, 0 at first. It follows from what was sent, so
+    no rank has to ask for it.
 
-    The first message of a rank has the sizes of its groups' payloads, 8 bytes for each that varies, and then the first
-    bytes of the payloads, as many as there is room for. All ranks see all sizes, so all know whether some rank's
-    payloads did not fit. If so, the rests follow in a second round. The room of a rank is the largest total of its last
-    16 steps, at first 0. It follows what is sent, and no rank has to ask for it.
+    State: while sizes stay the same, :meth:`run` returns the same views, so that cached kernel calls stay valid.
 
-    ``varying``: the columns, one for each group, whose sizes travel; of the others they are what is possible.
+    ``varying`` lists the groups whose sizes travel; the payloads of the others always have their largest size.
     """
 
     def __init__(self, layers: int, rank: int, world: int, varying: Sequence[int]) -> None:
@@ -52,7 +56,10 @@ class Announced:
         self._views: tuple[list[Bytes], bytes, list[list[Bytes]]] | None = None
 
     def run(self, own: Sequence[Bytes], most: Sizes, header_id: HeaderId) -> Waits[list[list[Bytes]]]:
-        """For every group, the payloads of all ranks; ``own``: this rank's. ``most``: bytes, by rank and group."""
+        """Return each group's payloads of all ranks, given this rank's in ``own``.
+
+        ``most`` holds the limits in bytes, by rank and group.
+        """
         room = np.minimum(self._totals.max(axis=0), most.sum(axis=1))
         told = self._told_bytes
         mine = np.concatenate(own) if len(own) > 1 else own[0]
@@ -87,7 +94,7 @@ class Announced:
         return _split(payloads, sizes)
 
     def _lay_out(self, number: int, sizes: Sizes) -> _Laid:
-        """The messages of a round with payloads of these sizes; those of the last time if they are the same."""
+        """Return the messages of a round with payloads of these sizes; equal sizes reuse the last messages."""
         laid, key = self._laid_out[number], sizes.tobytes()
         if laid is not None and laid.sizes == key:
             return laid
@@ -103,7 +110,7 @@ class Announced:
         return laid
 
     def _read(self, parts: Sequence[Bytes], most: Sizes, header_id: HeaderId) -> Sizes:
-        """What the ranks say, checked."""
+        """Return the sizes that the ranks announced; raise WireFormatError for an impossible one."""
         sizes, columns = most.copy(), self._varying
         for sender, part in enumerate(parts):
             announced = part[: 8 * len(columns)].view("<i8")
@@ -118,7 +125,7 @@ class Announced:
 
 
 def _split(payloads: Sequence[Bytes], sizes: Sizes) -> list[list[Bytes]]:
-    """For every group, its payload of every rank; a rank's lie one behind the other."""
+    """Return, for every group, the payload of every rank; a rank's payloads lie one behind the other."""
     begins = np.cumsum(sizes, axis=1) - sizes
     return [
         [payload[a : a + n] for payload, a, n in zip(payloads, starts, lengths, strict=True)]
@@ -127,7 +134,7 @@ def _split(payloads: Sequence[Bytes], sizes: Sizes) -> list[list[Bytes]]:
 
 
 def gathered(rank: int, buffer: Bytes, header: ByteHeader) -> Move:
-    """The all-gather of one message per rank, one behind the other."""
+    """Return the all-gather of one message per rank; ``buffer`` holds them in rank order."""
     ends = np.cumsum(header.message_bytes).tolist()
     messages = [
         Message(buffer[end - size : end], header, r)

@@ -1,4 +1,4 @@
-"""What a plan comes to on one rank, kept while plans go back and forth."""
+"""A plan is compiled for one rank, and the result is kept while plans go back and forth."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ from gradcomp.reduce.costs import cheapest
 from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Transport, host_allocator
 
-#: Arrangements that are kept, and for how many steps after they were last in force: they hold buffers.
+#: How many arrangements are cached, and for how many steps after their last use: they hold buffers.
 _MOST, _STEPS = 8, 64
 
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """Buckets, their programs, and what follows from them; the same whenever the same plan is in force.
+    """Holds a plan's buckets, their programs and what follows from them; equal plans have equal arrangements.
 
-    ``fingerprint``: of the plan but for its version. ``order``: of the layers that travel. ``sizes``: of residuals.
-    ``fields``: what compressors keep, by layer. ``ranges``: second residuals. ``travels``: pairs of layers and buckets;
-    ``position``: by layer, the last bucket that it travels in. ``predicted``: by layer, bytes that one rank sends in a
-    step, by formula; ``sent``: by layer, those of its buckets. ``momenta``: by layer, the factor of momentum before
-    compression; NaN: the optimizer's.
+    ``fingerprint`` covers the plan but its version. ``order`` lists the layers that travel, as bytes. ``sizes`` are
+    those of the residuals, ``fields`` the compressors' state, and ``momenta`` the factors of momentum before
+    compression, NaN for the optimizer's; all by layer. ``ranges`` are those of the server-side errors. ``travels``
+    pairs layers with the buckets that carry them; ``position`` is each layer's last bucket. ``predicted`` has, by
+    layer, the bytes that one rank sends in a step, by formula; ``sent`` has those of all buckets that carry the
+    layer.
     """
 
     layout: Layout
@@ -62,10 +63,11 @@ class Arrangement:
 
 
 class Arrangements:
-    """The last few arrangements, by what they are made from."""
+    """Caches the last few arrangements by what they were made from."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, tuple[Arrangement, int]] = {}  # with the last step, the latest last
+        # Values have the step of the last use; the latest comes last.
+        self._kept: dict[Hashable, tuple[Arrangement, int]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -74,7 +76,7 @@ class Arrangements:
         return key in self._kept
 
     def get(self, key: Hashable, step: int, make: Callable[[], Arrangement]) -> Arrangement:
-        """The arrangement of this key, which comes into force with ``step``."""
+        """Return the arrangement of ``key``, which applies from ``step`` on; make it if it is not cached."""
         kept = self._kept.pop(key, None)
         found = make() if kept is None else kept[0]
         while len(self._kept) >= _MOST:
@@ -83,7 +85,7 @@ class Arrangements:
         return found
 
     def age(self, step: int) -> None:
-        """Let go of what has not been in force for long; the latest is in force."""
+        """Drop arrangements that have not been in use for long; the latest one is in use."""
         if len(self._kept) > 1:
             latest, (found, _) = self._kept.popitem()
             self._kept = {key: one for key, one in self._kept.items() if one[1] >= step - _STEPS}
@@ -93,14 +95,14 @@ class Arrangements:
 def by_layer(
     travels: Sequence[npt.NDArray[np.int64]], values: npt.NDArray[np.float64], layers: int
 ) -> npt.NDArray[np.float64]:
-    """The sum of ``values``, one for every bucket, over the buckets of each layer."""
+    """Sum ``values``, one for every bucket, over the buckets of each layer."""
     of, buckets = travels
     added: npt.NDArray[np.float64] = np.bincount(of, values[buckets], layers).astype(np.float64)
     return added
 
 
 class Arranger:
-    """Makes the arrangements of one rank."""
+    """Compiles plans for one rank with its device, topology and reduction."""
 
     def __init__(
         self,
@@ -120,12 +122,12 @@ class Arranger:
         self._rank = rank
 
     def context(self, step: int, **known: Any) -> StepContext:
-        """Of a step, as this rank takes part in it. ``known``: what else is known of it."""
+        """Return the context of a step on this rank; ``known`` gives further fields of it."""
         draw = Draw(self._config.seed, step & 0xFFFFFFFF, self._rank)
         return StepContext(draw, self._topology.world, **known)
 
     def arrange(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> Arrangement:
-        """Buckets and their programs for a plan, the layers that travel in order, and those of them that come last."""
+        """Compile ``plan`` for the layers that travel, in ``order``, those in ``cold`` last."""
         layers = self._layers
         layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
         context, world = self.context(0), self._topology.world
@@ -167,7 +169,7 @@ class Arranger:
         )
 
     def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
-        """The configured reduction, or the cheapest, for one bucket."""
+        """Return the configured reduction for one bucket, or the cheapest with ``reduction=auto``."""
         scheme = self._scheme
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
@@ -180,7 +182,7 @@ def _momentum(compressor: Compressor) -> float:
 
 
 def memory_on(device: Device, transport: Transport) -> Memory:
-    """Where a pipeline's buffers are: what the transport sends from, and what stays beside the device's kernels."""
+    """Return the allocators of messages, which the transport sends, and of buffers near the device's kernels."""
     messages = local = transport.allocator(device)
     if device.driver is not None and messages is host_allocator:
         local = partial(mirror, device.driver)

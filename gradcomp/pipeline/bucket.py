@@ -1,4 +1,4 @@
-"""One bucket's way through its compressors: groups in lock step, messages of a kind fused into one collective."""
+"""Run the compressors of an exchange bucket in lock step; messages of a kind share one collective."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from gradcomp.transport.base import Allocator, Operation, host_allocator
 
 _Framed = Generator[Framed, None, Replies]
 
-#: Makes the reduction of a bucket's parts, for its number of layers and its own number.
+#: Makes a bucket's reduction from its parts, its number of layers and its own number.
 MakeReduction = Callable[[Sequence[Part], int, int], Reduction]
 
-
-#: Messages of a kind, and by group what they are made of.
+#: A fused message, and the groups' messages that it is made of.
 _Fused = tuple[Any, Mapping[int, Any]]
 
 
 class BucketProgram:
-    """A bucket with what it needs in every step: its reduction and the buffers of its other messages.
+    """Holds what a bucket needs in every step: its reduction and the buffers of its other messages.
 
     A compressor reduces in its first round or not at all; other messages may follow in any number of rounds.
     """
@@ -46,8 +45,9 @@ class BucketProgram:
         self._allocator = allocate
         self._sums: dict[tuple[object, ...], FusedSum] = {}
         self._gathers: dict[tuple[object, ...], FusedGather] = {}
-        self._phases: list[Phase] = []  # before round 0, between it and round 1, ...
-        # Whether a generator reduces is the same in every step, and asking for its first message has no effect.
+        self._phases: list[Phase] = []  # device calls before round 0, between rounds 0 and 1, ...
+        # A compressor reduces in all steps or in none, and asking for its first message has no effect: so it is
+        # asked here which groups reduce.
         first = [next(group.compressor.exchange(group, context)) for group in bucket.groups]
         self._reduced = tuple(g for g, message in enumerate(first) if isinstance(message, Reduce))
         self.reduction: Reduction | None = None
@@ -60,14 +60,14 @@ class BucketProgram:
             self.reduction = make_reduction(parts, len(bucket.layers), bucket.number)
 
     def assign(self, rows: Sequence[int]) -> None:
-        """Rows of the second residual, in the order of the reduction's ranges."""
+        """Set the rows of the server-side error, in the order of the reduction's ranges."""
         assert self.reduction is not None, "nothing else has ranges"
         self.reduction.assign(rows)
 
     def run(
         self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> Generator[Framed, None, None]:
-        """Exchange the bucket once. Yields what it waits for; resumed when that is complete."""
+        """Exchange the bucket once: yield what to wait for, and go on when that is complete."""
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
         at = Round(self.bucket, 0, header_id, self._world, binding, flags)
@@ -85,7 +85,7 @@ class BucketProgram:
             replies = yield from _lock_step(
                 [framed(program, header_id, flags, binding, 2 * at.number) for program in programs]
             )
-            # What a reply makes kernels do and what fills the next message is one call of a device.
+            # Kernels that decode the replies and those that fill the next messages are one call of a device.
             call = self._phase(at.number + 1).collecting()
             with binding.span("decompress"):
                 messages, ends = _answer(exchanges, replies, call)
@@ -103,9 +103,9 @@ class BucketProgram:
     def rehearse(
         self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> None:
-        """The same on a device that rehearses: nothing runs, nothing is sent.
+        """Run the bucket once on a device that rehearses: no kernel runs and nothing is sent.
 
-        As far as kernels alone look at what they find: a compressor that looks, too, would see what is not there.
+        This goes on while only kernels look at results; a compressor that reads them on the host would find none.
         """
         exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
         messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
@@ -129,7 +129,7 @@ class BucketProgram:
             call.finish()
 
     def _write(self, messages: Mapping[int, Message], at: Round, call: Collected) -> list[_Fused]:
-        """Fill the messages of a round, fused by kind, in an order that all ranks share; ``call`` is to be started."""
+        """Fill a round's messages, fused by kind in an order that all ranks share; the caller starts ``call``."""
         by_dtype: dict[str, dict[int, Sum]] = {}
         gathers: dict[int, Gather | Broadcast] = {}
         for g, message in messages.items():
@@ -148,7 +148,7 @@ class BucketProgram:
         return fused
 
     def _phase(self, number: int) -> Phase:
-        """What kernels do between two rounds, of all groups together."""
+        """Return the device call of all groups before round ``number``."""
         if number == len(self._phases):
             self._phases.append(Phase())
         return self._phases[number]
@@ -157,7 +157,7 @@ class BucketProgram:
         results = yield from reduction.run(context, at.binding, at.flags)
         return {g: Reply(found) for g, found in zip(self._reduced, results, strict=True)}
 
-    # Buffers are made when messages of these sizes are met for the first time.
+    # Buffers are allocated when messages of these sizes first occur.
 
     def _fused_sum(self, number: int, sums: Mapping[int, Sum]) -> FusedSum:
         key = (
@@ -181,7 +181,7 @@ class BucketProgram:
 
 
 def _by_kernels(message: Message) -> bool:
-    """Whether kernels alone look at what decides about the next call; at counts the host looks, too."""
+    """Return whether the next device call depends on nothing that the host has to read, such as counts."""
     if isinstance(message, Gather):
         return message.select is not None or (message.by_kernels and message.fixed)
     return isinstance(message, Reduce) or (isinstance(message, Sum) and message.by_kernels)
@@ -190,9 +190,9 @@ def _by_kernels(message: Message) -> bool:
 def _answer(
     exchanges: Sequence[Exchange], replies: Replies, call: Collected
 ) -> tuple[dict[int, Message], dict[int, Bytes]]:
-    """Send compressors their replies: the next messages of some, and of those that are through, their flags.
+    """Send compressors their replies; return the next messages of some, and the flags of those that end.
 
-    Flags are there when ``call`` is finished.
+    The flags are valid once ``call`` is finished.
     """
     messages: dict[int, Message] = {}
     ends: dict[int, Bytes] = {}
@@ -206,9 +206,9 @@ def _answer(
 
 
 def _lock_step(programs: Sequence[_Framed]) -> _Framed:
-    """Run programs side by side: the operations of a round of all of them are issued together.
+    """Run programs side by side and issue the operations of a round of all of them together.
 
-    A device's calls are waited for before: they are no rounds, which all ranks have in common.
+    Device calls are waited for before that: they are not rounds, which all ranks have in common.
     """
     replies: Replies = {}
     running = list(programs)

@@ -1,4 +1,4 @@
-"""Ranks compare what they are about to do together, before any message whose size depends on it."""
+"""Ranks compare the call that they are about to make before any message whose size depends on it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MOST_DESCRIPTION_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Inline:
-    """Arrays so small that they travel with the comparison of a call, in place of a collective of their own.
+    """Holds arrays so small that they travel with the comparison of a call instead of in their own collective.
 
-    ``finish``: takes the arrays' bytes of every rank, one array behind the other, in rank order.
+    ``finish`` takes the bytes of every rank's arrays, in rank order; the arrays of a rank lie one behind the other.
     """
 
     arrays: Sequence[Bytes]
@@ -29,10 +29,10 @@ class Inline:
 
 @dataclass(frozen=True)
 class Call:
-    """What this rank calls. ``lines`` must be the same on all ranks; ``number`` is shared with them.
+    """Describes what this rank calls; ``lines`` must be equal on all ranks, ``number`` is shared with them.
 
-    ``problem``: why this rank cannot take part. It still meets the others, so that all of them raise ConfigError.
-    ``key``: the name by which a user's call finds the same call of other ranks, whatever else they call before it.
+    ``problem`` says why this rank cannot take part: it still meets the others, so that all of them raise
+    ConfigError. ``key`` names a user's call, so that it is found on other ranks whatever else they call before it.
     """
 
     name: str
@@ -40,19 +40,20 @@ class Call:
     number: int = 0
     problem: str | None = None
     key: str | None = None
-    #: What a rank that has joined must know to take part with zeros, as JSON has it; None: it cannot.
+    #: Returns, as JSON values, what a rank in ``join()`` must know to take part with zeros; None if it cannot.
     zeros: Callable[[], Any] | None = None
-    #: Of ``join()``: take part in a call of others, of which this is given what :attr:`zeros` says there.
+    #: Of ``join()``: takes part in a call of the other ranks, given what :attr:`zeros` returned there.
     stand_in: Callable[[Any], None] | None = None
-    #: At most :func:`gradcomp.job.matching.inline_bytes`; whether there is any follows from the lines.
+    #: At most :func:`gradcomp.job.matching.inline_bytes` bytes; the lines determine whether there are any.
     inline: Inline | None = None
 
 
 def compare(call: Call, rank: int, size: int) -> Generator[AllGather, None, list[int]]:
-    """Every rank's number, if all call the same and none has a problem. Yields what is to be issued and waited for.
+    """Return every rank's number if all make the same call and none has a problem.
 
-    ConfigError on every rank if one has a problem; PlanMismatchError on every rank if they call different things.
-    Wire: 56 bytes per rank; the descriptions themselves travel only if something is wrong.
+    The generator yields operations that are to be issued and waited for. It raises ConfigError on every rank if one
+    has a problem, and PlanMismatchError on every rank if they call different things. Wire: 56 bytes per rank; the
+    descriptions themselves travel only if something is wrong.
     """
     description = "\n".join(call.lines).encode()
     text = description if call.problem is None else call.problem.encode()
@@ -67,7 +68,9 @@ def compare(call: Call, rank: int, size: int) -> Generator[AllGather, None, list
         return [int(number) for number in headers[:, 1]]
     lengths = [int(length) for length in headers[:, 2]]
     if not all(0 <= length <= _MOST_DESCRIPTION_BYTES for length in lengths):
-        raise WireFormatError(f"descriptions of {lengths} bytes")
+        raise WireFormatError(
+            f"the ranks announced descriptions of their calls of {lengths} bytes, which is impossible"
+        )
     ends = np.cumsum(lengths)
     whole = np.zeros(sum(lengths), dtype=np.uint8)
     whole[ends[rank] - len(text) : ends[rank]] = np.frombuffer(text, dtype=np.uint8)
@@ -82,11 +85,11 @@ def compare(call: Call, rank: int, size: int) -> Generator[AllGather, None, list
 
 
 def difference(texts: Sequence[str]) -> str:
-    """The first line in which a rank differs from rank 0."""
+    """Return, in words, the first line in which a rank differs from rank 0."""
     for rank, text in enumerate(texts):
         ours, theirs = texts[0].split("\n"), text.split("\n")
         for i in range(max(len(ours), len(theirs))):
             pair = [lines[i] if i < len(lines) else "nothing more" for lines in (ours, theirs)]
             if pair[0] != pair[1]:
                 return f"rank 0 has {printable(pair[0])}, rank {rank} has {printable(pair[1])}"
-    raise WireFormatError("the digests of what the ranks call differ, and what they call does not")
+    raise WireFormatError("the digests of the ranks' calls differ, but their descriptions do not")

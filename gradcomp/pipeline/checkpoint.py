@@ -1,6 +1,6 @@
-"""A checkpoint on disk: a directory with a safetensors file per rank, further files, and a manifest of them.
+"""A checkpoint is a directory with a safetensors file per rank, further files and a manifest that names them.
 
-``manifest.json`` comes last, in one rename, after all that it names is on disk: without it there is no checkpoint.
+``manifest.json`` is renamed into place last, after all that it names is on disk: without it there is no checkpoint.
 :mod:`gradcomp.pipeline.history` keeps several. Nothing here communicates.
 """
 
@@ -28,7 +28,7 @@ from gradcomp.pipeline.snapshot import Snapshot
 from gradcomp.version import __version__
 
 FORMAT = 2
-#: What this version reads. Format 1 had compression state only, in files whose names ended in a token.
+#: Formats that this version reads. Format 1 had compression state only, in files whose names ended in a token.
 READABLE = (1, 2)
 MANIFEST = "manifest.json"
 PARTIAL = MANIFEST + ".partial"
@@ -39,16 +39,16 @@ _MOST_RANKS = 1 << 16
 _FIRST = "first/"
 _FIELD = "field/"
 _CONTROL = "control/"
-#: Names of files that a manifest may name.
+#: The file names that a manifest may contain.
 FILE_NAME = re.compile(
     r"rank-\d{1,5}-of-\d{1,5}(\.[0-9a-f]{16})?\.safetensors|model\.pt|extra-\d{1,5}-of-\d{1,5}\.pt"
 )
 
 
 class Sink:
-    """A file that is being written. Bytes are counted and hashed on their way.
+    """Writes a file, and counts and hashes its bytes on the way.
 
-    A full disk is an error at the end, not in the midst: what writes here may be a library that an error would crash.
+    :meth:`end` reports a full disk, not :meth:`write`: the writer may be a library that an exception would crash.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -58,7 +58,6 @@ class Sink:
         self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
         view = memoryview(data)
         if self._error is None:
             try:
@@ -71,11 +70,10 @@ class Sink:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return Path(self._stream.name)
 
     def flush(self) -> bool:
-        """Make the file readable up to here; False if it cannot be, which :meth:`end` raises."""
+        """Make the file readable up to here; return False if that fails, and let :meth:`end` raise the error."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -83,7 +81,7 @@ class Sink:
         return self._error is None
 
     def end(self, name: str) -> File:
-        """On disk when this returns. OSError for what went wrong on the way."""
+        """Sync the file to disk and return its entry; raise the OSError of any earlier failure."""
         self.flush()
         if self._error is not None:
             raise self._error
@@ -91,13 +89,13 @@ class Sink:
         return File(name, self._nbytes, self._hash.hexdigest())
 
 
-#: Puts a file's contents into a sink.
+#: Writes a file's contents into a sink.
 Writer = Callable[[Sink], object]
 
 
 @dataclass(frozen=True)
 class File:
-    """A file, as the manifest knows it."""
+    """Names a file, its size and its checksum, as the manifest does."""
 
     name: str
     nbytes: int
@@ -105,7 +103,7 @@ class File:
 
     @staticmethod
     def from_plain(data: Any) -> File:
-        """Inverse of ``asdict``; StateError for anything else, names outside of the directory above all."""
+        """Invert ``asdict``; raise StateError for anything else, above all for names outside of the directory."""
         if not isinstance(data, dict) or data.keys() != {"name", "nbytes", "sha256"}:
             raise StateError("the checkpoint's manifest does not name its files")
         name, nbytes, sha256 = data["name"], data["nbytes"], data["sha256"]
@@ -119,9 +117,9 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the ranks' states have in common, and where they are: ``files[i]`` is rank i's.
+    """Holds what the ranks' states have in common, and where they are: ``files[i]`` is rank i's.
 
-    ``parts``: further files. ``parameters``: what the model held at the save; None if that is not known.
+    ``parts`` are further files. ``parameters`` are digests of the model at the save, or None if it is not known.
     """
 
     shared: Shared
@@ -130,7 +128,7 @@ class Manifest:
     parameters: Digests | None = None
 
     def to_text(self) -> str:
-        """JSON, with a digest of everything else in it."""
+        """Return JSON that includes a digest of everything else in it."""
         body = {
             "kind": _KIND,
             "format": FORMAT,
@@ -145,7 +143,7 @@ class Manifest:
 
     @staticmethod
     def from_text(text: str) -> Manifest:
-        """Inverse of :meth:`to_text`; StateError for anything else, another format included."""
+        """Invert :meth:`to_text`; raise StateError for anything else, including another format."""
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -177,12 +175,12 @@ class Manifest:
         )
 
     def part(self, name: str) -> File | None:
-        """The further file of this name."""
+        """Return the further file of this name, or None."""
         return next((file for file in self.parts if file.name == name), None)
 
 
 def write_files(directory: Path, writers: Mapping[str, Writer]) -> tuple[File, ...]:
-    """Write files; on disk, with the names that lead to them, when this returns. StateError for a full disk."""
+    """Write files and sync them, with the names that lead to them, to disk; raise StateError if that fails."""
     files = []
     with as_state_error(f"{directory} cannot be made"):
         _make(directory)
@@ -197,18 +195,17 @@ def write_files(directory: Path, writers: Mapping[str, Writer]) -> tuple[File, .
 
 
 def rank_name(rank: int, world: int) -> str:
-    """The name of one rank's file."""
     return f"rank-{rank}-of-{world}.safetensors"
 
 
 def write_rank(directory: Path, state: Snapshot) -> File:
-    """Write one rank's part; on disk when this returns."""
+    """Write one rank's part and sync it to disk."""
     (file,) = write_files(directory, {rank_name(state.rank, state.world): rank_writer(state)})
     return file
 
 
 def rank_writer(state: Snapshot) -> Writer:
-    """What puts one rank's part into a file."""
+    """Return a function that writes one rank's part."""
     tensors: dict[str, np.ndarray[Any, Any]] = {_FIRST + name: value for name, value in state.first.items()}
     for prefix, kinds in ((_FIELD, state.fields), (_CONTROL, state.control)):
         for kind, values in kinds.items():
@@ -221,7 +218,7 @@ def rank_writer(state: Snapshot) -> Writer:
 
 
 def read_rank(directory: Path, manifest: Manifest, rank: int) -> Snapshot:
-    """Rank ``rank``'s part. StateError if the file is missing, or not the one that was written."""
+    """Read the part of rank ``rank``; raise StateError if it is missing, or not the file that was written."""
     file = manifest.files[rank]
     with as_state_error(f"{file.name} cannot be read"), (directory / file.name).open("rb") as stream:
         data = stream.read(file.nbytes + 1)
@@ -230,7 +227,7 @@ def read_rank(directory: Path, manifest: Manifest, rank: int) -> Snapshot:
         tensors = safetensors.numpy.load(data)
         second, table = tensors.pop("second"), tensors.pop("ranges")
         if second.ndim != 1 or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 3:
-            raise ValueError(f"second residuals of shape {second.shape}, ranges of shape {table.shape}")
+            raise ValueError(f"server-side errors of shape {second.shape}, ranges of shape {table.shape}")
         fields, control = _by_kind(tensors, _FIELD), _by_kind(tensors, _CONTROL)
         if not all(name.startswith(_FIRST) for name in tensors):
             raise ValueError(f"unknown tensors among {sorted(tensors)[:5]}")
@@ -251,7 +248,7 @@ def read_rank(directory: Path, manifest: Manifest, rank: int) -> Snapshot:
 def _by_kind(
     tensors: dict[str, np.ndarray[Any, Any]], prefix: str
 ) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """Take ``prefix kind / layer`` out of the tensors: kind -> layer -> values."""
+    """Remove the tensors named ``prefix kind / layer`` and return them as kind -> layer -> values."""
     found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
     for name in [name for name in tensors if name.startswith(prefix)]:
         kind, _, layer = name.removeprefix(prefix).partition("/")
@@ -260,7 +257,7 @@ def _by_kind(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Make the directory a checkpoint, all at once, after everything that the manifest names was written."""
+    """Make the directory a checkpoint, atomically, after everything that the manifest names was written."""
     partial = directory / PARTIAL
     with as_state_error(f"{MANIFEST} cannot be written"):
         with partial.open("wb") as stream:
@@ -272,7 +269,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> str:
-    """The manifest's text. StateError if there is none."""
+    """Return the manifest's text; raise StateError if there is none."""
     path = directory / MANIFEST
     if not path.is_file():
         raise StateError(f"there is no checkpoint in {directory}: it has no {MANIFEST}")
@@ -287,7 +284,7 @@ def read_manifest(directory: Path) -> str:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether the manifest in the directory is one of ours, of whatever format; another program's is not."""
+    """Return whether the manifest in the directory is gradcomp's, of whatever format, not another program's."""
     try:
         body = json.loads(read_manifest(directory))
     except (StateError, ValueError, RecursionError):
@@ -296,7 +293,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def checked(directory: Path, file: File) -> Path:
-    """The path of a file that is the one that was written. StateError if it is not, or is missing."""
+    """Return the path of a file; raise StateError if it is missing, or not the file that was written."""
     path = directory / file.name
     with as_state_error(f"{file.name} cannot be read"), path.open("rb") as stream:
         nbytes = os.fstat(stream.fileno()).st_size
@@ -313,7 +310,7 @@ def _compare(file: File, nbytes: int, sha256: str) -> None:
 
 
 def _make(directory: Path) -> None:
-    """Make a directory and those above it; their names are on disk when this returns."""
+    """Make a directory and those above it, and sync their names to disk."""
     if not directory.is_dir():
         _make(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -321,7 +318,7 @@ def _make(directory: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Make names durable, not only contents."""
+    """Sync a directory to disk: syncing a file makes its contents durable, not its name."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

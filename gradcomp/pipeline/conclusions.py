@@ -1,4 +1,4 @@
-"""What ranks tell each other between the buckets of a step and its end: an order, digests, a plan."""
+"""Ranks agree on an order, compare digests and compare plans as a step ends."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from gradcomp.transport.base import AllGather, Handle, Operation, Transport
 
 
 def until_complete(handle: Handle) -> Generator[Waiting, None, None]:
-    """Until it is."""
     while not handle.poll():
         yield Waiting.WIRE
 
 
 def collective(operation: Operation, transport: Transport) -> Generator[Waiting, None, None]:
-    """Issue one, and wait for it."""
+    """Issue a collective and wait for it."""
     yield from until_complete(operation.issue(transport))
 
 
 def agree_on_order(
     transport: Transport, count: int, arrived: Sequence[int]
 ) -> Generator[Waiting, None, list[int]]:
-    """The order in which rank 0's gradients arrived, of those that have any; what did not arrive stays behind."""
+    """Return the order in which rank 0's gradients arrived; layers without one follow behind."""
     order = np.zeros(count, dtype="<i4")
     if transport.rank == 0:
         order[:] = [*arrived, *sorted(set(range(count)) - set(arrived))]
@@ -43,7 +42,7 @@ def agree_on_order(
 def compare(
     transport: Transport, count: int, future: Future[Digests]
 ) -> Generator[Waiting, None, npt.NDArray[np.uint32]]:
-    """Every rank's digests of its parameters, zeros of one that has no say; the table is the same on all."""
+    """Gather every rank's digests of its parameters; the row of a rank without any holds zeros."""
     while not future.done():
         yield Waiting.BACKGROUND
     table = np.zeros((transport.size, count), dtype="<u4")
@@ -55,7 +54,7 @@ def compare(
 
 
 def check_same_plan(transport: Transport, digest: bytes, version: int) -> Generator[Waiting, None, None]:
-    """PlanMismatchError unless all ranks give this digest, since sizes of messages follow from plans."""
+    """Raise PlanMismatchError unless all ranks pass the same digest: message sizes follow from plans."""
     digests = np.zeros((transport.size, len(digest)), dtype=np.uint8)
     digests[transport.rank] = np.frombuffer(digest, dtype=np.uint8)
     counts = [len(digest)] * transport.size

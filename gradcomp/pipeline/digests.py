@@ -1,4 +1,4 @@
-"""What parameters hold, in four bytes each: enough to tell that ranks, or a model and a checkpoint, differ."""
+"""Four bytes for each parameter tell that ranks, or a model and a checkpoint, differ."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ CRC32C = "crc32c"
 
 @dataclass(frozen=True)
 class Digests:
-    """A check value of each parameter's bytes, by layer name. ``algorithm``: what made them, such as :data:`CRC32C`."""
+    """Holds a check value of each parameter's bytes, by layer name.
+
+    ``algorithm`` names how they were computed, such as :data:`CRC32C`.
+    """
 
     algorithm: str
     values: Mapping[str, int]
 
     @property
     def numbers(self) -> npt.NDArray[np.uint32]:
-        """The check values, in the order of the layers."""
+        """Return the check values in the order of the layers."""
         return np.array(list(self.values.values()), dtype="<u4")
 
     def to_plain(self) -> dict[str, Any]:
-        """Numbers and strings: what JSON holds."""
+        """Return numbers and strings that JSON can hold."""
         return {"algorithm": self.algorithm, "values": dict(self.values)}
 
     @staticmethod
     def from_plain(data: Any) -> Digests:
-        """Inverse of :meth:`to_plain`; StateError for anything else."""
+        """Invert :meth:`to_plain`; raise StateError for anything else."""
         if not isinstance(data, dict) or data.keys() != {"algorithm", "values"}:
             raise StateError("the digests of parameters are malformed")
         algorithm, values = data["algorithm"], data["values"]
@@ -47,9 +50,9 @@ class Digests:
         return Digests(algorithm, dict(values))
 
     def differing(self, other: Digests) -> list[str]:
-        """The layers of this one whose parameter is another in ``other``, in order; all must be by one algorithm."""
+        """Return the layers whose parameter is another in ``other``, in order; both must be by one algorithm."""
         return [name for name, value in self.values.items() if other.values.get(name) != value]
 
 
-#: Of a rank whose parameters are not to be compared.
+#: The digests of a rank whose parameters are not compared.
 NO_SAY = Digests(CRC32C, {})

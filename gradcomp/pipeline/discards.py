@@ -1,4 +1,4 @@
-"""Means that nobody applies: error feedback keeps nothing then, step after step."""
+"""A warning tells users whose steps apply no means: error feedback keeps nothing then, step after step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 logger = logging.getLogger("gradcomp")
 
-#: So many discarded exchanges in a row are no accident.
+#: This many discarded exchanges in a row are no accident.
 LIMIT = 3
 
 
@@ -18,7 +18,7 @@ class Discards:
         self._warned = False
 
     def count(self, *, speaks: bool) -> None:
-        """An exchange with compression state was discarded, though it was finite; ``speaks``: this rank may warn."""
+        """Count a finite exchange with compression state that was discarded; warn if this rank ``speaks``."""
         self._in_a_row += 1
         if self._in_a_row < LIMIT or self._warned:
             return
@@ -32,5 +32,5 @@ class Discards:
             )
 
     def accepted(self) -> None:
-        """An exchange was committed."""
+        """Begin to count anew, since an exchange was committed."""
         self._in_a_row = 0

@@ -1,4 +1,4 @@
-"""What all ranks should hold alike, in 32 bits that ride with every exchange: a sample of parameters, and scalars."""
+"""A 32-bit fingerprint of what all ranks should hold alike travels with every exchange, so that drift is noticed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gradcomp.transport.base import AllGather, Transport
 
 Words = npt.NDArray[np.uint32]
 
-#: Bytes of the scalars that a rank shows when ranks differ.
+#: Bytes of its scalars that a rank sends once ranks are known to differ.
 _SHOWN_BYTES = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Fingerprint:
-    """Of one rank, before an exchange.
+    """Holds one rank's fingerprint of parameters, optimizer and results, taken before an exchange.
 
-    ``layers``: a check value of a sample of each layer's parameter; empty of a rank that has nothing to compare.
-    ``scalars``: the optimizer's, as text: JSON, a mapping of names to values for each group of parameters. ``results``:
-    a check value of the means that the last exchange decoded.
+    ``layers`` has a check value of a sample of each layer's parameter, and is empty on a rank that has nothing to
+    compare. ``scalars`` are the optimizer's as JSON: a mapping of names to values for each group of parameters.
+    ``results`` is a check value of the means that the last exchange decoded.
     """
 
     layers: Words
@@ -35,40 +35,39 @@ class Fingerprint:
 
     @property
     def value(self) -> int:
-        """The bits that travel; 0 of a rank that has nothing to compare, and never of another."""
+        """Return the bits that travel, which are 0 only on a rank that has nothing to compare."""
         if not len(self.layers):
             return 0
         return zlib.crc32(self.scalars.encode(), zlib.crc32(self.layers.tobytes(), self.results)) or 1
 
     @staticmethod
     def done() -> bool:
-        """A fingerprint stands for one that has come."""
+        """Return True, so that a fingerprint can stand for a :class:`SoonFingerprint`."""
         return True
 
     def result(self) -> Fingerprint:
-        """This fingerprint."""
         return self
 
 
 class SoonFingerprint(Protocol):
-    """One that a device may have yet to tell."""
+    """Stands for a fingerprint that a device may still be computing."""
 
     def done(self) -> bool:
-        """Whether it has come; does not wait. May raise a :class:`gradcomp.GradcompError`."""
+        """Return whether it has come, without waiting; may raise a :class:`gradcomp.GradcompError`."""
         ...
 
     def result(self) -> Fingerprint:
-        """The fingerprint, once it is done."""
+        """Return the fingerprint, once it is done."""
         ...
 
 
-#: Of a rank that has nothing to compare.
+#: The fingerprint of a rank that has nothing to compare.
 NOTHING = Fingerprint(np.zeros(0, dtype=np.uint32))
 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Those of all ranks, as every rank knows them: a row a rank. ``has_say``: who has something to compare."""
+    """Holds the fingerprints of all ranks, a row a rank; ``has_say`` marks ranks with something to compare."""
 
     has_say: npt.NDArray[np.bool_]
     layers: Words
@@ -79,7 +78,10 @@ class Fingerprints:
 def exchange_fingerprints(
     transport: Transport, count: int, own: Fingerprint
 ) -> Generator[Waiting, None, Fingerprints]:
-    """All ranks' of ``count`` layers, when some are known to differ. Wire: 4 bytes a layer and 4,104 more, a rank."""
+    """Gather all ranks' fingerprints of ``count`` layers, once some are known to differ.
+
+    Wire: 4 bytes a layer and 4,104 more, from each rank.
+    """
     row = 8 + 4 * count + _SHOWN_BYTES
     table = np.zeros((transport.size, row), dtype=np.uint8)
     mine = table[transport.rank]

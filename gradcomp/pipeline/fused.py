@@ -1,4 +1,4 @@
-"""Messages of a kind, of all groups of a bucket, fused into one collective."""
+"""Messages of a kind, of all groups of a bucket, are fused into one collective."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from gradcomp.transport.base import Allocator, AllReduce, host_allocator
 
 Bytes = npt.NDArray[np.uint8]
 Replies = dict[int, Any]
-#: Returns the groups' replies.
+#: Yields rounds and returns the groups' replies.
 Program = Waits[Replies]
 
-_MOST_PART_BYTES = 0xFFFFFFFF  # what a header can announce
+_MOST_PART_BYTES = 0xFFFFFFFF  # the length field of a header has 32 bits
 
 
 @dataclass(frozen=True)
 class Round:
-    """What all messages of one round of one bucket in one step have in common."""
+    """Holds what the messages of one round of one bucket in one step have in common."""
 
     bucket: Bucket
     number: int
@@ -48,27 +48,27 @@ class Round:
     flags: BucketFlags
 
     def flags_of(self, group: int) -> Bytes:
-        """Per segment of the group: has any rank met a non-finite value so far?"""
+        """Return, per segment of the group, whether any rank has met a non-finite value so far."""
         return self.flags.nonfinite[self.bucket.header_index[group]].astype(np.uint8)
 
     def note(self, group: int, found: Bytes) -> None:
-        """Say of the group's layers whose segments are flagged that they are not finite."""
+        """Mark the layers of the group's flagged segments as non-finite."""
         if np.count_nonzero(found):
             self.flags.states[self.bucket.header_index[group][found != 0]] |= NONFINITE
 
     def bind_sources(self, group: int) -> None:
-        """Addresses for the group's reading and for its residuals."""
+        """Set the addresses of the group's gradients and residuals."""
         members = self.bucket.groups[group]
         self.binding.sources(members.inputs, members.layers, members)
 
     def bind_outputs(self, group: int) -> None:
-        """Addresses for the group's means."""
+        """Set the addresses of the group's means."""
         members = self.bucket.groups[group]
         self.binding.outputs(members.table, members.layers)
 
 
 def finished(call: Pending, binding: Binding, phase: str) -> Generator[Pending, None, None]:
-    """Until the device is through with a call, whose results are then where they belong."""
+    """Wait until a device call is done, then put its results where they belong."""
     if not call.done():
         yield call
     with binding.span(phase):
@@ -76,7 +76,7 @@ def finished(call: Pending, binding: Binding, phase: str) -> Generator[Pending, 
 
 
 class FusedSum:
-    """Sums of one dtype in one buffer: the groups' elements, then, in the first round, the counts."""
+    """Sums messages of one dtype in one buffer: the groups' elements, then, in the first round, the counts."""
 
     def __init__(
         self, bucket: Bucket, round_number: int, sums: Mapping[int, Sum], allocate: Allocator = host_allocator
@@ -91,23 +91,23 @@ class FusedSum:
         self._buffer = make(end, [(begin, end)]).view(dtype)
         starts = [0, *ends[:-1]]
         self._views = {g: self._buffer[a:b] for g, a, b in zip(sums, starts, ends, strict=True)}
-        self._counts = self._buffer[ends[-1] :].view(np.ndarray)  # they hold on the host
+        self._counts = self._buffer[ends[-1] :].view(np.ndarray)  # the host writes and reads them
         self._flags: dict[int, Bytes] = {}
 
     def write(self, messages: Mapping[int, Sum], at: Round) -> None:
-        """This rank's summands; flags are there when the phase of all writers is done."""
+        """Write this rank's summands; the flags are valid when the phase of all writers is done."""
         for g, view in self._views.items():
             at.bind_sources(g)
             self._flags[g] = messages[g].write(view)
 
     def run(self, messages: Mapping[int, Sum], at: Round, written: Pending) -> Program:
-        """One allreduce of what is ``written``."""
+        """Sum over ranks, in one allreduce, what the call ``written`` has written."""
         yield from finished(written, at.binding, "compress")
         for g, view in self._views.items():
             if self._header:
                 at.note(g, self._flags[g])
             elif (self._flags[g] > at.flags_of(g)).any():
-                fill(view, np.nan)  # no flags travel in later rounds: the sum itself says it
+                fill(view, np.nan)  # later rounds carry no flags: NaN in the sum tells the ranks
         sent = at.flags.states.copy()
         if self._header:
             self._header.write(self._counts, at.header_id, at.flags)
@@ -119,7 +119,7 @@ class FusedSum:
         return self.replies(messages, at)
 
     def replies(self, messages: Mapping[int, Sum], at: Round) -> Replies:
-        """The sums are there."""
+        """Return the groups' replies once the sums are complete."""
         for g in messages:
             at.bind_outputs(g)
         return {g: Reply(at.flags_of(g), self._views[g]) for g in messages}
@@ -128,11 +128,11 @@ class FusedSum:
 
 
 class FusedGather:
-    """Payloads for everybody: gathered from all ranks, or broadcast by one; one part per rank, behind a header.
+    """Gathers payloads from all ranks, or broadcasts one rank's: one part per rank, behind a header.
 
-    A part holds the payloads in the order of the groups. Where sizes depend on data, :class:`Announced` has the rounds,
-    and payloads are copied to where they belong; else they are written there. What a device selects is written in a
-    call of its own, once the host knows how much that is.
+    A part holds the payloads in the order of the groups. Payloads of fixed sizes are written where they travel.
+    Where sizes depend on data, :class:`Announced` runs the rounds, and payloads are copied into its messages. What
+    a device selects is written in a call of its own, once the host knows how much that is.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class FusedGather:
         self._space: dict[int, Bytes] = {}
         self._flags: dict[int, Bytes] = {}
         self._used: dict[int, int] = {}
-        self._writing = Phase()  # of what was selected
+        self._writing = Phase()  # the device call that writes what was selected
         self._announced = Announced(self._layers, rank, world, varying) if varying else None
         self._in_place = all(isinstance(message, Gather) and message.fixed for message in messages.values())
         if not self._in_place:
-            # Reserved, not touched: only what a payload fills takes memory.
+            # Pages that no payload fills are reserved but never touched, so they take no memory.
             self._space = {g: np.empty(n, dtype=np.uint8) for g, n in self._most.items()}
             return
         sizes = self._most_by_rank(messages)
@@ -170,12 +170,12 @@ class FusedGather:
         by_kernels = all(message.by_kernels for message in messages.values())
         make = allocate if by_kernels else host_allocator
         self._buffer = make(ends[-1], [(begin, begin + header.nbytes) for begin in [0, *ends[:-1]]])
-        # The same views in every step: what kernels do with them is kept.
+        # The views are the same in every step, so that cached kernel calls stay valid.
         self._move = gathered(rank, self._buffer, header)
         self._payloads = self._views(self._buffer, sizes)
 
     def write(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> None:
-        """This rank's payloads, or what they will hold; it is there when the phase of all writers is done."""
+        """Write this rank's payloads, or select their values; valid when the phase of all writers is done."""
         for column, (g, message) in enumerate(messages.items()):
             at.bind_sources(g)
             if message.select is not None:
@@ -184,7 +184,7 @@ class FusedGather:
                 self._fill(column, g, message)
 
     def _fill(self, column: int, g: int, message: Gather | Broadcast) -> None:
-        """One payload. A gather's has the same view in every step: what kernels do with that is kept."""
+        """Write one payload; a gather's has the same view in every step, so that cached calls stay valid."""
         if self._in_place:
             view = self._payloads[column][self._rank]
         elif isinstance(message, Gather) or self._rank == message.root:
@@ -195,7 +195,7 @@ class FusedGather:
         self._used[g] = min(count, len(view))
 
     def _write_selected(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Waits[None]:
-        """Payloads of what was selected: the host knows how much that is."""
+        """Write the payloads of what was selected, whose sizes the host knows by now."""
         selected = [
             (column, g, message)
             for column, (g, message) in enumerate(messages.items())
@@ -212,7 +212,7 @@ class FusedGather:
         yield from finished(call, at.binding, "compress")
 
     def run(self, messages: Mapping[int, Gather | Broadcast], at: Round, written: Pending) -> Program:
-        """One all-gather, or two where sizes depend on data, of what is ``written``."""
+        """Gather what the call ``written`` has written: in one all-gather, or two where sizes depend on data."""
         yield from finished(written, at.binding, "compress")
         yield from self._write_selected(messages, at)
         for g, found in self._flags.items():
@@ -230,12 +230,12 @@ class FusedGather:
         return self._replies(messages, payloads, at)
 
     def replies(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Replies:
-        """Payloads that are written where they travel have come."""
+        """Return the groups' replies from payloads that were written where they travel."""
         assert self._in_place, "they are nowhere else"
         return self._replies(messages, self._payloads, at)
 
     def rehearse(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Replies:
-        """As if all ranks sent what this one wrote, in a rehearsal: as much as there may be."""
+        """Return replies as if all ranks had sent what this one wrote in a rehearsal."""
         for _ in self._write_selected(messages, at):
             pass
         if self._in_place:
@@ -257,7 +257,7 @@ class FusedGather:
         return replies
 
     def _views(self, buffer: Bytes, sizes: npt.NDArray[np.int64]) -> list[list[Bytes]]:
-        """For every group, the payloads of all ranks."""
+        """Return, for every group, views of the payloads of all ranks."""
         bounds = self._bounds(sizes)
         return [
             [buffer[a : a + n] for a, n in zip(begins, lengths, strict=True)]
@@ -284,7 +284,7 @@ class FusedGather:
         return self._buffer
 
     def _bounds(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where every rank's payload of every group begins."""
+        """Return where every rank's payload of every group begins."""
         header = ByteHeader.size(self._layers)
         parts = padded(sizes.sum(axis=1)) + header
         begins = np.cumsum(parts) - parts + header

@@ -1,4 +1,4 @@
-"""What the training thread has handed in for the current step."""
+"""The training thread hands in the gradients of the current step here."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.pipeline.layout import Layout
 from gradcomp.reduce.header import PRESENT, SPARSE
 
-#: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
+#: Allocates the mean of a layer of which this rank has no gradient, and returns its address.
 Allocate = Callable[[int], int]
 
 
 class Submission(NamedTuple):
-    """A layer's gradient is ready at address ``gradient``; its mean goes to address ``output``.
+    """Says that a layer's gradient is ready at address ``gradient``, and that its mean goes to ``output``.
 
-    ``keep`` is held until the step ends. ``event``: on a device, what the gradient is ready behind.
-    ``zero_is_absent``: a gradient of zeros stands for none, which :meth:`GradientRegistry.decide` finds out.
+    ``keep`` is referenced until the step ends. ``event`` is the device event behind which the gradient is ready.
+    With ``zero_is_absent`` a gradient of zeros stands for none, which :meth:`GradientRegistry.decide` finds out.
     """
 
     layer: int
@@ -36,9 +36,9 @@ class Submission(NamedTuple):
 
 
 class GradientRegistry:
-    """Addresses and states of the layers that reported, and which buckets are complete.
+    """Records the addresses and states of layers that reported, and which buckets are complete.
 
-    Written by whoever submits, read by the pipeline when a bucket starts; the owner serialises the two. A bucket is
+    Whoever submits writes, and the pipeline reads when a bucket starts; the owner serialises the two. A bucket is
     complete when all its layers reported, or at the flush.
     """
 
@@ -47,12 +47,12 @@ class GradientRegistry:
         self.gradients = np.zeros(len(layers), dtype=np.uint64)
         self.outputs = np.zeros(len(layers), dtype=np.uint64)
         self.states = np.zeros(len(layers), dtype=np.uint8)
-        self._doubtful = np.zeros(len(layers), dtype=np.bool_)  # whose presence their values will decide
+        self._doubtful = np.zeros(len(layers), dtype=np.bool_)  # absent if their gradient is zero
         self._whole: Table = np.zeros(len(layers), dtype=SEGMENT)
         self._whole["length"] = [layer.size for layer in layers]
         self._whole["dtype"] = [DTYPE_NUMBERS[layer.dtype] for layer in layers]
         self.arrivals: list[int] = []
-        self.events: list[Any] = [None] * len(layers)  # behind which the gradients are ready
+        self.events: list[Any] = [None] * len(layers)  # device events behind which the gradients are ready
         self.flushed = True  # no step is open
         self._keep: list[object] = []
         self.completed: list[float] = []  # when each bucket became complete, on time.perf_counter's clock
@@ -61,7 +61,7 @@ class GradientRegistry:
         self._reported: list[bool] = []
 
     def open(self, layout: Layout) -> None:
-        """Forget the last step."""
+        """Forget the last step and expect the layers of ``layout``."""
         self.gradients[:] = 0
         self.outputs[:] = 0
         self.states[:] = 0
@@ -76,7 +76,7 @@ class GradientRegistry:
         self._reported = [False] * len(self._layers)
 
     def submit(self, submission: Submission) -> bool:
-        """A layer has a dense gradient. Returns whether a bucket became complete."""
+        """Report a layer's dense gradient; return whether a bucket became complete."""
         layer, gradient, output, keep, event, zero_is_absent = submission
         self._report(layer, PRESENT)
         if zero_is_absent:
@@ -88,13 +88,13 @@ class GradientRegistry:
         return self._count_down(layer)
 
     def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> bool:
-        """A layer has no dense gradient in this step. Returns whether a bucket became complete."""
+        """Report a layer without a dense gradient in this step; return whether a bucket became complete."""
         self._report(layer, SPARSE if sparse else 0)
         self.outputs[layer] = output
         return self._count_down(layer)
 
     def decide(self, layers: Sizes) -> None:
-        """Whether gradients that may stand for none do, once they are ready."""
+        """Mark layers as absent whose gradient, now ready, is zero and stands for none."""
         doubtful = layers[self._doubtful[layers]]
         if not len(doubtful):
             return
@@ -120,26 +120,26 @@ class GradientRegistry:
         complete = False
         for bucket in self._buckets_of[layer]:
             if self._missing[bucket] == 1:
-                self.completed[bucket] = perf_counter()  # before the count, which the engine's thread reads
+                # It is set before the count, which the engine's thread reads.
+                self.completed[bucket] = perf_counter()
                 complete = True
             self._missing[bucket] -= 1
         return complete
 
     def flush(self) -> None:
-        """No more layers will report in this step."""
+        """Complete all buckets: no more layers will report in this step."""
         now = perf_counter()
         self.completed = [at or now for at in self.completed]
         self.flushed = True
 
     def ready(self, bucket: int) -> bool:
-        """Whether the bucket is complete."""
         return self.flushed or self._missing[bucket] == 0
 
     @property
     def complete(self) -> bool:
-        """Whether all buckets are."""
+        """Return whether all buckets are complete."""
         return self.flushed or not any(self._missing)
 
     def release(self) -> None:
-        """Let go of the arrays."""
+        """Drop the references to the submitted arrays."""
         self._keep = []

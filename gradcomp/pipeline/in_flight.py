@@ -1,4 +1,4 @@
-"""A bucket on its way: how far its program can go before the next collective is due."""
+"""An exchange bucket under way runs its program up to the next collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradcomp.transport.base import Handle, Operation, Transport
 
 
 class Waiting(enum.Enum):
-    """What a pipeline needs before it can go on."""
+    """Says what a pipeline needs before it can go on."""
 
     NOTHING = "no step is open, or the step is done"
     LAYERS = "the next bucket is not complete"
@@ -22,12 +22,12 @@ class Waiting(enum.Enum):
 
 
 class InFlight:
-    """A bucket under way: its program, and what that waits for.
+    """Runs one bucket's program between its collectives.
 
-    When collectives are issued is the pipeline's matter, since all ranks share their order. Whatever lies between two
-    of them can be done at any time: the wire is asked, kernels are started and finished. ``round``: the last one that
-    was issued, -1 before the first. ``is_complete``: the program is through. ``completed(bucket, begin, end)`` is
-    called for every round.
+    The pipeline decides when collectives are issued, since all ranks share their order. What lies between two of
+    them can be done at any time: handles are polled, kernels are started and finished. ``round`` is the last one
+    that was issued, -1 before the first. ``is_complete`` says that the program has ended. ``completed(bucket,
+    begin, end)`` is called for every round.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class InFlight:
         self.is_complete = False
         self._program = program
         self._completed = completed
-        self._handles: list[Handle] | None = None  # of the round that is on the wire
+        self._handles: list[Handle] | None = None  # of the round that was issued last
         self._call: Pending | None = None
-        self._due: list[Operation] | None = None  # the next round
+        self._due: list[Operation] | None = None  # the next round, which is not issued yet
         self._issued = 0.0
 
     def prepare(self) -> Waiting:
-        """Go as far as is possible without waiting or issuing; NOTHING: the next round is due, or it is complete."""
+        """Go on without waiting or issuing; return NOTHING when a round is due or the bucket is complete."""
         while not self.is_complete and self._due is None:
             if self._handles is not None:
                 while self._handles:
@@ -72,7 +72,7 @@ class InFlight:
         return Waiting.NOTHING
 
     def issue(self, transport: Transport) -> bool:
-        """Issue the round that is due; False if there is none, since the bucket is complete."""
+        """Issue the round that is due; return False if there is none, since the bucket is complete."""
         if self.is_complete:
             return False
         assert self._due is not None, "it was prepared"

@@ -1,4 +1,4 @@
-"""Which layers and slices travel together, and in which order: a function of the plan and of what all ranks know."""
+"""Layers and slices are grouped into exchange buckets: a function of the plan and of what all ranks know."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gradcomp.kernels.devices import HOST, Device
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Layers and slices that travel together.
+    """Holds the layers and slices of one exchange bucket, which travel together.
 
-    ``layers``: numbers of the layers in it, each once, in order; a layer's position is its place in the header.
-    ``header_index[g][i]``: the place of segment i of group g.
+    ``layers`` has the numbers of its layers, each once, in order; a layer's position is its place in the header.
+    ``header_index[g][i]`` is the place of segment i of group g.
     """
 
     number: int
@@ -32,24 +32,24 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Elements of all groups."""
+        """Return how many elements all groups have together."""
         return sum(group.elements for group in self.groups)
 
     @property
     def payload_bytes(self) -> int:
-        """Payload of all groups: one direction, without headers; the most where data decide."""
+        """Return the payload bytes of all groups in one direction, without headers; a limit where data decide."""
         return sum(int(group.compressor.wire_bytes(group).sum()) for group in self.groups)
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The buckets of a step, in the order in which they travel."""
+    """Holds the exchange buckets of a step in the order in which they travel."""
 
     buckets: tuple[Bucket, ...]
     buckets_of: tuple[tuple[int, ...], ...]  # layer number -> numbers of the buckets that hold its slices
 
     def residual_sizes(self, layers: Sequence[LayerSpec]) -> list[int]:
-        """Elements of each layer's residual: the layer's own if it travels with feedback, else 0."""
+        """Return the elements of each layer's residual: its size if it travels with feedback, else 0."""
         sizes = [0] * len(layers)
         for bucket in self.buckets:
             for group in bucket.groups:
@@ -66,10 +66,10 @@ def build_layout(
     bucket_elements: int,
     device: Device = HOST,
 ) -> Layout:
-    """Lay out the layers numbered in ``order``; those in ``cold`` come last. See :func:`gradcomp.compress.groups.pack`.
+    """Lay out the layers numbered in ``order``, those in ``cold`` last, by :func:`gradcomp.compress.groups.pack`.
 
-    ``device``: where the groups' working memory lies. A layer missing from ``order`` does not travel (sparse gradients
-    go another way).
+    ``device`` holds the groups' working memory. A layer missing from ``order`` does not travel (sparse gradients go
+    another way).
     """
     compressors = compressors_of(layers, plan)
     buckets = pack(layers, compressors, order, cold, bucket_elements)
@@ -90,7 +90,7 @@ def build_layout(
 def fields_of(
     layers: Sequence[LayerSpec], compressors: Sequence[Compressor], seed: int, ranks: int
 ) -> list[dict[str, tuple[int, Begin]]]:
-    """By layer, what its compressor keeps beside residuals; what is kept once for all, with the first that keeps it."""
+    """Return each layer's compressor state beside residuals; shared state is with the first layer that has it."""
     found = [c.fields(layer, seed) for c, layer in zip(compressors, layers, strict=True)]
     placed: set[str] = set()
     for compressor, fields in zip(compressors, found, strict=True):
@@ -101,7 +101,7 @@ def fields_of(
 
 
 def compressors_of(layers: Sequence[LayerSpec], plan: Plan) -> list[Compressor]:
-    """Each layer's compressor; ConfigError if there is no such compressor or level, or the dtype does not suit it."""
+    """Return each layer's compressor; raise ConfigError for an unknown one or an unsuitable dtype or level."""
     assigned = [plan.by_layer[layer.name] for layer in layers]
     compressors = [at_level(a.compressor, a.level) for a in assigned]
     for layer, compressor in zip(layers, compressors, strict=True):

@@ -1,4 +1,4 @@
-"""This step's memory, as a reduction sees it: addresses of gradients, residuals and outputs for whole tables."""
+"""Kernel tables get the addresses of this step's gradients, residuals and outputs, as a reduction needs them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from gradcomp.reduce.header import BucketFlags
 
 Addresses = npt.NDArray[np.uint64]
 
-#: Makes room for the mean of a layer that this rank has no gradient of; returns the address.
+#: Allocates the mean of a layer of which this rank has no gradient, and returns its address.
 Allocate = Callable[[int], int]
 
 
 class StepMemory:
-    """The :class:`gradcomp.reduce.Binding` of one bucket in one step."""
+    """Implements :class:`gradcomp.reduce.Binding` for one bucket in one step."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class StepMemory:
         self._prepared: dict[Group, Addresses] = {}
 
     def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
-        """Gradient, residual and next residual; an absent gradient has address 0 and counts as zero."""
+        """Set the addresses of gradients, residuals and next residuals; 0 is an absent gradient, counted as 0."""
         bases = self._prepare(group) if group.prepared else self._registry.gradients
-        # Tables of whole groups come in every step, and mostly layers are whole.
+        # Tables of whole groups recur in every step, and most layers are whole: no offset needs to be added then.
         whole = table is group.inputs and group.scratch.once("whole", lambda: not table["start"].any())
         table["gradient"] = bases[layers] if whole else self.place(bases[layers], table, offsets)
         if group.feedback:
@@ -63,7 +63,7 @@ class StepMemory:
             table["next_residual"] = _floats_at(self._workspace(group, "contributions")[layers], table)
 
     def place(self, bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
-        """Addresses of the segments' first elements in arrays that start at ``bases``; 0 stays 0."""
+        """Return the addresses of the segments' first elements in arrays that start at ``bases``; 0 stays 0."""
         if offsets is None:
             if not table["start"].any():
                 return bases
@@ -73,18 +73,19 @@ class StepMemory:
         return np.where(bases == 0, bases, bases + offsets)
 
     def gradients(self, table: Table, layers: Sizes) -> None:
-        """Gradients as they were handed in; 0 where there is none."""
+        """Set the addresses of the gradients as they were handed in; 0 where there is none."""
         table["gradient"] = self.place(self._registry.gradients[layers], table)
 
     def residuals(self, table: Table, group: Group) -> None:
-        """What feedback adds to the group's gradients; 0 where there is none."""
+        """Set the addresses of what feedback adds to the group's gradients; they stay 0 without feedback."""
         if group.feedback:
             table["residual"], _ = self._residuals.first.addresses(group.layers, table["start"])
 
     def _prepare(self, group: Group) -> Addresses:
-        """What the group's compressor reads instead of gradients, by layer: u = momentum u + clip scale g.
+        """Compute what the group's compressor reads instead of gradients; return its addresses by layer.
 
-        clip = min(1, clip_norm / (sqrt(N) ||s||)) for the rank's share s = scale g / divisor of the result, per layer.
+        The values are u = momentum u + clip scale g, where, per layer, clip = min(1, clip_norm / (sqrt(N) ||s||))
+        for the rank's share s = scale g / divisor of the result.
         """
         if group in self._prepared:
             return self._prepared[group]
@@ -94,7 +95,7 @@ class StepMemory:
         if compressor.traits.clip_norm is not None:
             squares = np.zeros(len(table))
             selection.squares(table, squares)
-            of_layers = np.bincount(layers, squares)[layers]  # of a layer's segments together
+            of_layers = np.bincount(layers, squares)[layers]  # summed over a layer's segments
             norms = np.sqrt(of_layers) * (self._context.scale / self._context.divisor)
             limit = compressor.traits.clip_norm / np.sqrt(self._context.world)
             with np.errstate(all="ignore"):
@@ -108,7 +109,7 @@ class StepMemory:
         else:
             bases = self._workspace(group, "prepared")
             table["next_residual"] = _floats_at(bases[layers], table)
-        # A value that is not finite stays one, and whoever encodes it says so.
+        # A non-finite value stays non-finite, and the encoder reports it.
         ignored = np.zeros(len(table), dtype=np.uint8)
         momentum = compressor.traits.momentum
         if isinstance(momentum, str):
@@ -119,8 +120,8 @@ class StepMemory:
         return bases
 
     def _contribute_by_layer(self, table: Table, layers: Sizes, factors: Floats) -> None:
-        """With the optimizer's momentum, layers of one value together: there are as many as it has groups, at most."""
-        assert self._context.momenta is not None, "no step opens without"
+        """Apply the optimizer's momentum to all layers with one value together: there are few values."""
+        assert self._context.momenta is not None, "a step does not open without them"
         momenta = self._context.momenta[layers]
         for momentum in np.unique(momenta).tolist():
             rows = momenta == momentum
@@ -128,25 +129,25 @@ class StepMemory:
             selection.contribute(table[rows], ignored, factors[rows], decay=momentum)
 
     def _workspace(self, group: Group, name: str) -> Addresses:
-        """By layer, where its element 0 would lie in working memory that holds the group's segments.
+        """Return, by layer, where its element 0 would lie in working memory that holds the group's segments.
 
-        A group's segments of a layer follow one another without gaps, so that all of them give the same.
+        A group's segments of a layer follow one another without gaps, so all of them give the same address.
         """
         table = group.table
         ends = np.cumsum(table["length"])
         vector = group.scratch.vector(name, int(ends[-1]) + 16)
         begins = (ends - table["length"] - table["start"]) * 4
         bases = np.zeros(len(self._registry.gradients), dtype=np.uint64)
-        # A segment that does not begin its layer may give an address below the vector's: wrapping adds up.
+        # A segment in mid-layer may give an address below the vector's: it wraps, and adding the offset wraps back.
         bases[group.layers] = np.uint64(vector.address) + begins.astype(np.uint64)
         return bases
 
     def owned(self, table: Table, rows: Sizes) -> None:
-        """Residual and next residual of the second stage; a range starts where its row starts."""
+        """Set the addresses of the server-side errors; a range starts where its row starts."""
         table["residual"], table["next_residual"] = self._residuals.second.addresses(rows, 0)
 
     def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
-        """Outputs of the layers that some rank had; the others stay as they are."""
+        """Set the addresses of the outputs; those of layers that no rank had are 0, and stay untouched."""
         self._allocate_outputs()
         table["output"] = self.place(self._registry.outputs[layers], table, offsets)
 
@@ -164,20 +165,20 @@ class StepMemory:
             addresses[layer] = self._allocate(layer)
 
     def span(self, name: str) -> _Span:
-        """Codec time: into the trace and the statistics."""
+        """Time codec work for the trace and the statistics."""
         return _Span(self._times, name, self._context.number, self._bucket.number)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Where a step's times go."""
+    """Holds the records into which a step's times go."""
 
     trace: Trace
     statistics: Statistics
 
 
 class _Span:
-    """A block whose time counts, unless it raises."""
+    """Times a block, unless the block raises."""
 
     __slots__ = ("_begin", "_bucket", "_end_range", "_name", "_step", "_times")
 
@@ -198,5 +199,5 @@ class _Span:
 
 
 def _floats_at(bases: Addresses, table: Table) -> Addresses:
-    """The same in float32 arrays, none of which is absent."""
+    """Return the addresses of the table's segments in float32 arrays, none of which is absent."""
     return bases + table["start"].astype(np.uint64) * np.uint64(4)

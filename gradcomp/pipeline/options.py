@@ -1,4 +1,4 @@
-"""What a pipeline is made with beside layers, a plan and a transport, and what it goes on from."""
+"""A pipeline is made with options, and resumes from the state of an earlier run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gradcomp.reduce.model import Network
 
 @dataclass(frozen=True)
 class Options:
-    """What may differ between pipelines of one job; the same on all ranks, but for ``on_complete`` and ``device``.
+    """Holds a pipeline's options, which are the same on all ranks, but for ``on_complete`` and ``device``.
 
     ``average=False`` hands out the sum over ranks instead of the mean. ``on_complete(bucket)`` is called when a
-    bucket's means are in the outputs. ``order_step``: the step in which rank 0's order of arrival becomes the order of
-    the buckets. ``schedule``: asked with a step and a version, the plan that begins then. ``topology``: who shares a
-    host; by default all do. ``network``: measured constants; ``reduction="auto"`` needs them where there are several
-    hosts. ``device``: where gradients and means are, and so the state.
+    bucket's means are in the outputs. In step ``order_step`` rank 0's order of arrival becomes the order of the
+    buckets. ``schedule(step, version)`` returns the plan that begins then, or None. ``topology`` says who shares a
+    host; by default all do. ``network`` has measured constants, which ``reduction="auto"`` needs with several
+    hosts. ``device`` holds gradients and means, and so the state.
     """
 
     average: bool = True
@@ -39,10 +39,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a pipeline goes on: a checkpoint's state, or that of a pipeline with fewer layers. Layers by number.
+    """Holds what a pipeline resumes from: a checkpoint's state, or that of a pipeline with fewer layers.
 
-    ``residuals``, ``fields`` and ``learning_rate`` replace the pipeline's own; without them these are kept.
-    ``switch``: a change of compression that is not through; no controller decides beside it.
+    Layers are given by number. ``residuals``, ``fields`` and ``learning_rate`` replace the pipeline's own, which
+    are kept where these are None. ``switch`` is an unfinished change of compression; no controller decides beside
+    it.
     """
 
     step: int

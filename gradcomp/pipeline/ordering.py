@@ -1,4 +1,4 @@
-"""In which order layers travel, and which stay behind: what all ranks have seen of them."""
+"""Layers travel in an order, and some stay behind, as follows from what all ranks have seen of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Ordering:
-    """The layers' order, by number.
+    """Keeps the layers' order, by number.
 
-    ``order``: of all layers. ``cold``: those that no rank used for some steps; they travel last. ``sparse``: those with
-    sparse gradients, which go another way. ``streak``: by layer, steps present (> 0) or absent (< 0) in a row.
+    ``order`` has all layers. The layers in ``cold``, which no rank used for some steps, travel last. Those in
+    ``sparse`` have sparse gradients and go another way. ``streak`` counts, by layer, steps present (> 0) or absent
+    (< 0) in a row.
     """
 
     def __init__(self, layers: int, cold_after_steps: int) -> None:
@@ -26,26 +27,27 @@ class Ordering:
 
     @property
     def travelling(self) -> tuple[int, ...]:
-        """The layers that travel, in order."""
+        """Return the layers that travel, in order."""
         return tuple(layer for layer in self.order if layer not in self.sparse)
 
     def restore(
         self, order: Sequence[int], cold: frozenset[int], sparse: frozenset[int], streak: Sequence[int] | None
     ) -> None:
-        """Go on from elsewhere; without streaks they begin anew."""
+        """Go on from a saved state; without saved streaks they begin anew."""
         self.order, self.cold, self.sparse = list(order), cold, sparse
         self.streak[:] = 0 if streak is None else streak
 
     def take(self, order: list[int]) -> bool:
-        """Another order; whether it is one."""
+        """Set the order; return whether it is another one."""
         changed = order != self.order
         self.order = order
         return changed
 
     def seen(self, present: Mask, sparse: Mask) -> bool:
-        """What a step showed; whether it changes the layout.
+        """Record which layers were present in a step, or sparse; return whether that changes the layout.
 
-        Layers absent everywhere move behind the others, so that they hold nobody up; present ones come back.
+        A layer that was absent everywhere for some steps moves behind the others, so that it holds nobody up; it
+        moves back after as many steps in which it was present.
         """
         streak, limit, before = self.streak, self._limit, (self.cold, self.sparse)
         streak[:] = np.where(present, np.maximum(streak, 0) + 1, np.minimum(streak, 0) - 1)

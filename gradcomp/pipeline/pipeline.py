@@ -1,7 +1,7 @@
 """The step protocol: buckets in an agreed order, one round of each per tick, flags, commit, changes of plan.
 
-No threads and no sockets: the owner submits layers, polls until the step is done, and commits or discards it. N
-pipelines over an in-process transport run N ranks in one thread.
+Nothing here has a thread or a socket: the owner submits layers, polls until the step is done, and commits or
+discards it. N pipelines over an in-process transport run N ranks in one thread.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from gradcomp.pipeline.succession import Succession
 from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE, READY, WAITING, HeaderId
 from gradcomp.transport.base import AllReduce, Transport
 
-#: What kernels of a bucket take is far below it.
+#: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
 _LONGEST_FAREWELL_SECONDS = 5.0
 
 
 class Pipeline:
-    """One rank's side of an exchanger.
+    """Runs the steps of an exchanger on one rank.
 
-    ``allocate(layer)`` makes room for the mean of a layer that only other ranks had. Apart from the gradient registry,
-    methods are called by one thread at a time.
+    ``allocate(layer)`` allocates the mean of a layer that only other ranks had, and returns its address. Apart from
+    the gradient registry, methods are called by one thread at a time.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Pipeline:
         self.layers = tuple(layers)
         self.plan = plan
         self.transport = transport
-        # Whoever makes pipelines for several ranks has chosen for all of them.
+        # The ranks of a job have agreed on slice_elements before; who makes a pipeline by hand gets the host's default.
         self.config = config if config.slice_elements else replace(config, slice_elements=HOST_SLICE)
         self.step = 0
         self.ordering = Ordering(len(layers), config.cold_after_steps)
@@ -98,16 +98,16 @@ class Pipeline:
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
-        #: What became of this rank's last exchange, for the next one to tell the others; 0: there was none.
+        #: The outcome of this rank's last exchange, which the next one's headers carry; 0 if there was none.
         self.outcome = 0
-        #: Whether this rank's last exchange was LATE or EDITED; the next one tells the others of the latter.
+        #: LATE and EDITED, if this rank's last exchange was; the next one's headers carry EDITED.
         self.notices = 0
-        #: Of the last exchange; 0: there was none.
+        #: The check value of the last exchange's means; 0 if there was none.
         self.results = 0
-        #: Those of all ranks, where the last exchange found that some differ.
+        #: The fingerprints of all ranks, if the last exchange found that some differ.
         self.fingerprints: Fingerprints | None = None
         self._digests: Future[Digests] | None = None
-        #: Digests of the parameters that were last compared, one row per rank.
+        #: The digests of the parameters that were last compared, one row per rank.
         self.digest_table: npt.NDArray[np.uint32] | None = None
         self.statistics = Statistics()
         self.reduced_statistics: Statistics | None = None
@@ -119,7 +119,7 @@ class Pipeline:
         self._discards = Discards()
         controller = options.controller
         self._steering = Steering(controller, len(layers))
-        self.advances = 0  # rounds completed, for whoever watches over progress
+        self.advances = 0  # rounds completed, from which the watchdog sees progress
         self._checksums = config.checksums and transport.checksums
         self._workplace = Workplace(
             device,
@@ -131,7 +131,7 @@ class Pipeline:
             options.on_complete,
             config.overlap,
         )
-        self._exchange: StepExchange | None = None  # of the step that is open, or was last
+        self._exchange: StepExchange | None = None  # of the open step, or of the last one
         self._running: Generator[Waiting, None, None] | None = None
         self._stale = True
         self._arrangements = Arrangements()
@@ -143,34 +143,37 @@ class Pipeline:
 
     @property
     def is_open(self) -> bool:
-        """Whether an exchange has begun and is not done."""
+        """Return whether an exchange has begun and is not done."""
         return self._running is not None
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """(step, bucket, round) that this rank waits for, for messages about stalls; round -1: the bucket's layers."""
+        """Return the (step, bucket, round) that this rank waits for, for messages about stalls.
+
+        Round -1 stands for the gradients of the bucket's layers.
+        """
         return (self.step, *(self._exchange.position if self._exchange else (0, 0)))
 
     @property
     def controller(self) -> ControllerRun | None:
-        """The running controller, if there is one."""
+        """Return the running controller, or None."""
         return self._steering.controller
 
     @property
     def keeps_state(self) -> bool:
-        """Whether compressors keep residuals or fields; the same on all ranks."""
+        """Return whether compressors keep residuals or fields; the same on all ranks."""
         return bool(self.residuals.first.nbytes + self.fields.nbytes)
 
     @property
     def predicted(self) -> npt.NDArray[np.float64]:
-        """By layer, bytes that a rank sends per step as it is laid out, by formula, without headers."""
+        """Return, by layer, the bytes that a rank sends per step in this layout, by formula, without headers."""
         return self._laid_out.predicted
 
     @property
     def momenta(self) -> npt.NDArray[np.float64]:
-        """By layer, the factor of momentum that acts before compression, as it is laid out; NaN: the optimizer's.
+        """Return each layer's factor of momentum before compression, or NaN for the optimizer's.
 
-        Rows of sparse gradients go another way, without.
+        Rows of sparse gradients are exchanged another way, without momentum.
         """
         momenta = self._laid_out.momenta.copy()
         momenta[list(self.ordering.sparse)] = 0.0
@@ -184,13 +187,13 @@ class Pipeline:
         fingerprint: SoonFingerprint = NOTHING,
         momenta: npt.NDArray[np.float64] | None = None,
     ) -> None:
-        """Begin an exchange. An earlier one that was not committed is discarded.
+        """Begin an exchange, and discard an earlier one that was not committed.
 
-        ``scale``: the loss scale that gradients carry; means come back in the same units, residuals are kept without.
-        ``learning_rate``: for residuals that follow it; 0 if it is not known. The first bucket waits until
-        both have come. ``digests``: of the layers' parameters, to be compared over the ranks at the end of the
-        exchange; on all ranks or on none. ``fingerprint``: what every header says of them; it may come as late.
-        ``momenta``: the optimizer's momentum, by layer; ConfigError if a compressor is to take it and it is not known.
+        ``scale`` is the loss scale that gradients carry: means come back in the same units, and residuals are kept
+        without it. ``learning_rate`` is for residuals that follow it, 0 if it is not known. ``fingerprint`` goes
+        into every header. The first bucket waits until all three have come. ``digests``, of the layers' parameters,
+        are compared over the ranks at the end of the exchange; all ranks pass them, or none. ``momenta`` is the
+        optimizer's momentum, by layer; ConfigError is raised if a compressor needs it and it is None.
         """
         if self.is_open:
             raise StateError("an exchange is already open")
@@ -199,7 +202,7 @@ class Pipeline:
         self.lay_out()
         if momenta is None and np.isnan(self._laid_out.momenta).any():
             raise ConfigError(
-                'a momentum factor of "optimizer" is that of an optimizer, and none is known here: give a number'
+                'momentum="optimizer" takes the factor of an optimizer, and none is known here: give a number instead'
             )
         self._digests = digests
         self._exchange = StepExchange(
@@ -216,7 +219,7 @@ class Pipeline:
         self._running = self._run(self._exchange)
 
     def poll(self) -> Waiting:
-        """Do what can be done without blocking; say what is missing."""
+        """Do what can be done without blocking; return what is missing."""
         if self._running is None:
             return Waiting.NOTHING
         try:
@@ -229,18 +232,20 @@ class Pipeline:
             raise
 
     def abandon(self) -> None:
-        """The exchange, if one is open, does not go on: wait until the device no longer uses its memory.
+        """Give up the open exchange, if there is one, and wait until the device no longer uses its memory.
 
-        Raises nothing: a device that has failed uses nothing any more, and one that hangs is not waited for.
+        It raises nothing. A device that has failed uses no memory any more, and one that hangs is waited for
+        briefly.
         """
         if self.device.driver is not None and self.is_open:
             self.device.outlast(_LONGEST_FAREWELL_SECONDS)
             self._exchange = None
 
     def flush(self, *, late: bool = False) -> None:
-        """No more layers will report; ``late``: it is not this rank's own gradients that end the exchange.
+        """Complete the step's buckets: no more layers will report.
 
-        Others have their means before this rank has, and hear of it with them.
+        ``late`` says that it is not this rank's own gradients that end the exchange. Other ranks have their means
+        before this rank has, and the headers tell them so.
         """
         assert self._exchange is not None, "a step is open"
         self._exchange.late = late
@@ -249,8 +254,8 @@ class Pipeline:
     def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:
         """Accept the finished step: residuals take their new values, unless a value was not finite.
 
-        ``outcome``: what the other ranks hear of it; ``edited``: means are no longer what the exchange has made of
-        them. Returns whether it was accepted; the same on all ranks.
+        ``outcome`` is what the other ranks are told; ``edited`` says that the means were changed after the
+        exchange. It returns whether the step was accepted, which is the same on all ranks.
         """
         if self.is_open or self.result is None:
             raise StateError("there is no finished exchange to commit")
@@ -281,20 +286,20 @@ class Pipeline:
         self.outcome, self.notices = DISCARDED, 0
 
     def propose(self, plan: Plan) -> None:
-        """Vote for the next plan; it takes over at the step after the one in which all ranks hold it.
+        """Vote for the next plan, which applies from the step after the one in which all ranks hold it.
 
-        StateError where a controller decides about plans.
+        It raises StateError where a controller decides about plans.
         """
         if self._steering.decides(self.step):
-            raise StateError("a controller decides about plans here")
+            raise StateError("a plan cannot be proposed here, since a controller decides about plans")
         self.plans.propose(plan, self.plan)
 
     def set_compression(self, target: Plan, later: Mapping[int, Plan]) -> None:
-        """Go over to another plan, and to those in ``later`` at their steps; see :class:`Switch`.
+        """Change to another plan, and to those in ``later`` at their steps, by way of a :class:`Switch`.
 
         All ranks call it between the same two steps: the next step's headers tell whether they did, and the plan
-        applies from the step after it. A controller and a schedule end with it. PlanMismatchError in the next step, on
-        every rank that called, unless all did, for the same plans.
+        applies from the step after it. A controller and a schedule end with it. The next step raises
+        PlanMismatchError, on every rank that called, unless all did, for the same plans.
         """
         if self.is_open or self.result is not None:
             raise StateError("a step is open: the compression can be changed between steps only")
@@ -302,13 +307,13 @@ class Pipeline:
         self.plans.ask(target, later, self.residuals.first.lengths > 0, self.step, self.plan)
 
     def lay_out(self) -> None:
-        """Lay out for the next step now, if the last one changed what that depends on; second residuals move along."""
+        """Make the next step's layout now, if the last step changed it; server-side errors move along."""
         if self._stale:
             self.layout = self._relayout()
         self._arrangements.age(self.step)
 
     def restore(self, state: Resumption) -> None:
-        """Go on from elsewhere; see :mod:`gradcomp.pipeline.snapshot`."""
+        """Go on from a saved state; see :mod:`gradcomp.pipeline.snapshot`."""
         if self.is_open:
             raise StateError("an exchange is open")
         state.plan.check_covers(self.layers)
@@ -340,16 +345,16 @@ class Pipeline:
         yield from self._finish(exchange)
 
     def _context(self) -> StepContext:
-        """Of the next step, without what follows from its numbers."""
+        """Return the next step's context without the loss scale and the learning rate, which come later."""
         return self._arranger.context(self.step, average=self._average, fields=self.fields, number=self.step)
 
     def round_complete(self, seconds: float) -> None:
-        """A round took so long on the wire, of a step or between two."""
+        """Count a round that took ``seconds`` on the wire, of a step or between two."""
         self.advances += 1
         self.statistics.wire_seconds += seconds
 
     def _finish(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
-        """Draw the conclusions that every rank draws from the same flags."""
+        """Conclude the step, as every rank does from the same flags."""
         result, all_ready = exchange.result()
         self.results = result.results
         if result.notices & DIFFERENT:
@@ -364,7 +369,7 @@ class Pipeline:
             self._stale |= self.ordering.take(order)
         self._stale |= self.ordering.seen(result.present, result.sparse)
         if all_ready:
-            # Sizes of messages follow from the plan. If there is none, all are ready for what their controllers do.
+            # Message sizes follow from the plan. Without one, the ranks are ready for their controllers' choices.
             yield from check_same_plan(self.transport, self.plans.digest(), self.plan.version + 1)
             plan = self.plans.take()
             if plan is not None:
@@ -395,7 +400,7 @@ class Pipeline:
     # -- layout -------------------------------------------------------------------------------------------------
 
     def _relayout(self) -> Layout:
-        """Buckets and their programs for the current plan, order, cold and sparse layers; state moves along."""
+        """Return the layout of the current plan, order, cold and sparse layers; the state moves along."""
         order, cold = self.ordering.travelling, self.ordering.cold
         key = (self.plan.assignments, order, cold)
         is_new = key not in self._arrangements
@@ -404,11 +409,11 @@ class Pipeline:
         self._check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
         self.residuals.grow(found.sizes)
         self.fields.arrange(found.fields)
-        # A layer may hold a residual from an earlier plan: what is not exchanged with feedback must not be swapped.
+        # A layer may hold a residual from an earlier plan. Its buffers are swapped only where this plan has feedback.
         self._keeps_residual = np.array(found.sizes) > 0
         self.residuals.own(found.ranges, self.transport.size)
         if self.plans.switch is not None and self.plans.switch.asked is None:
-            self.fields.forget(MOMENTUM)  # it began with another compressor
+            self.fields.forget(MOMENTUM)  # another compressor has accumulated it
         self.plans.laid_out(self.plan)
         self._laid_out = found
         self.laid_out_plan = self.plan

@@ -1,4 +1,4 @@
-"""Before the first step of a plan: what a device will do is put together, and its kernels are loaded."""
+"""A rehearsal before the first step of a plan assembles the device's calls and loads their kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADDRESSES = ("gradient", "residual", "next_residual", "output")
 
 
 class _Anywhere(StepMemory):
-    """Gradients and means that are nowhere yet: all pieces of all layers have one address."""
+    """Stands for gradients and means that do not exist yet: all slices of all layers have one address."""
 
     def place(self, bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
         return bases
@@ -38,9 +38,10 @@ def rehearse(
     context: StepContext,
     residuals: Residuals,
 ) -> None:
-    """Go through a step in which nothing runs on the device and nothing is sent; on the host there is nothing to do.
+    """Go through a step in which nothing runs on the device and nothing is sent; do nothing on the host.
 
-    A program goes as far as nothing depends on what kernels find. What is loaded behind that is loaded in the step.
+    A program goes on until something depends on what kernels find. What it needs after that is loaded in the first
+    step.
     """
     if device.driver is None or not programs:
         return
@@ -55,7 +56,7 @@ def rehearse(
             flags = BucketFlags(np.full(len(bucket.layers) + 1, PRESENT, dtype=np.uint8))
             binding = _Anywhere(bucket, context, flags, registry, residuals, lambda layer: 0, times)
             program.rehearse(HeaderId(0, 0, bucket.number, False), context, binding, flags)
-            for group in bucket.groups:  # what stood for memory is no one's any more
+            for group in bucket.groups:  # these addresses are freed now
                 for table in (group.table, group.inputs):
                     for column in _ADDRESSES:
                         table[column] = 0

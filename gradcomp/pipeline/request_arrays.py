@@ -1,4 +1,4 @@
-"""Where the arrays of a request are: one for each layer, or one for all of them."""
+"""Requests work on one array for each layer, or on one array for all layers."""
 
 from __future__ import annotations
 
@@ -26,34 +26,36 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Blocks:
-    """All layers in one array of a block per rank; rank j's shard of layer i begins at ``offsets[i]`` of block j.
+    """Describes one array that has all layers, in a block for each rank.
 
-    ``size``: elements of a block. What no shard covers is neither read nor written. An array of shards is one block.
+    Rank j's shard of layer i begins at ``offsets[i]`` of block j. ``size`` is the number of elements of a block.
+    Elements that no shard covers are neither read nor written. An array of shards is one block.
     """
 
     size: int
     offsets: tuple[int, ...]
 
     def check(self, layers: Sequence[LayerSpec], shards: Sequence[Sequence[int]]) -> None:
-        """ConfigError unless the shards fit into blocks one behind the other."""
+        """Raise ConfigError unless the shards fit into blocks one behind the other."""
         if len(self.offsets) != len(layers) or len({layer.dtype for layer in layers}) != 1:
-            raise ConfigError("layers in blocks have one dtype, and an offset each")
+            raise ConfigError("layers in blocks must have one common dtype and one offset each")
         largest = [int(np.diff(borders).max()) for borders in shards]
         ends = [offset + size for offset, size in zip(self.offsets, largest, strict=True)]
         if self.offsets[0] < 0 or any(
             a > b for a, b in zip(ends, [*self.offsets[1:], self.size], strict=True)
         ):
             raise ConfigError(
-                f"shards of {largest} elements do not fit at {list(self.offsets)} of {self.size}"
+                f"shards of {largest} elements do not fit at offsets {list(self.offsets)} of a block of {self.size}"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """The :class:`gradcomp.reduce.Binding` of one run.
+    """Implements :class:`gradcomp.reduce.Binding` for one run.
 
-    By layer, and by owner where layers are in blocks: where element 0 would be in the inputs and in the output.
-    ``borders``: of the shards, by layer. ``begins``: with which element of a layer its residual begins.
+    ``inputs`` and ``output`` have the addresses where element 0 of each layer would be, and of each owner where
+    layers are in blocks. ``borders`` are those of the shards, by layer. ``begins`` are the elements of the layers
+    with which their residuals begin.
     """
 
     inputs: Addresses
@@ -63,22 +65,22 @@ class Arrays:
     begins: Sizes
 
     def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
-        """Where this rank reads, and its residuals."""
+        """Set the addresses that this rank reads from, and those of its residuals."""
         table["gradient"] = self._addresses(self.inputs, table, layers, offsets)
         if group.feedback:
             starts = table["start"] - self.begins[layers]
             table["residual"], table["next_residual"] = self.residuals.addresses(layers, starts)
 
     def owned(self, table: Table, rows: Sizes) -> None:
-        """There is no second residual."""
+        """Fail, since requests keep no server-side error."""
         raise AssertionError("means are not coded again")
 
     def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
-        """Where it writes."""
+        """Set the addresses that this rank writes to."""
         table["output"] = self._addresses(self.output, table, layers, offsets)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Nothing is recorded."""
+        """Return a context that records nothing."""
         return nullcontext()
 
     def _addresses(
@@ -86,7 +88,7 @@ class Arrays:
     ) -> Addresses:
         if bases.ndim == 1:
             at = bases[layers]
-        else:  # borders in front of a segment, but for the first, are as many as ranks before its owner
+        else:  # as many inner borders lie before a segment as there are ranks before its owner
             owners = (self.borders[layers, 1:-1] <= table["start"][:, None]).sum(axis=1)
             at = bases[layers, owners]
         found: Addresses = at + (byte_offsets(table) if offsets is None else offsets)
@@ -94,10 +96,10 @@ class Arrays:
 
 
 class SharedMemory:
-    """Working memory of requests that never run together: each reuses that of the others.
+    """Hands out working memory to requests that never run together: each reuses that of the others.
 
-    So the codes of a request are gone once another one has run. A request keeps the memory that it was made with, so it
-    is best to make the largest one first.
+    The codes of a request are therefore gone once another one has run. A request keeps the memory that it was made
+    with, so it is best to make the largest one first.
     """
 
     def __init__(self, allocate: Allocator) -> None:
@@ -105,7 +107,7 @@ class SharedMemory:
         self._rooms: list[Bytes] = []
 
     def memory(self) -> Memory:
-        """For one request more."""
+        """Return the memory of one more request."""
         taken = count()
 
         def make(nbytes: int, headers: Spans) -> Bytes:
@@ -120,14 +122,17 @@ class SharedMemory:
 
 
 def bases_of_layers(arrays: Sequence[Array], begins: Sizes) -> Addresses:
-    """By layer, where element 0 would be; it may be below the array, and wraps. ``begins``: the arrays' elements 0."""
+    """Return, by layer, where its element 0 would be, if an array begins with element ``begins`` of its layer.
+
+    The address wraps if it would be below 0, and adding an offset wraps it back.
+    """
     items = np.array([array.itemsize for array in arrays], dtype=np.int64)
     addresses = np.array([array.ctypes.data for array in arrays], dtype=np.uint64)
     return addresses - (begins * items).astype(np.uint64)
 
 
 def bases_of_blocks(array: Array, blocks: Blocks, borders: Sizes, own: int | None) -> Addresses:
-    """By layer and owner. ``own``: the array is the block of this rank, and nobody asks for the others."""
+    """Return the same by layer and owner; with ``own`` the array is only that rank's block."""
     owners = np.arange(borders.shape[1] - 1)
     elements = np.array(blocks.offsets)[:, None] + blocks.size * (owners if own is None else owners - own)
     found: Addresses = np.uint64(array.ctypes.data) + ((elements - borders[:, :-1]) * array.itemsize).astype(
@@ -139,14 +144,14 @@ def bases_of_blocks(array: Array, blocks: Blocks, borders: Sizes, own: int | Non
 def objection_to(
     what: str, arrays: Sequence[Array], names: Sequence[str], shapes: Sequence[Shape], dtypes: Sequence[str]
 ) -> str | None:
-    """Why these arrays cannot be taken as the ``what`` of a request; None if they can."""
+    """Return why these arrays cannot be taken as the ``what`` of a request, or None if they can."""
     if len(arrays) != len(shapes):
-        return f"{len(arrays)} {what}s where {len(shapes)} are taken"
+        return f"{len(arrays)} {what}s were given where {len(shapes)} are needed"
     for name, dtype_name, array, shape in zip(names, dtypes, arrays, shapes, strict=True):
         dtype, size = DTYPES[DTYPE_NUMBERS[dtype_name]], np.prod(shape, dtype=np.int64)
         if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
             return (
-                f"{name}: the {what} is a contiguous array of {size} x {dtype}, "
+                f"{name}: the {what} must be a contiguous array of {size} x {dtype}, "
                 f"got {array.size} x {array.dtype}"
             )
     return None

@@ -1,4 +1,4 @@
-"""Requests that are under way together, between two steps."""
+"""A group of requests runs between two steps; several are under way together."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from gradcomp.transport.base import AllGather, Transport
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One execution of a request. ``outputs``: where results go; None: new arrays.
+    """Describes one execution of a request.
 
-    ``draw``: what random numbers belong to, see :meth:`PreparedRequest.run`. ``unchanged``: the inputs of an all-gather
-    are those of its last run. If all runs of all ranks are, nothing but this travels, and the last codes are decoded
-    again. ``outcome``: what became of the last step, of which the other ranks hear; see :meth:`PreparedRequest.run`.
-    ``fingerprint``: what all ranks should hold alike.
+    Results go to ``outputs``, or to new arrays if it is None. ``draw`` numbers the random draws, see
+    :meth:`PreparedRequest.run`. ``unchanged`` says that the inputs of an all-gather are those of its last run: if
+    this holds for all runs of all ranks, only this travels, and the last codes are decoded again. ``outcome`` is
+    that of the last step, which the other ranks are told; see :meth:`PreparedRequest.run`. ``fingerprint`` covers
+    what all ranks should hold alike.
     """
 
     request: PreparedRequest
@@ -35,27 +36,27 @@ class Run:
     fingerprint: Fingerprint = NOTHING
 
     def begin(self, changed: bool | None = None) -> Generator[Framed, None, None]:
-        """The exchange; ``changed``: see :meth:`PreparedRequest.run`."""
+        """Return the exchange as a generator; for ``changed`` see :meth:`PreparedRequest.run`."""
         return self.request.run(
             self.inputs, self.outputs, self.draw, changed, self.outcome, self.fingerprint.value
         )
 
 
 class RequestGroup:
-    """Runs of requests in their order, which all ranks share: while one is on the wire, the next one is encoded.
+    """Runs requests in an order that all ranks share: while one is on the wire, the next one is encoded.
 
-    The ranks compare the whole group first. ``verdict``: the error that all ranks have come to. With ConfigError (a
-    rank has a problem) or PlanMismatchError (the ranks do not run the same) nothing was written, and the requests can
-    be run again. StateError: some ranks committed the last run of a request, and others did not, or ``parted``, a run,
-    has told that ranks' steps came to different outcomes. ``fingerprints``: some differ. ``completed(seconds)`` is
-    told of every round.
+    The ranks compare the whole group first. ``order`` has the groups so far, and a request that it predicts begins
+    at once, without a comparison. A rank that runs something else, or has a problem, then takes part with messages
+    of the same sizes that decline; all ranks throw that exchange away, and compare. ``completed(seconds)`` is
+    called for every round.
 
-    ``order``: the groups so far. A request that it predicts begins at once, without a comparison. A rank that runs
-    something else, or has a problem, takes part with messages of the same sizes that say so; then all ranks throw that
-    exchange away, and compare.
+    Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for. A request that
+    was predicted has its own round only; if a rank declines, all that an unpredicted group sends follows.
 
-    Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for. Of a request that was
-    predicted, its own round; if a rank declines, that, and then as without a prediction.
+    Errors: ``verdict`` is the error that all ranks have come to. After ConfigError (a rank has a problem) or
+    PlanMismatchError (the ranks do not run the same) nothing was written, and the requests can be run again.
+    StateError says that some ranks committed the last run of a request, and others did not; or that the ranks'
+    steps had different outcomes, as the run ``parted`` has told. ``fingerprints`` are set if some differ.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class RequestGroup:
     ) -> None:
         self.verdict: GradcompError | None = None
         self.parted: Run | None = None
-        #: Those of all ranks, where some differ.
+        #: The fingerprints of all ranks, if some differ.
         self.fingerprints: Fingerprints | None = None
         self._runs = list(runs)
         self._transport = transport
@@ -78,12 +79,12 @@ class RequestGroup:
         self._running = self._run()
 
     def poll(self) -> Waiting:
-        """Do what can be done without blocking; NOTHING: the group is done."""
+        """Do what can be done without blocking; return NOTHING when the group is done."""
         return next(self._running, Waiting.NOTHING)
 
     @property
     def results(self) -> list[list[Array]]:
-        """The arrays of every run; raises the verdict."""
+        """Return the arrays of every run, or raise the verdict."""
         if self.verdict is not None:
             raise self.verdict
         if self._decoded_again:
@@ -116,7 +117,7 @@ class RequestGroup:
         yield from self._judge()
 
     def _judge(self) -> Generator[Waiting, None, None]:
-        """Whether the ranks did the same with what came before, and hold alike what they should."""
+        """Check that the ranks did the same with what came before, and hold alike what they should."""
         for run in self._runs:
             result, request = run.request.result, run.request
             if result is not None and result.parted:
@@ -131,7 +132,7 @@ class RequestGroup:
                 return
 
     def _ahead(self, predicted: PreparedRequest) -> Generator[Waiting, None, bool]:
-        """Run what all ranks expect, or decline it; whether no rank has declined."""
+        """Run the request that all ranks expect, or decline it; return whether no rank has declined."""
         takes_part = self._problem is None and [run.request for run in self._runs] == [predicted]
         if takes_part:
             run = self._runs[0]
@@ -149,11 +150,11 @@ class RequestGroup:
         return True
 
     def _objection(self) -> str | None:
-        """Why these runs are no group."""
+        """Return why these runs cannot form a group, or None if they can."""
         if len({id(run.request) for run in self._runs}) < len(self._runs):
-            return "a request stands twice in one group"
+            return "a request occurs twice in one group: run it in two groups"
         if any(run.unchanged and run.outputs is None for run in self._runs):
-            return "a run that may be left out needs outputs"
+            return "a run with unchanged inputs may be left out, and needs outputs: pass the arrays of the last one"
         return next(
             filter(None, (run.request.objection(run.inputs, run.outputs) for run in self._runs)), None
         )
@@ -162,7 +163,7 @@ class RequestGroup:
         return InFlight(number, program, lambda _, begin, end: self._completed(end - begin))
 
     def _compare(self) -> Generator[Waiting, None, bool]:
-        """Whether some rank has other inputs than before, or no codes of them."""
+        """Compare the group with the other ranks; return whether some rank has new inputs, or no codes of the last."""
         changed = not all(run.unchanged and run.request.has_codes for run in self._runs)
         problem = self._problem
         call = Call("requests", [run.request.call for run in self._runs], changed, problem)
@@ -179,7 +180,7 @@ class RequestGroup:
 def _waiting(
     calls: Generator[AllGather, None, list[int]], transport: Transport
 ) -> Generator[Waiting, None, list[int]]:
-    """Issue what it yields; what it returns."""
+    """Issue and wait for what ``calls`` yields; return what it returns."""
     while True:
         try:
             handle = next(calls).issue(transport)
@@ -191,6 +192,6 @@ def _waiting(
 
 
 def _prepared(one: InFlight) -> Generator[Waiting, None, None]:
-    """Until its round is due, or it is complete."""
+    """Wait until the bucket's next round is due, or the bucket is complete."""
     while (waiting := one.prepare()) is not Waiting.NOTHING:
         yield waiting

@@ -1,4 +1,4 @@
-"""In which order groups of requests run: ranks that know it need not ask each other what comes next."""
+"""Ranks that can predict which group of requests runs next need not ask each other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 from gradcomp.pipeline.requests import PreparedRequest
 
-#: A prediction is used once so many before it were right.
+#: A prediction is used once this many before it were right.
 TRUSTED = 3
 
-#: Groups that are kept. A step of up to a quarter of them is predicted without a break.
+#: The length of the history in groups. A step of up to a quarter of it is predicted without a break.
 _MOST = 16384
 
 #: The texts of a group's requests, and whether some rank had new inputs.
@@ -21,19 +21,19 @@ _Key = tuple[tuple[str, ...], bool]
 class RequestOrder:
     """Predicts the next group from those that all ranks have run.
 
-    If the last p groups are the p groups before them, the next one is the one that ran p groups ago; p is the largest
-    for which this holds. So an exception in the midst of equal steps, as an evaluation is, is not expected a second
-    time; after it two steps are needed. All ranks note the same groups, so they predict the same. Memory: 128 KiB;
-    and a request stays referenced while it is among the groups that are kept.
+    If the last p groups are equal to the p groups before them, the next one is the one that ran p groups ago; p is
+    the largest for which this holds. So an exception amid equal steps, such as an evaluation, is not expected a
+    second time; two steps after it suffice to predict again. All ranks record the same groups, so they predict the
+    same. Memory: 128 KiB; a request stays referenced while it is in the history.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[_Key, int] = {}
         self._keys: list[_Key] = []
-        #: By text, the request that the ranks ran last. Its runs have the same number on all of them.
+        #: By text, the request that the ranks ran last; all ranks agree on the number of its runs.
         self._requests: dict[str, PreparedRequest] = {}
         self._history = np.zeros(_MOST, dtype=np.int32)
-        #: By group: how many groups up to it equal as many at the end of the history.
+        #: How many groups up to each one equal as many at the end of the history.
         self._equal = np.zeros(_MOST, dtype=np.int32)
         self._count = 0
         self._next = -1
@@ -41,7 +41,7 @@ class RequestOrder:
 
     @property
     def predicted(self) -> PreparedRequest | None:
-        """The request that runs next, alone and on new inputs; None: the ranks have to compare."""
+        """Return the request that runs next, alone and on new inputs; None if the ranks have to compare."""
         if self._right < TRUSTED or self._next < 0:
             return None
         texts, changed = self._keys[self._next]
@@ -49,7 +49,7 @@ class RequestOrder:
         return None if request is None or request.keeps_state else request
 
     def note(self, requests: Sequence[PreparedRequest], changed: bool) -> None:
-        """All ranks have agreed to run these. ``changed``: some rank had new inputs."""
+        """Record what all ranks have agreed to run; ``changed`` says that some rank had new inputs."""
         if self._count == _MOST:
             self._drop_half()
         key = tuple(request.text for request in requests), changed
@@ -67,7 +67,7 @@ class RequestOrder:
         self._next = self._predict()
 
     def _predict(self) -> int:
-        """What came behind the longest repetition that is as long as its distance; -1 without one."""
+        """Return what came after the longest repetition that is as long as its distance, or -1."""
         last = self._count - 1
         repeats = self._equal[:last] >= np.arange(last, 0, -1)
         first = int(repeats.argmax()) if last > 0 else 0

@@ -1,4 +1,4 @@
-"""Reduce-scatters and all-gathers of arrays between steps: what is asked for, and what one rank keeps for it."""
+"""Reduce-scatters and all-gathers run on arrays between steps, each prepared once for many runs."""
 
 from __future__ import annotations
 
@@ -50,20 +50,21 @@ from gradcomp.reduce.varying import fixed
 
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
 
-#: A further outcome, of requests, which know no next plan: the optimizer stepped several times since the last one.
+#: An outcome of requests only, which need no READY bit: the optimizer stepped several times since the last run.
 REPEATED = READY
 _KINDS: dict[str, type[ReduceScatter | AllGather]] = {REDUCE_SCATTER: ReduceScatter, ALL_GATHER: AllGather}
 
 
 @dataclass(frozen=True)
 class Request:
-    """A reduce-scatter or an all-gather, in the terms on which all ranks must agree.
+    """Describes a reduce-scatter or an all-gather by all that the ranks must agree on.
 
-    ``kind``: ``"reduce_scatter"``: rank j gets its shard of the mean over ranks of every layer. ``"all_gather"``: all
-    ranks get every layer, of which rank j has its shard. ``compressors[i]`` codes layer i. ``borders[i]``: N + 1
-    elements of layer i; rank j's shard begins at element j of them and ends before the next one. By default shards are
-    as equal as can be, see :func:`even_borders`. ``average=False``: the sum in place of the mean. ``name`` tells
-    requests with equal layers apart. ``blocks``: the layers share one array, of which each rank has a block.
+    In a ``"reduce_scatter"`` rank j gets its shard of the mean over ranks of every layer; in an ``"all_gather"``
+    all ranks get every layer, of which rank j has its shard. ``compressors[i]`` codes layer i. ``borders[i]`` are N
+    + 1 elements of layer i: rank j's shard begins at element j of them and ends before the next one. By default
+    shards are as equal as can be, see :func:`even_borders`. ``average=False`` gives the sum instead of the mean.
+    ``name`` tells requests with equal layers apart. With ``blocks`` the layers share one array, of which each rank
+    has a block.
     """
 
     kind: str
@@ -76,15 +77,15 @@ class Request:
 
     @staticmethod
     def of(kind: str, layers: Sequence[LayerSpec], compressor: Compressor, **options: Any) -> Request:
-        """All layers by one compressor."""
+        """Return a request in which one compressor codes all layers."""
         return Request(kind, tuple(layers), (compressor,) * len(layers), **options)
 
     def shards(self, world: int) -> tuple[tuple[int, ...], ...]:
-        """The borders among so many ranks."""
+        """Return the borders of each layer's shards among ``world`` ranks."""
         return self.borders or tuple(even_borders(layer.size, world) for layer in self.layers)
 
     def describe(self, world: int) -> str:
-        """A line for the request and one for each layer."""
+        """Return a line for the request and one for each layer, which ranks compare."""
         by = [compressor.to_string() for compressor in self.compressors] + ["none"] * len(self.layers)
         at = [*self.shards(world), *[()] * len(self.layers)]
         lines = [
@@ -95,11 +96,13 @@ class Request:
         return "\n".join([f"{self.kind} {self.name!r}, average {self.average}", *lines, *blocks])
 
     def check(self, world: int) -> None:
-        """ConfigError unless it can be done among so many ranks."""
+        """Raise ConfigError unless ``world`` ranks can run the request."""
         if self.kind not in _KINDS:
-            raise ConfigError(f"a request is one of {', '.join(_KINDS)}, got {self.kind!r}")
+            raise ConfigError(f"a request must be one of {', '.join(_KINDS)}, got {self.kind!r}")
         if not self.layers or len(self.compressors) != len(self.layers):
-            raise ConfigError(f"{len(self.layers)} layers and {len(self.compressors)} compressors")
+            raise ConfigError(
+                f"{len(self.layers)} layers and {len(self.compressors)} compressors: a request needs one for each layer"
+            )
         if len(self.layers) > 0xFFFF:
             raise ConfigError(f"{len(self.layers)} layers in one request; at most 65535 are possible")
         check_unique(self.layers)
@@ -107,29 +110,34 @@ class Request:
         for layer, at in zip(self.layers, borders, strict=False):
             if len(at) != world + 1 or at[0] != 0 or at[-1] != layer.size or list(at) != sorted(at):
                 raise ConfigError(
-                    f"layer {layer.name!r}: borders are {world + 1} ascending elements from 0 to {layer.size}, "
+                    f"layer {layer.name!r}: borders must be {world + 1} ascending elements from 0 to {layer.size}, "
                     f"got {list(at)}"
                 )
         if len(borders) != len(self.layers):
-            raise ConfigError(f"{len(self.layers)} layers and borders of {len(borders)}")
+            raise ConfigError(
+                f"{len(self.layers)} layers and borders of {len(borders)}: a request needs those of each layer"
+            )
         if self.blocks is not None:
             self.blocks.check(self.layers, borders)
 
 
 def even_borders(size: int, world: int) -> tuple[int, ...]:
-    """Shards of ``size`` elements: as many, or one fewer than those before."""
+    """Return the borders of shards that differ by at most one element, the larger ones first."""
     return tuple(j * (size // world) + min(j, size % world) for j in range(world + 1))
 
 
 class PreparedRequest:
-    """A request on one rank: tables, messages and residuals, made once for all runs.
+    """Holds what one rank needs to run a request: tables, messages and residuals, made once for all runs.
 
-    Round, bytes and arithmetic: :class:`ReduceScatter`, :class:`AllGather`. ``bytes_sent``: by one run, without the
-    comparison of calls. State: for compressors with feedback a residual, float32 and double-buffered: of the layers for
-    a reduce-scatter, of the rank's shards for an all-gather. A run writes the next residual; :meth:`commit` accepts it,
-    :meth:`discard` forgets it, and so does the next run. Ranks that did not do the same raise StateError in that run.
-    ``draw_rank``: whose draws a reduce-scatter has, by default those of ``rank``. ``problem``: why the request cannot
-    be run; the runs raise it on all ranks.
+    :class:`ReduceScatter` and :class:`AllGather` describe rounds, bytes and arithmetic. ``bytes_sent`` is what one
+    run sends, without the comparison of calls. ``draw_rank`` is the rank whose draws a reduce-scatter has, by
+    default ``rank``. ``problem`` says why the request cannot be run; the runs raise it on all ranks.
+
+    State: for compressors with feedback a residual, float32 and double-buffered: of the layers for a
+    reduce-scatter, of the rank's shards for an all-gather. A run writes the next residual; :meth:`commit` accepts
+    it, :meth:`discard` forgets it, and so does the next run.
+
+    Errors: ranks that did not do the same with a run raise StateError in the next one.
     """
 
     def __init__(
@@ -145,7 +153,7 @@ class PreparedRequest:
     ) -> None:
         self.request = request
         self.problem: str | None = None
-        #: Runs so far, the same on all ranks; and what became of the last one, for the next to tell the others.
+        #: The number of runs, the same on all ranks, and the last one's outcome, which the next one's headers carry.
         self.number = 0
         self.outcome = 0
         self.result: RequestResult | None = None
@@ -166,7 +174,7 @@ class PreparedRequest:
         chunks = Chunks(
             self._parts, len(request.layers), world, [borders[part.group.layers] for part in self._parts]
         )
-        if max(chunks.payload_bytes) > 0xFFFFFFFF:  # what a header can announce
+        if max(chunks.payload_bytes) > 0xFFFFFFFF:  # the length field of a header has 32 bits
             self.problem = f"payloads of {max(chunks.payload_bytes)} bytes; divide the request into several"
         self._chunks, self._borders = chunks, borders
         shards = borders[:, rank + 1] - borders[:, rank]
@@ -183,36 +191,36 @@ class PreparedRequest:
         held = np.zeros(len(request.layers), dtype=np.bool_)
         for part in self._parts:
             held[part.group.layers] = part.group.feedback
-        #: By layer; of a layer without feedback it is empty.
+        #: A residual for each layer, empty without feedback.
         self.residuals = DoubleBuffer((sizes * held).tolist())
 
     @property
     def call(self) -> str:
-        """What the ranks compare before a run."""
+        """Return the text that the ranks compare before a run."""
         return f"{self.text}\nrun {self.number}"
 
     @property
     def input_shapes(self) -> list[Shape]:
-        """Of the arrays that a run is given: whole layers for a reduce-scatter, shards for an all-gather."""
+        """Return the shapes of a run's inputs: whole layers for a reduce-scatter, shards for an all-gather."""
         return self._whole if self.request.kind == REDUCE_SCATTER else self._sharded
 
     @property
     def output_shapes(self) -> list[Shape]:
-        """Of the arrays that it gives."""
+        """Return the shapes of a run's outputs: shards for a reduce-scatter, whole layers for an all-gather."""
         return self._sharded if self.request.kind == REDUCE_SCATTER else self._whole
 
     @property
     def keeps_state(self) -> bool:
-        """Whether some layer has a residual; the same on all ranks."""
+        """Return whether some layer has a residual; the same on all ranks."""
         return any(part.group.feedback for part in self._parts)
 
     @property
     def has_codes(self) -> bool:
-        """Whether it still has all codes of the last run."""
+        """Return whether all codes of the last run are still there."""
         return self._flags is not None
 
     def objection(self, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> str | None:
-        """Why it cannot be run with these arrays."""
+        """Return why the request cannot be run with these arrays, or None if it can."""
         if self.problem is not None:
             return self.problem
         given = [("input", inputs, self.input_shapes), ("output", outputs, self.output_shapes)]
@@ -232,14 +240,14 @@ class PreparedRequest:
         outcome: int = 0,
         fingerprint: int = 0,
     ) -> Generator[Framed, None, None]:
-        """Exchange once; then ``result`` is there. Inputs stay untouched until then.
+        """Exchange once; then ``result`` is set. Inputs must stay untouched until then.
 
-        ``draw``: the number that random numbers belong to, by default that of the run. Shards in blocks may be gathered
-        in place: the input is this rank's block of the output. ``changed``: None after a comparison. Without one it
-        says whether this rank's inputs are others than in the last run, and if a rank declines, there is no result,
-        nothing is written to the outputs, and the run can be repeated. ``outcome``: what the other ranks are to hear of
-        the exchange before, if the last run of this request does not say it. ``fingerprint``: what they are to compare
-        with their own; 0: nothing.
+        ``draw`` is the number that random numbers depend on, by default that of the run. Shards in blocks may be
+        gathered in place: the input is then this rank's block of the output. ``changed`` is None after a
+        comparison. Without one it says whether this rank's inputs are others than in the last run; if a rank
+        declines, there is no result, nothing is written to the outputs, and the run can be repeated. ``outcome`` is
+        that of the exchange before, which the other ranks are told unless the request keeps state and tells its
+        own. ``fingerprint`` is compared by the ranks, unless it is 0.
         """
         if self.result is not None:
             self.discard()
@@ -271,9 +279,10 @@ class PreparedRequest:
         )
 
     def decline(self) -> Generator[Framed, None, None]:
-        """Take part in a run that the others may have begun without a comparison: messages of its sizes, of zeros.
+        """Take part in a run that others may have begun without a comparison, with messages of its sizes, of zeros.
 
-        They tell the others not to use the run. Memory of its own, so that the codes of the last run stay.
+        They tell the others not to use the run. They have memory of their own, so that the codes of the last run
+        stay.
         """
         program = _KINDS[self.request.kind](self._chunks, self._rank, self._world)
         nowhere = np.zeros(0, dtype=np.uint64)
@@ -288,8 +297,8 @@ class PreparedRequest:
     def _framed(
         self, program: Rounds, flags: BucketFlags, binding: Arrays, *, ahead: bool
     ) -> Generator[Framed, None, list[Bytes]]:
-        """``ahead``: of a comparison."""
-        # What nobody can have said is damage.
+        """Frame the program's messages; ``ahead`` says that the ranks have not compared the run."""
+        # A flag that no rank can have set means that a message is damaged.
         self._chunks.header.allow(
             (DECLINED | CHANGED) * ahead | DIFFERENT * (flags.fingerprint != 0 or flags.declined)
         )
@@ -297,9 +306,11 @@ class PreparedRequest:
         return (yield from framed(program, header_id, flags, binding))
 
     def decode_again(self, outputs: Sequence[Array]) -> None:
-        """Local: write to ``outputs`` once more what the last all-gather has brought, bit for bit."""
+        """Decode the codes of the last all-gather to ``outputs`` once more, bit for bit; nothing is sent."""
         if not isinstance(self._program, AllGather) or self._flags is None:
-            raise StateError(f"{self.request.kind} {self.request.name!r}: nothing was gathered to its end")
+            raise StateError(
+                f"{self.request.kind} {self.request.name!r}: there is no complete all-gather to decode again"
+            )
         binding = self._binding(outputs, outputs)
         for _ in self._program.gathered.decode(self._context(0), binding, self._flags):
             raise AssertionError("kernels on the host's memory are done when they return")
@@ -309,7 +320,7 @@ class PreparedRequest:
         return StepContext(draw, self._world, average=self.request.average, number=self.number)
 
     def commit(self) -> bool:
-        """Accept the last run: residuals take their next values; False, on all ranks, if a value was not finite."""
+        """Accept the last run and its next residuals; return False, on all ranks, if a value was not finite."""
         if self.result is None:
             raise StateError(f"{self.request.kind}: there is no run to commit")
         result, self.result, self.outcome = self.result, None, APPLIED
@@ -323,7 +334,7 @@ class PreparedRequest:
 
     def _binding(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Arrays:
         borders, rank = self._borders, self._rank
-        whole, sharded = borders[:, 0], borders[:, rank]  # with which element of a layer an array begins
+        whole, sharded = borders[:, 0], borders[:, rank]  # the element of a layer with which an array begins
         scatters = self.request.kind == REDUCE_SCATTER
         read, write = (whole, sharded) if scatters else (sharded, whole)
         blocks = self.request.blocks
@@ -340,10 +351,11 @@ class PreparedRequest:
 
 @dataclass(frozen=True, eq=False)
 class RequestResult:
-    """What came of a run. ``nonfinite``: layers in which a rank gave a NaN or an infinity; the same on all ranks.
+    """Holds the result of a run.
 
-    ``changed``: whether some rank had new inputs, after a run without a comparison. ``different``: whether ranks had
-    different fingerprints. ``checksum``: of the codes of all ranks that an all-gather has brought.
+    ``nonfinite`` marks layers in which a rank gave a NaN or an infinity; it is the same on all ranks. ``changed``
+    says, after a run without a comparison, that some rank had new inputs. ``different`` says that ranks had
+    different fingerprints. ``checksum`` covers the codes of all ranks that an all-gather has brought.
     """
 
     arrays: list[Array]
@@ -355,17 +367,17 @@ class RequestResult:
 
     @property
     def finite(self) -> bool:
-        """Whether the run may be committed."""
+        """Return whether the run may be committed."""
         return not self.nonfinite.any()
 
     @property
     def parted(self) -> bool:
-        """Whether something else became of the run before, or of the last step, on some ranks than on others."""
+        """Return whether the run before, or the last step, had different outcomes on the ranks."""
         return self.outcomes & (self.outcomes - 1) != 0
 
 
 def _parts(request: Request) -> list[Part]:
-    """The layers of one compressor and dtype together."""
+    """Return a part for the layers of each compressor and dtype."""
     for layer, compressor in zip(request.layers, request.compressors, strict=True):
         check_suits(request.kind, layer, compressor)
     pieces = [Piece(i, 0, layer.size) for i, layer in enumerate(request.layers)]
@@ -383,19 +395,19 @@ def _codec(compressor: Compressor, table: Table) -> Codec:
 
 
 def check_suits(kind: str, layer: LayerSpec, compressor: Compressor) -> None:
-    """ConfigError unless the compressor codes the layer's values one by one, without state beside a residual."""
+    """Raise ConfigError unless the compressor codes values one by one, with no state but a residual."""
     name, bare = compressor.to_string(), compressor.bare()
     if not isinstance(bare, Coded):
         raise ConfigError(
-            f"{kind}: {name} has no codes that a rank could decode alone; a quantiser, cast or none has"
+            f"{kind}: {name} has no codes that a rank could decode alone; choose a quantiser, a cast or none"
         )
     if compressor.changes or compressor.traits.preconditions or compressor.fields(layer, 0):
         raise ConfigError(
-            f"{kind}: {name} has momentum, clipping, a schedule or another state; it needs steps"
+            f"{kind}: {name} has momentum, clipping, a schedule or another state, which only steps keep"
         )
     if compressor.traits.follows_rate:
         raise ConfigError(f"{kind}: {name} follows the learning rate, which only steps have")
     if layer.dtype == "float64" and (kind == REDUCE_SCATTER or not bare.traits.exact):
         raise ConfigError(
-            f"layer {layer.name!r} is float64, which only travels uncompressed, and is not added here"
+            f"layer {layer.name!r} is float64, which can only be all-gathered, and only uncompressed"
         )

@@ -1,4 +1,4 @@
-"""What all ranks know at the end of an exchange."""
+"""At the end of an exchange all ranks know its result."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know of a finished exchange. One boolean per layer; equal on all ranks.
+    """Holds what all ranks know of a finished exchange: one boolean per layer, equal on all ranks.
 
-    ``present``: some rank had a dense gradient. ``sparse``: some rank had a sparse one. ``nonfinite``: some rank had a
-    NaN or an infinity, or the mean overflowed. ``outcomes``: what became of the exchange before, as bits of all ranks.
-    ``notices``: LATE of this exchange, EDITED of the one before, DIFFERENT, if some rank said so. ``results``: a check
-    value of all coded means as this rank decodes them, the same on all ranks unless something is wrong; of sums it has
-    no part.
+    ``present``: some rank had a dense gradient. ``sparse``: some rank had a sparse one. ``nonfinite``: some rank
+    had a NaN or an infinity, or the mean overflowed. ``outcomes`` has the outcomes of the exchange before, as bits
+    of all ranks. ``notices`` has LATE of this exchange, EDITED of the one before, and DIFFERENT, each if some rank
+    set it. ``results`` is a check value of all coded means as this rank decodes them, which differs between ranks
+    only if something is wrong; sums are no part of it.
     """
 
     step: int
@@ -31,10 +31,10 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        """Whether the step may be committed."""
+        """Return whether the step may be committed."""
         return not self.nonfinite.any()
 
     @property
     def parted(self) -> bool:
-        """Whether some ranks applied the means of the exchange before, and others did something else."""
+        """Return whether some ranks applied the means of the exchange before, and others did something else."""
         return self.outcomes & (self.outcomes - 1) != 0

@@ -1,4 +1,4 @@
-"""What the ranks of a job share of their state, as a plain value."""
+"""The state that all ranks of a job share is a plain value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
 from gradcomp.pipeline.switching import Switch
 
-#: Settings under which a run goes on bit for bit; others only cost that.
+#: Settings that must be those of the saved run for the run to go on bit for bit; it goes on with others, too.
 SETTINGS = ("seed", "slice_elements", "cold_after_steps", "reduction")
 
 _LONGEST_STREAK = 2**62
@@ -21,13 +21,14 @@ _LONGEST_STREAK = 2**62
 
 @dataclass(frozen=True)
 class Shared:
-    """The part of a snapshot that is equal on all ranks.
+    """Holds the part of a snapshot that is equal on all ranks.
 
-    ``layers``: name -> (shape, dtype), in the order of registration, which numbers them. ``order``: names in bucket
-    order. ``streaks``: for every layer, steps present (> 0) or absent (< 0) in a row. ``settings``: :data:`SETTINGS`.
-    ``unit``: residuals are in gradient units divided by it (Horovod's predivide factor). ``rate``: the last step's
-    learning rate, 0 if it is not known. ``control``: the running controller's name and state, the same on all ranks.
-    ``switch``: a change of compression that is not through, see :meth:`Switch.to_plain`.
+    ``layers`` maps names to (shape, dtype) in the order of registration, which numbers them. ``order`` has the
+    names in bucket order. ``streaks`` counts, for every layer, steps present (> 0) or absent (< 0) in a row.
+    ``settings`` are those named in :data:`SETTINGS`. Residuals are in gradient units divided by ``unit`` (Horovod's
+    predivide factor). ``rate`` is the last step's learning rate, 0 if it is not known. ``control`` has the running
+    controller's name and the state that its ranks share. ``switch`` is an unfinished change of compression, see
+    :meth:`Switch.to_plain`.
     """
 
     step: int
@@ -44,7 +45,7 @@ class Shared:
     switch: Mapping[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts: what JSON holds. Equal values give equal results."""
+        """Return numbers, strings, lists and dicts, which JSON can hold; equal values give equal results."""
         return {
             "step": self.step,
             "layers": [[name, list(shape), dtype] for name, (shape, dtype) in self.layers.items()],
@@ -62,7 +63,7 @@ class Shared:
 
     @staticmethod
     def from_plain(data: Any) -> Shared:
-        """Inverse of :meth:`to_plain`; StateError for anything else."""
+        """Invert :meth:`to_plain`; raise StateError for anything else."""
         try:
             return _shared(data)
         except (KeyError, TypeError, ValueError, GradcompError) as error:
@@ -92,7 +93,7 @@ def _shared(data: Any) -> Shared:
         raise ValueError("the streaks are not those of the layers")
     plan = Plan.from_json(_text(data["plan"]))
     if plan.by_layer.keys() != layers.keys():
-        raise ValueError("the plan is not one for the layers")
+        raise ValueError("the plan is not for these layers")
     found = mapping_of(data["settings"])
     settings: dict[str, int | str] = {name: _number(found[name], 0, 2**64 - 1) for name in SETTINGS[:3]}
     settings["reduction"] = str(parse(_text(found.get("reduction", "sra"))))  # older states have none
@@ -105,11 +106,11 @@ def _shared(data: Any) -> Shared:
     step = _number(data["step"], 0, 2**62)
     control = data.get("control")
     if control is not None and set(mapping_of(control)) != {"controller", "state"}:
-        raise ValueError("the controller's state is not one")
+        raise ValueError("the controller's state is malformed")
     switch = data.get("switch")
     if switch is not None:
         specs = [LayerSpec(name, shape, dtype) for name, (shape, dtype) in layers.items()]
-        Switch.from_plain(mapping_of(switch), specs, step)  # raises for what is none
+        Switch.from_plain(mapping_of(switch), specs, step)  # raises for anything else
     return Shared(
         step, layers, order, plan, cold, sparse, streaks, settings, float(unit), float(rate), control, switch
     )
@@ -122,7 +123,7 @@ def _sequence(value: Any) -> Sequence[Any]:
 
 
 def mapping_of(value: Any) -> Mapping[Any, Any]:
-    """The value, if it is one; TypeError if not."""
+    """Return the value if it is a mapping; raise TypeError if not."""
     if not isinstance(value, dict):
         raise TypeError(f"expected a mapping, got {type(value).__name__}")
     return value

@@ -1,4 +1,4 @@
-"""A pipeline's state as a plain value: out, back in, over to more layers, over to another number of ranks.
+"""A pipeline's state is taken as a plain value, restored, and taken over to more layers or to other numbers of ranks.
 
 Everything is keyed by layer name. :func:`snapshot` and :func:`restore` are local; a run that goes on from restored
 snapshots is, bit for bit, the run that was never interrupted.
@@ -33,12 +33,12 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's state between two steps.
+    """Holds one rank's state between two steps.
 
-    ``first``: residuals by layer name, float32 in the layer's shape. ``ranges``: which elements of which layers
-    (numbered as in ``shared.layers``) this rank owns; ``second`` holds their second residuals, one behind the other.
-    ``fields``: what compressors keep besides, as flat float32 arrays: field name -> layer name -> values. ``control``:
-    the same of the controller; every layer's is one rank's.
+    ``first`` has the residuals by layer name, float32 in the layer's shape. ``ranges`` are the elements of layers
+    (numbered as in ``shared.layers``) that this rank owns; ``second`` holds their server-side errors, one behind
+    the other. ``fields`` is the compressors' further state, as flat float32 arrays: field name -> layer name ->
+    values. ``control`` is the same of the controller; each layer's values are on one rank.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Snapshot:
     control: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
-        """What does not fit together in it; empty if it is sound."""
+        """Return what does not fit together in the state; the list is empty if it is sound."""
         layers, names = self.shared.layers, list(self.shared.layers)
         found = []
         for name, value in self.first.items():
@@ -65,20 +65,24 @@ class Snapshot:
             elif not np.isfinite(value).all():
                 found.append(f"residual of {name!r} is not finite")
         if sum(r.length for r in self.ranges) != self.second.size or self.second.dtype != np.float32:
-            found.append(f"{self.second.size} second residuals ({self.second.dtype}) for other ranges")
+            found.append(
+                f"server-side errors of {self.second.size} elements ({self.second.dtype}) do not match their ranges"
+            )
         elif not np.isfinite(self.second).all():
-            found.append("a second residual is not finite")
+            found.append("a server-side error is not finite")
         ends: dict[int, int] = {}
         for r in sorted(self.ranges, key=lambda r: (r.layer, r.start, r.length)):
             if not 0 <= r.layer < len(names):
-                found.append(f"a second residual of layer number {r.layer}")
+                found.append(f"a server-side error of layer number {r.layer}, which does not exist")
                 continue
             name = names[r.layer]
             inside = 0 <= ends.get(r.layer, 0) <= r.start and r.length >= 0
             if not inside or r.end > math.prod(layers[name][0]):
-                found.append(f"second residual of {name!r} from {r.start}, {r.length} elements")
+                found.append(
+                    f"server-side error of {name!r} from {r.start}, {r.length} elements, which do not fit"
+                )
             elif r.length and name not in self.first:
-                found.append(f"second residual of {name!r}, which has no first one")
+                found.append(f"server-side error of {name!r}, which has no residual")
             ends[r.layer] = max(ends.get(r.layer, 0), r.end)
         for kind, values in (*self.fields.items(), *self.control.items()):
             for name, value in values.items():
@@ -93,13 +97,13 @@ class Snapshot:
 
 
 def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
-    """This rank's state between two steps, copied. Local. StateError while a step is open or not yet accepted.
+    """Copy this rank's state between two steps. Nothing is sent.
 
-    ``unit``: see :class:`Shared`.
+    It raises StateError while a step is open or not yet accepted. For ``unit`` see :class:`Shared`.
     """
     if pipeline.is_open or pipeline.result is not None:
         raise StateError("a step is open: the state is defined between steps only")
-    pipeline.lay_out()  # as the next step would: its plan may give residuals to further layers
+    pipeline.lay_out()  # as the next step would do, whose plan may give residuals to further layers
     names = [layer.name for layer in pipeline.layers]
     residuals = pipeline.residuals
     shared = pipeline.config.shared()
@@ -142,7 +146,7 @@ def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:
 
 
 def check(pipeline: Pipeline, state: Snapshot) -> None:
-    """Raise one StateError that lists everything in ``state`` that does not fit the pipeline. Changes nothing."""
+    """Raise one StateError that lists all in ``state`` that does not fit the pipeline, and change nothing."""
     if pipeline.is_open or pipeline.result is not None:
         raise StateError("a step is open: the state can be replaced between steps only")
     shared = state.shared
@@ -167,10 +171,10 @@ def check(pipeline: Pipeline, state: Snapshot) -> None:
 
 
 def restore(pipeline: Pipeline, state: Snapshot, unit: float = 1.0) -> None:
-    """Go on from ``state``: the pipeline's own is replaced. Local; all ranks must restore states of one moment.
+    """Replace the pipeline's state by ``state``. Nothing is sent; all ranks must restore states of one moment.
 
-    ``unit``: see :class:`Shared`; residuals in another are converted. The plan in the state takes over. Raises
-    StateError, with nothing changed, if anything does not fit; see :func:`check`.
+    Residuals in another unit than ``unit`` are converted, see :class:`Shared`. The plan in the state takes over.
+    StateError is raised, with nothing changed, if anything does not fit; see :func:`check`.
     """
     check(pipeline, state)
     _say_what_differs(pipeline, state.shared)
@@ -179,10 +183,10 @@ def restore(pipeline: Pipeline, state: Snapshot, unit: float = 1.0) -> None:
 
 
 def inherit(new: Pipeline, old: Pipeline) -> None:
-    """Give ``new``, which has all of ``old``'s layers and more, the state of ``old``. Local.
+    """Give ``new``, which has all of ``old``'s layers and more, the state of ``old``. Nothing is sent.
 
-    A plan that has changed since the start is kept, and goes on to its next version with the new layers in it; what a
-    controller chose is kept too. A change of compression that is not through goes on to the plan of ``new``.
+    A plan that has changed since the start is kept, and goes on to its next version with the new layers in it; a
+    controller's choices are kept too. An unfinished change of compression goes on to the plan of ``new``.
     """
     state = snapshot(old)
     shared = state.shared
@@ -206,13 +210,13 @@ def inherit(new: Pipeline, old: Pipeline) -> None:
 
 
 def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
-    """The states of all ranks of a job, taken over by rank ``rank`` of a job of ``world`` ranks.
+    """Merge the states of all ranks of a job into that of rank ``rank`` of a job of ``world`` ranks.
 
-    With N old ranks, every new rank's residual is r' = (1/N) sum over i of (r_i + N s_i), s_i being the second residual
-    of the ranges that rank i owned: the mean over ranks of what was not applied yet stays what it was, whatever the new
-    number. Fields become their mean: those that are the same on all ranks stay what they are. What a controller added
-    up goes to the layers' new owners. Sums in float64, in rank order. ``states`` is consumed one at a time. StateError
-    if they do not belong together.
+    With N old ranks, every new rank's residual is r' = (1/N) sum over i of (r_i + N s_i), s_i being the server-side
+    error of the ranges that rank i owned: the mean over ranks of what was not applied yet stays what it was,
+    whatever the new number. Fields become their mean, so those that are the same on all ranks stay what they are. A
+    controller's sums go to the layers' new owners. Sums are in float64, in rank order. ``states`` is consumed one
+    at a time. StateError is raised if they do not belong together.
     """
     totals: dict[str, npt.NDArray[np.float64]] = {}
     fields: dict[str, dict[str, npt.NDArray[np.float64]]] = {}
@@ -266,7 +270,7 @@ def _means(totals: Mapping[str, npt.NDArray[np.float64]], count: int) -> dict[st
 
 
 def _missing_state(pipeline: Pipeline, state: Snapshot) -> list[str]:
-    """State that the plan in it asks for, and that is not there."""
+    """Return what the plan in the state asks for and the state does not have."""
     shared = state.shared
     numbers = {layer.name: i for i, layer in enumerate(pipeline.layers)}
     try:
@@ -294,7 +298,7 @@ def _missing_state(pipeline: Pipeline, state: Snapshot) -> list[str]:
 
 
 def _fits(kind: str, saved: Floats | None, size: int, begin: Begin) -> bool:
-    """Whether a saved field is as long as it has to be, or was kept by another number of ranks."""
+    """Return whether a saved field has the right length, or was kept by another number of ranks."""
     if saved is None or saved.size == size or not (saved.size and kind.startswith(SHARED)):
         return saved is not None and saved.size == size
     try:
@@ -330,7 +334,7 @@ def _say_what_differs(pipeline: Pipeline, shared: Shared) -> None:
 
 
 def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.float32 | None = None) -> None:
-    """Put residuals, times ``factor``, and ``shared`` in place of what the pipeline has."""
+    """Replace the pipeline's state by residuals, times ``factor``, and ``shared``."""
     numbers = {layer.name: i for i, layer in enumerate(pipeline.layers)}
     sizes = [0] * len(numbers)
     for name, value in state.first.items():
@@ -350,10 +354,10 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
     for buffer, row, value in rows:
         buffer.set(row, value if factor is None else value * factor)
     _restore_controller(pipeline, state, shared)
-    # Ranges that this rank does not own here go into its first residuals.
     switch = None
     if shared.switch is not None:
         switch = Switch.from_plain(shared.switch, pipeline.layers, shared.step)
+    # Server-side errors of ranges that this rank does not own here go into its residuals.
     pipeline.restore(
         Resumption(
             shared.step,
@@ -371,7 +375,7 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
 
 
 def _restore_controller(pipeline: Pipeline, state: Snapshot, shared: Shared) -> None:
-    """The controller's state, if it is this one's; a warning if it is not."""
+    """Restore the controller's state if it was saved by the same controller, else warn."""
     controller, saved = pipeline.controller, shared.control
     if controller is None or saved is None:
         if (controller is None) != (saved is None):
@@ -389,6 +393,3 @@ def _restore_controller(pipeline: Pipeline, state: Snapshot, shared: Shared) -> 
         )
         return
     controller.restore(mapping_of(saved["state"]), state.control)
-
-
-# --------------------------------------------------------------------------------------- from what a file holds

@@ -1,4 +1,4 @@
-"""Numbers that an exchange needs and that a device has yet to tell."""
+"""An exchange may need numbers that a device is still computing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Protocol
 
 
 class Soon(Protocol):
-    """A number that is not here yet."""
+    """Stands for a number that a device may still be computing."""
 
     def done(self) -> bool:
-        """Whether it has come; does not wait. May raise a :class:`gradcomp.GradcompError`."""
+        """Return whether it has come, without waiting; may raise a :class:`gradcomp.GradcompError`."""
         ...
 
     def result(self) -> float:
-        """The number, once it is done."""
+        """Return the number, once it is done."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A running controller beside its pipeline: asked and told at fixed places of every step."""
+"""A pipeline asks and tells its running controller at fixed places of every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcomp.transport.base import AllReduce, Handle, Transport
 
 
 class Steering:
-    """What one rank's pipeline does for a controller; nothing where there is none, or before its first step."""
+    """Serves one rank's controller; does nothing where there is none, or before its first step."""
 
     def __init__(self, controller: ControllerRun | None, layers: int) -> None:
         self.controller = controller
@@ -29,25 +29,25 @@ class Steering:
         self._wire = np.zeros(0)
 
     def decides(self, step: int) -> bool:
-        """Whether plans are the controller's from this step on."""
+        """Return whether the controller decides about plans from this step on."""
         return self.controller is not None and step >= self.controller.environment.first_step
 
     @property
     def ready(self) -> bool:
-        """This rank's vote."""
+        """Return this rank's vote for the controller's next choices."""
         return self._active is not None and self._active.ready
 
     @property
     def overdue(self) -> bool:
-        """Whether the step has to wait for the controller's background work."""
+        """Return whether the step has to wait for the controller's background work."""
         return self._active is not None and self._active.overdue
 
     def stop(self) -> None:
-        """The controller ends with this step."""
+        """End the controller with this step."""
         self.controller = None
 
     def open(self, step: int, now: float, buckets: int) -> None:
-        """A step opens."""
+        """Begin a step of so many ``buckets`` at the time ``now``."""
         self._since = now - self._opened_at if self._opened_at else 0.0
         self._opened_at = now
         self._wire = np.zeros(buckets)
@@ -58,7 +58,7 @@ class Steering:
             self._active.begin(step)
 
     def start(self, groups: Sequence[Group], memory: StepMemory, scale: float) -> None:
-        """A bucket is about to be encoded."""
+        """Let the controller look at the gradients of a bucket that is about to be encoded."""
         if self._active is None or not self._active.accumulates:
             return
         for group in groups:
@@ -68,7 +68,7 @@ class Steering:
             self._active.accumulate(table, group.layers, scale)
 
     def contribute(self, step: int, transport: Transport) -> None:
-        """Every bucket is encoded: what the controller adds up travels beside the last ones."""
+        """Begin to sum over ranks what the controller adds up: it travels beside the last buckets."""
         if self._active is None:
             return
         assert self.observations is not None, "made when the step was opened"
@@ -78,23 +78,23 @@ class Steering:
             self._summed = (AllReduce(vector).issue(transport), vector)
 
     def round_complete(self, bucket: int, seconds: float) -> None:
-        """A round of the bucket took so long on the wire."""
+        """Count the seconds that a round of the bucket took on the wire."""
         self._wire[bucket] += seconds
 
     @property
     def sums(self) -> Handle | None:
-        """What has to be complete before :meth:`conclude`."""
+        """Return the sum that has to be complete before :meth:`conclude`, or None."""
         return None if self._summed is None else self._summed[0]
 
     def conclude(
         self, step: int, agreed: bool, laid_out: Arrangement, completed: Sequence[float], rate: float
     ) -> bool:
-        """The step is done: whether the controller has other choices for the next one. ``rate``: of learning."""
+        """End the step; return whether the controller has new choices. ``rate`` is the learning rate."""
         sums, self._summed = self._summed, None
         if self.controller is None:
             return False
         if self._active is None:
-            # What it chose before its time begins with it.
+            # Choices that it made before its first step apply from that step on.
             return self.decides(step + 1) and bool(self.controller.choices)
         summed = None if sums is None else sums[1]
         wire = by_layer(laid_out.travels, self._wire, self._layers)
@@ -104,6 +104,6 @@ class Steering:
         )
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """The step was accepted."""
+        """Tell the controller that the step was accepted, with the layers that were ``present``."""
         if self._active is not None:
             self._active.commit(present)

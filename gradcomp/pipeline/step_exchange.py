@@ -1,4 +1,4 @@
-"""The exchange of one step: its buckets begin in order, go through their rounds, and gather the flags of all ranks."""
+"""The exchange of one step: buckets begin in order, go through their rounds and gather the flags of all ranks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from gradcomp.transport.base import Transport
 
 @dataclass(frozen=True)
 class Workplace:
-    """What the exchanges of one pipeline have in common.
+    """Holds what the exchanges of one pipeline have in common.
 
-    ``round_complete(seconds)`` and ``on_complete(bucket)`` are called for every round and every bucket that is through.
-    ``overlap``: buckets begin before the flush, and beside each other.
+    ``round_complete(seconds)`` is called for every round, ``on_complete(bucket)`` for every bucket. With
+    ``overlap`` buckets begin before the flush, and beside each other.
     """
 
     device: Device
@@ -49,12 +49,12 @@ class Workplace:
 
 
 class StepExchange:
-    """One step's exchange, from its opening until all means are in the outputs.
+    """Runs one step's exchange, from its opening until all means are in the outputs.
 
-    ``residuals``, and the fields in ``context``, are those of the step. The loss scale and the learning rate may come
-    later than the exchange opens: the first bucket waits for ``numbers``. ``last_rate``: the learning rate of the last
-    accepted step, 0 if it is not known. ``fingerprint``: what headers say of parameters and optimizer, with
-    ``results``, those of the last exchange.
+    ``residuals``, and the fields in ``context``, are those of the step. ``numbers``, the loss scale and the
+    learning rate, may come later than the exchange opens: the first bucket waits for them. ``last_rate`` is the
+    learning rate of the last accepted step, 0 if it is not known. The headers carry ``fingerprint``, of parameters
+    and optimizer, and ``results``, the check value of the last exchange.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class StepExchange:
         self._fingerprint, self._last_results = fingerprint, results
         self._header_id = HeaderId(0, 0, 0)
         self._own_state = 0
-        #: Set before the flush: whether it is not this rank's own gradients that end the exchange.
+        #: Set before the flush, if it is not this rank's own gradients that end the exchange.
         self.late = False
         self._flags: list[tuple[npt.NDArray[np.int64], BucketFlags]] = []  # of the buckets that have begun
         self.scale = 1.0
         self.learning_rate = 0.0
-        #: This rank's, once the first bucket has begun.
+        #: This rank's fingerprint, once the first bucket has begun.
         self.fingerprint = NOTHING
         self.opened_at = perf_counter()
         registry = workplace.registry
@@ -99,20 +99,24 @@ class StepExchange:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The bucket and the round that are waited for; round -1: the bucket's layers."""
+        """Return the bucket and the round that are waited for; round -1 stands for the bucket's gradients."""
         return self._ticks.position if self._ticks else (len(self._laid_out.programs), 0)
 
     def run(self, header_id: HeaderId, own_state: int) -> Generator[Waiting, None, None]:
-        """All buckets. ``header_id``: of messages, but for the bucket. ``own_state``: what this rank says of itself."""
+        """Run all buckets.
+
+        ``header_id`` identifies messages, but for the bucket. ``own_state`` are the bits of this rank's state in
+        the headers.
+        """
         self._header_id, self._own_state = header_id, own_state
         contribute = partial(self._workplace.steering.contribute, self._context.number, self._transport)
         assert self._ticks is not None, "an exchange runs once"
         yield from self._ticks.run(overlap=self._workplace.overlap, last_is_issued=contribute)
-        self._ticks = None  # it refers to this object: without it nothing waits for the garbage collector
+        self._ticks = None  # a cycle with this object would keep both until the garbage collector runs
         self._take_numbers()
 
     def result(self) -> tuple[StepResult, bool]:
-        """When it is through, what all ranks know of it, and whether all ranks are ready for the next plan."""
+        """Return what all ranks know at the end, and whether all ranks are ready for the next plan."""
         states = np.zeros(len(self._laid_out.position), dtype=np.uint8)
         outcomes = notices = results = 0
         for layers, flags in self._flags:
@@ -130,7 +134,7 @@ class StepExchange:
         )
 
     def _start(self, program: BucketProgram) -> InFlight:
-        """A bucket that can be encoded begins."""
+        """Begin a bucket that can be encoded."""
         self._take_numbers()
         place, bucket = self._workplace, program.bucket
         registry, trace, step = place.registry, place.times.trace, self._context.number
@@ -152,7 +156,7 @@ class StepExchange:
         return program.run(replace(self._header_id, bucket=program.bucket.number), context, memory, flags)
 
     def _take_numbers(self) -> None:
-        """The loss scale and the learning rate have come: the step's context is known."""
+        """Complete the step's context by the loss scale and the learning rate, which have come."""
         if self._numbers is None:
             return
         self.scale, self.learning_rate = map(_known, self._numbers)
@@ -168,7 +172,7 @@ class StepExchange:
         )
 
     def _completed(self, bucket: int, begin: float, end: float) -> None:
-        """A round has come."""
+        """Record a round that is complete."""
         self._workplace.times.trace.add("send", self._context.number, bucket, begin, end)
         self._workplace.round_complete(end - begin)
         self._workplace.steering.round_complete(bucket, end - begin)

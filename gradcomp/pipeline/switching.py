@@ -1,4 +1,4 @@
-"""A change of compression that the user asks for in mid-run: what residuals hold travels first, exactly."""
+"""A user may change the compression in mid-run: what residuals hold is sent first, exactly."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(eq=False)
 class Switch:
-    """From the plan in force to ``target``, by way of plans in which some layers only send what they hold.
+    """Leads from the plan in force to ``target``, by plans in which some layers only send what they hold.
 
-    p = g + e, sent exactly, so that e' = 0: such a layer travels as ``error_feedback[c]``, c being what its compressor
-    gives while it warms up. Then the next plan takes the target's compressor.
+    A layer sends p = g + e exactly, so that e' = 0: it travels as ``error_feedback[c]``, c being its next
+    compressor if that is exact, else what that one uses to warm up. Then the next plan takes the target's
+    compressor.
 
-    ``owing``: layers that hold a residual which their next compressor would not read. A layer is done with once a step
-    under such a plan was accepted in which some rank had a gradient of it; all ranks see the same. ``asked``: the step
-    whose headers tell whether all ranks asked; None from then on. ``begun``: version of the first plan.
+    ``owing`` marks layers that hold a residual which their next compressor would not read. It is cleared for a
+    layer once a step under such a plan was accepted in which some rank had a gradient of the layer; all ranks see
+    the same. ``asked`` is the step whose headers tell whether all ranks asked, and None from then on. ``begun`` is
+    the version of the first plan.
     """
 
     layers: Sequence[LayerSpec]
@@ -43,7 +45,10 @@ class Switch:
     def ask(
         layers: Sequence[LayerSpec], target: Plan, later: Mapping[int, Plan], holding: Mask, step: int
     ) -> Switch:
-        """Begin. ``later``: plans by the step at which they follow ``target``. ConfigError for impossible ones."""
+        """Begin a change of compression; raise ConfigError for impossible plans.
+
+        ``later`` has plans by the step at which they follow ``target``. Layers in ``holding`` have a residual.
+        """
         for plan in (target, *later.values()):
             plan.check_covers(layers)
             compressors_of(layers, plan)
@@ -52,7 +57,7 @@ class Switch:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The plans that come later, as the pipeline asks for them."""
+        """Return the later plans as a schedule, or None without any."""
         later = self.later
 
         def begins(step: int, version: int) -> Plan | None:
@@ -61,14 +66,14 @@ class Switch:
         return begins if later else None
 
     def digest(self, plan: bytes) -> bytes:
-        """Of the first plan, whose digest is given, and of all that are to follow: 32 bytes that ranks compare."""
+        """Return 32 bytes that ranks compare, of the first plan's digest and of all plans that are to follow."""
         hashed = hashlib.sha256(plan)
         for step, later in ((-1, self.target), *sorted(self.later.items())):
             hashed.update(f"{step} {Plan(0, later.assignments).to_json()}\n".encode())
         return hashed.digest()
 
     def check(self, step: int, ready: bool, rank: int) -> None:
-        """PlanMismatchError unless all ranks asked before the same step."""
+        """Raise PlanMismatchError unless all ranks asked before the same step."""
         if self.asked == step and not ready:
             raise PlanMismatchError(
                 f"rank {rank} called set_compression() before step {step}, and another rank did not: every rank has to "
@@ -76,7 +81,7 @@ class Switch:
             )
 
     def plan(self, version: int, before: Plan) -> Plan:
-        """The next plan on the way."""
+        """Return the next plan on the way."""
         now = compressors_of(self.layers, before)
         rows = [
             _exactly(row, now[i], next_one) if self.owing[i] else row
@@ -87,7 +92,7 @@ class Switch:
         return Plan(version, tuple(rows))
 
     def follow(self, before: Plan, behind: Collection[int]) -> Plan | None:
-        """The plan after ``before``, if there is one: layers ``behind``, which nobody trains, are not waited for."""
+        """Return the plan after ``before``, or None; layers ``behind``, which nobody trains, are not waited for."""
         waits = self.owing.copy()
         waits[list(behind)] = False
         if self.asked is not None or waits.any():
@@ -96,23 +101,23 @@ class Switch:
         return None if plan.assignments == before.assignments else plan
 
     def accept(self, plan: Plan) -> None:
-        """All ranks asked, and ``plan`` is the first one."""
+        """Begin with ``plan``, the first one, since all ranks asked."""
         if self.asked is not None:
             self.asked, self.begun = None, plan.version
 
     def commit(self, plan: Plan, present: Mask) -> None:
-        """A step under ``plan`` was accepted."""
+        """Release layers that sent what they held in an accepted step under ``plan``."""
         if self.asked is None and plan.version >= self.begun:
             self.owing &= ~present
 
     def is_over(self, plan: Plan) -> bool:
-        """Whether ``plan`` is what was asked for."""
+        """Return whether ``plan`` is what was asked for."""
         return self.asked is None and not self.owing.any() and plan.assignments == self.target.assignments
 
     # -- what a checkpoint holds -------------------------------------------------------------------------------
 
     def to_plain(self) -> dict[str, Any]:
-        """Numbers, strings and lists; plans that come later are the program's, as a schedule is."""
+        """Return numbers, strings and lists; later plans are left out: the program sets them, as a schedule."""
         names = [layer.name for layer in self.layers]
         return {
             "target": Plan(0, self.target.assignments).to_json(),
@@ -123,14 +128,14 @@ class Switch:
 
     @staticmethod
     def from_plain(data: Mapping[str, Any], layers: Sequence[LayerSpec], step: int) -> Switch:
-        """Inverse of :meth:`to_plain`; KeyError, TypeError, ValueError or GradcompError for anything else."""
+        """Invert :meth:`to_plain`; raise KeyError, TypeError, ValueError or GradcompError for anything else."""
         target = Plan.from_json(data["target"])
         target.check_covers(layers)
         compressors_of(layers, target)
         rows = target.by_layer
         owing = set(map(str, data["owing"]))
         if not owing <= rows.keys() or type(data["asked"]) is not bool:
-            raise ValueError("the change of compression is not one for the layers")
+            raise ValueError("the change of compression is not for these layers")
         return Switch(
             layers,
             Plan(0, tuple(rows[layer.name] for layer in layers)),
@@ -141,7 +146,7 @@ class Switch:
 
 
 def _exactly(row: Assignment, now: Compressor, next_one: Compressor) -> Assignment:
-    """How a layer travels that sends all it holds."""
+    """Return how a layer travels that sends all it holds."""
     exact = next_one if next_one.traits.exact else next_one.dense(Identity())
     flush = ErrorFeedback(exact, follow_rate=now.traits.follows_rate)
     return Assignment(row.layer, flush.family_string(), flush.level)

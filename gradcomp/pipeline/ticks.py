@@ -1,4 +1,4 @@
-"""Which bucket begins when, and which round of which bucket is issued next."""
+"""A step's schedule decides which bucket begins when, and which round of which bucket is issued next."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Waits = Generator[Waiting, None, None]
 
 
 class Ticks:
-    """One step's way through its buckets.
+    """Leads one step through its buckets.
 
-    Tick t issues round 0 of bucket t, round 1 of bucket t-1, ...: a total order that all ranks share. ``start`` begins
-    a bucket whose gradients are there; the first one waits for ``numbers``, too. ``completed`` is told of a bucket
-    whose means are in the outputs. ``position``: the bucket and the round that are waited for; round -1: the bucket's
-    layers.
+    Tick t issues round 0 of bucket t, round 1 of bucket t-1, ...: a total order that all ranks share. ``start``
+    begins a bucket whose gradients are there; the first one also waits for ``numbers``. ``completed`` is called for
+    a bucket whose means are in the outputs. ``position`` is the bucket and the round that are waited for; round -1
+    stands for the bucket's gradients.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Ticks:
         self._numbers = numbers
         self._begun = 0
         self._in_flight: list[InFlight] = []  # newest first
-        self._ahead: InFlight | None = None  # the next bucket, if it was begun while another one waited
+        self._ahead: InFlight | None = None  # the next bucket, if it began while another one waited
 
     def run(self, *, overlap: bool, last_is_issued: Callable[[], None]) -> Waits:
-        """All of them. ``last_is_issued`` is called behind the first round of the last bucket."""
+        """Run all buckets; call ``last_is_issued`` after the first round of the last bucket."""
         while not overlap and not self._registry.flushed:
             yield Waiting.LAYERS
         for program in self._programs:
@@ -65,7 +65,7 @@ class Ticks:
             yield from self._advance(self._in_flight[1:], overlap)
             while self._in_flight and not overlap:
                 yield from self._advance(self._in_flight, overlap)
-        if not self._programs:  # every layer is sparse
+        if not self._programs:  # every layer has sparse gradients
             yield from self._known()
             last_is_issued()
         while self._in_flight:
@@ -77,7 +77,7 @@ class Ticks:
         return self._start(program)
 
     def _advance(self, in_flight: Sequence[InFlight], overlap: bool) -> Waits:
-        """The next round of these buckets, the newest first; those that are complete are in flight no more."""
+        """Issue the next round of these buckets, the newest first, and drop those that are complete."""
         for one in list(in_flight):
             yield from self._prepared(one, overlap)
             if not one.issue(self._transport):
@@ -86,7 +86,7 @@ class Ticks:
                     self._completed(self._programs[one.number].bucket)
 
     def _complete(self, bucket: Bucket) -> Waits:
-        """Until a bucket can be encoded."""
+        """Wait until the gradients of a bucket are complete and ready, so that it can be encoded."""
         while not self._registry.ready(bucket.number):
             self.position = (bucket.number, -1)
             self._meanwhile()
@@ -100,7 +100,7 @@ class Ticks:
         yield from self._known()
 
     def _known(self) -> Waits:
-        """Until the loss scale and the learning rate are known: they are the step's own, whatever follows."""
+        """Wait until the loss scale and the learning rate are known: they are the step's own, whatever follows."""
         for number in self._numbers:
             while not isinstance(number, float | int) and not number.done():
                 self._meanwhile()
@@ -108,7 +108,7 @@ class Ticks:
         self._numbers = ()
 
     def _prepared(self, in_flight: InFlight, overlap: bool) -> Waits:
-        """Until the bucket's next round is due, or it is complete."""
+        """Wait until the bucket's next round is due, or the bucket is complete."""
         while (waiting := in_flight.prepare()) is not Waiting.NOTHING:
             self.position = (in_flight.number, in_flight.round)
             self._meanwhile(in_flight)
@@ -117,7 +117,7 @@ class Ticks:
             yield waiting
 
     def _meanwhile(self, waiting: InFlight | None = None) -> None:
-        """Beside a device there is time for all buckets but this one; nothing is issued."""
+        """Prepare all buckets but the one that waits for a device, without issuing anything."""
         if not self._device.is_late:
             return
         for other in self._in_flight:
@@ -125,7 +125,7 @@ class Ticks:
                 other.prepare()
 
     def _look_ahead(self) -> None:
-        """Beside a device, begin the next bucket if it is complete: one, since it takes memory."""
+        """Begin the next bucket early beside a device, if it is complete: only one, since it takes memory."""
         if not self._device.is_late:
             return
         if self._ahead is not None:

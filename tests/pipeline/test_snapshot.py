@@ -257,13 +257,13 @@ def _with(state, name, value):
 NAN = np.full((37, 11), np.nan, dtype=np.float32)
 BROKEN = {
     "missing residual of 'w1'": lambda s: _without(s, "w1"),
-    "which has no first one": lambda s: dataclasses.replace(s, first={}),
+    "which has no residual": lambda s: dataclasses.replace(s, first={}),
     "which is not one of the layers": lambda s: _with(s, "stranger", NAN),
     "'w1' has shape \\[407\\]": lambda s: _with(s, "w1", s.first["w1"].reshape(-1)),
     "dtype float64": lambda s: _with(s, "w1", s.first["w1"].astype(np.float64)),
     "'w1' is not finite": lambda s: _with(s, "w1", NAN),
-    "second residual is not finite": lambda s: dataclasses.replace(s, second=s.second * np.float32(np.nan)),
-    "for other ranges": lambda s: dataclasses.replace(s, second=s.second[:-1]),
+    "server-side error is not finite": lambda s: dataclasses.replace(s, second=s.second * np.float32(np.nan)),
+    "do not match their ranges": lambda s: dataclasses.replace(s, second=s.second[:-1]),
     "layer number 99": lambda s: dataclasses.replace(s, ranges=(*s.ranges, Range(99, 0, 0))),
     "of 'w1' from 400": lambda s: dataclasses.replace(s, ranges=(Range(0, 400, s.second.size),)),
     "of 'w1' from -3": lambda s: dataclasses.replace(s, ranges=(Range(0, -3, s.second.size),)),
