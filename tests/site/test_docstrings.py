@@ -71,7 +71,6 @@ LATER = {
     "torch",
     "compress",
     "engine",
-    "tf",
     "core",
     "testing",
     "analysis",
