@@ -150,7 +150,7 @@ class Distributed(Readers):
         """Change the compression during training, in a callback between two steps or two calls of ``fit``.
 
         All ranks must call it, between the same two steps; the call sends nothing. The headers of the next
-        step show if all ranks called it with the same argument, and the new compression applies from the step
+        step show whether all ranks called it with the same argument, and the new compression applies from the step
         after that one. Layers whose new compressor keeps no residual send the rest of theirs with the
         gradient, exactly and once. Momentum of the old compression is dropped, and a controller ends.
 

@@ -43,7 +43,7 @@ from gradcomp.torch.tensors import dtype_name
 class BucketSteps:
     """Makes one step of each backward pass of a DistributedDataParallel.
 
-    Implements :class:`gradcomp.job.adapter.Adapter`. A hook hears neither of ``step()`` nor of
+    Implements :class:`gradcomp.job.adapter.Adapter`. A hook does not learn of ``step()`` or
     ``zero_grad()``, so the last step is accepted when the next one begins, or when the state is asked for.
     :meth:`attach` must be called first.
     """

@@ -287,8 +287,8 @@ class GradientExchange:
     def finish(self, *, late: bool = False) -> None:
         """Exchange what the window has accumulated; then gradients are means. Free if there is nothing new.
 
-        ``late`` means that ``step()`` calls and the user has not seen these means, as other ranks may have at
-        the end of their backward pass. Those ranks then note if they change the means.
+        ``late`` is set when ``step()`` calls: the means are applied before the user sees them, while other ranks
+        may have seen theirs at the end of their backward pass. Those ranks then note whether they change them.
         """
         if self.has_result():
             return
@@ -436,9 +436,7 @@ class GradientExchange:
         self._gradients.give_back()
         self._touched, self._submitted, self._passes = {}, set(), 0
         self._end_ddp_check()
-        if (
-            self.driver.agrees
-        ):  # a rank that gives up its step takes part in the vote only, so scalers are compared here
+        if self.driver.agrees:  # a rank that gives up its step only votes later, so scalers are compared here
             self._loss_scale.agree(self.exchanger)
 
     def finalise(self) -> bool:

@@ -121,9 +121,8 @@ def DistributedOptimizer(
         on_skip,
         residuals,
     )
-    if (
-        not runtime.is_initialized()
-    ):  # wrong arguments raise their own error before the StateError about init()
+    # Before init() wrong arguments raise their own errors, and not the StateError about init().
+    if not runtime.is_initialized():
         check_plain(optimizer)
         arguments.check()
         name_parameters(optimizer, named_parameters)
@@ -298,7 +297,7 @@ class Distributed(Serving, Readers, Adopted):
         """Change the compression during training: ``opt.set_compression("none")`` for exact gradients.
 
         All ranks must call it, between the same two steps; the call sends nothing. The headers of the next
-        step show if all ranks called it with the same argument, and the new compression applies from the step
+        step show whether all ranks called it with the same argument, and the new compression applies from the step
         after that one. Layers whose new compressor keeps no residual send the rest of theirs with the
         gradient, exactly and once, so that the sums of true and of applied means agree. Momentum of the old
         compression is dropped, and a controller ends. Steps of a schedule in ``compression`` count from the

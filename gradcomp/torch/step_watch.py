@@ -114,7 +114,7 @@ class StepWatch:
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Infer from its state if an optimizer has stepped.
+    """Infer from its state whether an optimizer has stepped.
 
     A step count decides where there is one, because some optimizers make their state when they are made.
     """

@@ -1,4 +1,4 @@
-"""Properties of tensors that decide if and how they can be exchanged."""
+"""Properties of tensors that decide whether and how they can be exchanged."""
 
 from __future__ import annotations
 

@@ -100,9 +100,7 @@ def compress_fsdp(
     ranks = members(process_set)
 
     def validate() -> tuple[list[Unit], tuple[Policy, Policy]]:
-        from gradcomp.torch.sharded.units import (
-            find_units,
-        )  # imports packages of torch that take long to import
+        from gradcomp.torch.sharded.units import find_units  # imports torch's packages, which takes long
 
         units = find_units(model)
         policies = as_policy(weights), as_policy(gradients)
