@@ -1,7 +1,7 @@
 """gradcomp for TensorFlow and Keras 3: ``import gradcomp.tf as gc``."""
 
 import gradcomp
-import gradcomp.tf.requires  # the first of what imports TensorFlow
+import gradcomp.tf.requires  # before anything that imports TensorFlow, so that its error names the package
 
 # isort: split
 from gradcomp import *  # noqa: F403 - its public names are public here too

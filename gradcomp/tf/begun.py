@@ -1,8 +1,9 @@
-"""Collectives that move the user's tensors: begun by one op of a tf.function, and waited for by others.
+"""Collectives on the user's tensors: one op of a tf.function starts a call, and another op waits for it.
 
-An op that waits would keep one of TensorFlow's threads, of which there may be one only, while the call that another
-rank waits for has not begun. So the op that begins a call returns at once, and the end of the call puts a token into a
-queue of TensorFlow's, whose dequeue keeps no thread. Calls begin in program order; they end in any.
+An op that waits would keep one of TensorFlow's threads, of which there may be one only, while the call that
+another rank waits for has not started. So the op that starts a call returns at once. The end of the call puts
+a token into a queue of TensorFlow, whose dequeue op keeps no thread. Calls start in program order and end in
+any order.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from gradcomp.tf.bridge import lent, op
 from gradcomp.tf.ordered import refuse_graph, the_turn
 from gradcomp.tf.tensors import Array
 
-#: Of a queue, which must have a bound: more than there will ever be.
+#: Capacity of a queue, which must have one: more calls than a program ever makes.
 _MOST_TOKENS = 1 << 30
 
-#: The latest call from a tf.function by its ranks and name.
+#: Ranks and name -> the latest call with them from a tf.function.
 _latest: WeakValueDictionary[tuple[Ranks, str], Reply[Any]] = WeakValueDictionary()
 
 
 class Called(NamedTuple):
-    """Which collective, with the user's name for it, and the ranks that take part."""
+    """The kind of a collective, the user's name for the call, and the ranks that take part."""
 
     kind: str
     name: str | None
@@ -41,7 +42,7 @@ class Called(NamedTuple):
 
 @dataclass(frozen=True)
 class Begun:
-    """A call under way; ``arrays``: what its result is to TensorFlow."""
+    """A call that has started; ``arrays`` makes TensorFlow's arrays of its result."""
 
     reply: Reply[Any]
     arrays: Callable[[Any], list[Array]]
@@ -54,10 +55,11 @@ class Begun:
 def call(
     called: Called, begin: Callable[..., Begun], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> list[Any]:
-    """The results of the call that ``begin`` makes of the tensors' values as arrays, which it must not write.
+    """Start the call that ``begin`` makes of the tensors' values as arrays, wait, and return its results.
 
-    In eager mode its errors reach the caller as they are. Inside a tf.function TensorFlow raises an error of its own,
-    whose text has the class and the message; :func:`gradcomp.tf.bridge.typed_errors` gives them back.
+    ``begin`` must not write to the arrays. In eager mode errors reach the caller unchanged. Inside a
+    tf.function TensorFlow raises an error of its own, whose text has the class and the message;
+    :func:`gradcomp.tf.bridge.typed_errors` restores them.
     """
     if tf.executing_eagerly():
         results = begin(*map(lent, tensors)).results()
@@ -66,7 +68,7 @@ def call(
     site = _Site(begin, None if called.name is None else (called.ranks, called.name))
     turn = the_turn()
     with tf.device("CPU:0"):
-        # Given the turn's value as an input, the op also waits inside a while loop, where there are no control edges.
+        # The turn's value is an input, so the op also waits inside a while loop, which has no control edges.
         (number,) = op(site.begin, [turn.read_value(), *tensors], [tf.int64])
         with tf.control_dependencies([number]):
             turn.assign_add(1)
@@ -74,14 +76,14 @@ def call(
         outputs = op(site.end, [number, token], dtypes)
     manager = getattr(outputs[0].graph, "experimental_acd_manager", None)
     if manager is not None:
-        # They run even if nobody needs the outputs, and do not wait for what else the function does in Python.
+        # The ops run even if nothing uses the outputs, and do not wait for other Python ops of the function.
         manager.run_independently(number.op)
         manager.run_independently(outputs[0].op)
     return outputs
 
 
 class _Site:
-    """A place in a graph that makes a call; several may be under way where it is in a loop."""
+    """A place in a graph that makes a call; in a loop several of its calls may run at a time."""
 
     def __init__(self, begin: Callable[..., Begun], key: tuple[Ranks, str] | None) -> None:
         self._begin = begin
@@ -89,17 +91,18 @@ class _Site:
         self._begun: dict[int, Begun] = {}
         self._numbers = itertools.count()
         with tf.init_scope(), tf.device("CPU:0"):
-            #: One for each call that has ended.
+            #: Holds one token for each call that has ended.
             self.tokens = tf.queue.FIFOQueue(_MOST_TOKENS, [tf.int64], shapes=[[]])
             self._token = tf.constant(0, tf.int64)
 
     def begin(self, _: Array, *values: Array) -> Array:
-        """Begin a call; its number."""
+        """Start a call, and return its number."""
         if self._key is not None and (earlier := _latest.get(self._key)) is not None:
-            # In a loop, or of another place with the same name, which is free again then. Its own op raises its error.
+            # The earlier call is of this loop, or of another place with the same name. The name is free when it has
+            # ended. Its own op raises its error.
             with suppress(GradcompError):
                 earlier.result()
-        # A scalar may come as a NumPy scalar.
+        # TensorFlow may pass a scalar tensor as a NumPy scalar.
         begun = self._begin(*map(np.asarray, values))
         if self._key is not None:
             _latest[self._key] = begun.reply
@@ -109,7 +112,10 @@ class _Site:
         return np.asarray(number)
 
     def end(self, number: Array, _: Array) -> list[Array]:
-        """The call's results. It waits only where a token of another call, in a loop or before an error, was taken."""
+        """Return the call's results.
+
+        It waits only if it took the token of another call, as happens in a loop or before an error.
+        """
         return self._begun.pop(int(number)).results()
 
     def _add_token(self) -> None:

@@ -1,8 +1,8 @@
-"""Arrays that TensorFlow and the engine share, and how the errors of one reach the other.
+"""Shares arrays between TensorFlow and the engine, and translates the errors of one for the other.
 
-Inside a tf.function TensorFlow calls Python through ``tf.numpy_function``: it lends its tensors as arrays, and takes
-aligned arrays over as tensors, both without a copy (see decision 19). On a GPU it is ``tf.py_function``, which
-passes eager tensors both ways, without a copy either.
+Inside a tf.function TensorFlow calls Python through ``tf.numpy_function``: it lends its tensors as arrays,
+and takes aligned arrays over as tensors, both without a copy (see decision 19). On a GPU it is
+``tf.py_function``, which passes eager tensors both ways, also without a copy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gradcomp.core.errors import GradcompError
 
 Array = npt.NDArray[Any]
 
-#: TensorFlow takes an array over as a tensor where its data begin at a multiple of this; else it copies.
+#: TensorFlow takes an array over as a tensor if its data begin at a multiple of this; else it copies.
 ALIGNMENT_BYTES = 64
 
 _MOST_ARRAYS = 3
 _MOST_ERRORS = 16
 
-#: What was raised inside an op, the latest last.
+#: Errors that were raised inside ops, the latest last.
 _raised: deque[GradcompError] = deque(maxlen=_MOST_ERRORS)
 
 
@@ -57,26 +57,27 @@ _OF_TENSORFLOW: dict[type[GradcompError], type[Any]] = {
 
 
 def of_tensorflow(error: GradcompError) -> GradcompError:
-    """The error as one of TensorFlow's too, of the class that Horovod raises in its place."""
+    """Return the error as one that is also TensorFlow's, of the class that Horovod raises in its place."""
     kind = _OF_TENSORFLOW.get(type(error))
     if kind is None:
         return error
     made: GradcompError = kind(None, None, str(error))
-    vars(made).update(vars(error))  # notes
+    vars(made).update(vars(error))  # keeps its notes
     made.__cause__ = error.__cause__
     return made.with_traceback(error.__traceback__)
 
 
 def op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """An op of the function that is being traced, which calls ``function`` with the inputs' values as arrays.
+    """Return the outputs of an op in the traced function that calls ``function`` with the inputs' values as arrays.
 
-    It may return a list of arrays, one for each dtype. A gradcomp error is kept for :func:`typed_errors`.
+    ``function`` may return a list of arrays, one for each dtype. A gradcomp error is kept for
+    :func:`typed_errors`.
     """
     return list(tf.numpy_function(_keeping_errors(function), list(inputs), list(dtypes)))
 
 
 def eager_op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """As :func:`op`, with eager tensors in place of arrays, on the device on which the op runs."""
+    """Make an op as :func:`op` does, with eager tensors in place of arrays, on the op's device."""
     return list(tf.py_function(_keeping_errors(function), list(inputs), list(dtypes)))
 
 
@@ -94,11 +95,11 @@ def _keeping_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raise gradcomp's errors as what they are, where TensorFlow has made errors of its own of them."""
+    """Restore gradcomp's errors, with their types, from the errors that TensorFlow made of them."""
     try:
         yield
     except GradcompError as error:
-        raise of_tensorflow(error)  # noqa: B904 - it has the cause of the one that it stands for
+        raise of_tensorflow(error)  # noqa: B904 - of_tensorflow copies the cause
     except tf.errors.OpError as error:
         text = str(error)
         for original in reversed(_raised):
@@ -108,13 +109,13 @@ def typed_errors() -> Iterator[None]:
 
 
 def lent(tensor: Any) -> Array:
-    """The values of a tensor in eager mode, where they lie, of a scalar a copy; not to be written."""
-    # NumPy cannot ask TensorFlow for an array of a scalar whose dtype is none of NumPy's own.
+    """Return the values of an eager tensor without a copy (a scalar is copied); do not write to them."""
+    # NumPy cannot make an array of TensorFlow's scalar if its dtype is not one of NumPy's own.
     return np.asarray(tensor.numpy() if isinstance(tensor, tf.Tensor) and not tensor.ndim else tensor)
 
 
 def taken_over(array: Array) -> Any:
-    """An eager tensor of an aligned array, which it keeps; a copy for dtypes that DLPack does not have."""
+    """Return an eager tensor that takes an aligned array over; dtypes that DLPack does not have are copied."""
     try:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     except BufferError:
@@ -122,7 +123,7 @@ def taken_over(array: Array) -> Any:
 
 
 def aligned(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-    """An array that TensorFlow takes over without a copy; its values are arbitrary."""
+    """Return an uninitialised array that TensorFlow takes over without a copy."""
     kind = np.dtype(dtype)
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     room = np.empty(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
@@ -131,9 +132,9 @@ def aligned(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
 
 
 class Pool:
-    """Arrays for the means of layers, used again once TensorFlow has let go of them.
+    """Arrays for the means of layers, reused once TensorFlow no longer refers to them.
 
-    A variable that was assigned a mean may go on living in its array, so two steps may need two.
+    A variable that was assigned a mean may keep its values in that array, so two steps may need two arrays.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[npt.DTypeLike]) -> None:
@@ -141,7 +142,7 @@ class Pool:
         self._arrays: dict[int, list[Array]] = {}
 
     def take(self, layer: int) -> Array:
-        """An array for the layer's mean that nobody else refers to."""
+        """Return an array for the layer's mean to which nothing else refers."""
         arrays = self._arrays.setdefault(layer, [])
         for number in range(len(arrays)):
             if sys.getrefcount(arrays[number]) == _IDLE:
@@ -152,5 +153,5 @@ class Pool:
 
 
 _probe = [np.empty(0)]
-#: What ``sys.getrefcount`` says of an array that only a list holds.
+#: The ``sys.getrefcount`` of an array that only a list holds.
 _IDLE = sys.getrefcount(_probe[0])

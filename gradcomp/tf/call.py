@@ -1,4 +1,4 @@
-"""One place in a program that exchanges gradients: which of them travel together, and what its ops are given."""
+"""One place in a program that exchanges gradients: which of them travel together, and the inputs of its ops."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-#: One for each variable: a tensor, ``tf.IndexedSlices``, or None.
+#: For each variable a tensor, ``tf.IndexedSlices``, or None.
 Gradients = list[Any]
 
 
 class Site:
-    """A call of ``exchange``: layers by number, and the groups in which they are handed in.
+    """A call of ``exchange``: layers by number, and the groups in which they are submitted.
 
-    ``absent``: layers without a gradient; ``sparse``: those with ``tf.IndexedSlices``, in the order of the groups.
+    ``absent`` lists layers without a gradient, ``sparse`` those with ``tf.IndexedSlices``, in the order of
+    the groups.
     """
 
     def __init__(self, gradients: Gradients, groups: Sequence[Sequence[int]]) -> None:
@@ -26,11 +27,10 @@ class Site:
         self.sparse = [i for group in self.groups for i in group if self._counts[i] == 2]
 
     def dense(self, number: int) -> list[int]:
-        """The group's layers with dense gradients."""
         return [layer for layer in self.groups[number] if self._counts[layer] == 1]
 
     def inputs(self, number: int) -> tuple[list[Any], list[Any]]:
-        """The tensors of the group's sparse gradients, and of its dense ones, which are all forgotten."""
+        """Return the tensors of the group's sparse gradients, and of its dense ones; drops the references to them."""
         rows, dense = (
             [
                 tensor
@@ -43,7 +43,7 @@ class Site:
         return rows, dense
 
     def take(self, number: int, values: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
-        """The group's layers with the values of their tensors, which come in the order of :meth:`inputs`."""
+        """Yield the group's layers with the values of their tensors, which are in the order of :meth:`inputs`."""
         row, gradient = 0, 2 * sum(self._counts[layer] == 2 for layer in self.groups[number])
         for layer in self.groups[number]:
             if self._counts[layer] == 2:
@@ -55,9 +55,10 @@ class Site:
 
 
 def groups_of(gradients: Gradients, shapes: Sequence[Sequence[int]], group_elements: int) -> list[list[int]]:
-    """Layers in the order in which the graph makes their gradients, cut after every ``group_elements`` elements.
+    """Group layers in the order in which the graph makes their gradients.
 
-    At least one group, for one must open the exchange.
+    A group ends once it has ``group_elements`` elements. There is at least one group, because one must open
+    the exchange.
     """
     place = _places([gradient for gradient in gradients if gradient is not None])
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -73,7 +74,7 @@ def groups_of(gradients: Gradients, shapes: Sequence[Sequence[int]], group_eleme
 
 
 def _places(gradients: Gradients) -> dict[int, tuple[int, int]]:
-    """By identity of the gradient: depth of the graph that makes it, and its op's number there."""
+    """Return by the gradient's id the depth of the graph that makes it, and its op's number there."""
     places = {}
     depth: dict[Any, int] = {}
     graph = tf.compat.v1.get_default_graph()

@@ -1,4 +1,4 @@
-"""``compression=`` of a collective: tensors in half precision, or in what the user's own functions make of them."""
+"""``compression=`` of a collective on TensorFlow's tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from gradcomp.job import coding
 
 
 def coder_of(compression: Any) -> tuple[Coder, str | None]:
-    """See :func:`gradcomp.job.coding.coder_of`; float32 and float64 travel in half precision."""
+    """Return the coder of a ``compression=`` argument, see :func:`gradcomp.job.coding.coder_of`.
+
+    float32 and float64 tensors travel in the half precision that it names.
+    """
     return coding.coder_of(compression, _to, (_keep, _restore))
 
 

@@ -1,4 +1,4 @@
-"""What a distributed Keras optimizer has beside the wrapped one, and what is checked before there is one."""
+"""The state that :func:`DistributedOptimizer` adds to a Keras optimizer, and the checks before it is wrapped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradcomp.tf.local import Local
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of :func:`DistributedOptimizer`, and ``names``: of the layers, if not the variables' own."""
+    """The arguments of :func:`DistributedOptimizer`; ``names`` are the layers' names, if not the variables' own."""
 
     compression: Policy | Compressor | str = Compression.none
     backward_passes_per_step: int = 1
@@ -42,7 +42,7 @@ class Arguments:
     local: Local = field(default_factory=Local)
 
     def check(self) -> None:
-        """Raise ConfigError for what cannot work with any variables."""
+        """Raise ConfigError for arguments that cannot work with any variables."""
         passes = self.backward_passes_per_step
         if type(passes) is not int or passes < 1:
             raise ConfigError(
@@ -53,29 +53,29 @@ class Arguments:
 
 
 class Core:
-    """What a distributed optimizer has beside the wrapped one.
+    """The state that wrapping adds to an optimizer.
 
-    ``owner``: the optimizer that exchanges. Others that share the core, those inside of a ``LossScaleOptimizer``, only
-    answer questions.
+    ``owner`` is the optimizer that exchanges. Others that share the core, which are inside a
+    ``LossScaleOptimizer``, only answer questions.
     """
 
     def __init__(self, arguments: Arguments, ranks: Ranks, owner: Any) -> None:
         self.arguments = arguments
-        #: Those that exchange.
+        #: The ranks that exchange.
         self.ranks = ranks
         self.owner = owner
         self.exchange: Exchange | None = None
-        #: Whose gradients Keras applies at this moment, and is about to clip.
+        #: The variables whose gradients Keras is applying, before it clips them.
         self.applying: list[Any] | None = None
-        #: The tensors of their means.
+        #: The tensors of the means of ``applying``.
         self.arrived: list[Any] = []
-        #: Those that exchange, by their key, and those that are local.
+        #: Key of an exchanged variable -> its number in the exchange; ``_own``: keys of local variables.
         self._rows: dict[Any, int] = {}
         self._own: set[Any] = set()
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
-        """Where the compression state is; StateError before there is one."""
+        """Saves and loads the compression state; StateError before the optimizer is built."""
         if self.exchange is None:
             raise StateError(
                 "the optimizer is not built: it has no variables yet, and no compression state; call "
@@ -88,7 +88,7 @@ class Core:
         if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
             raise ConfigError(
                 "variables that are overwritten with their gradients, as in float8 training, are not exchanged, and "
-                "would differ between ranks"
+                "would differ between ranks: train without float8"
             )
         given = self.arguments
         exchanged = [variable for variable in variables if variable not in given.local]
@@ -115,24 +115,23 @@ class Core:
         self._own = {self.owner._var_key(variable) for variable in variables} - set(self._rows)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
-        """Go over to another compression; before there is an exchange, begin with it."""
+        """Change the compression; before the optimizer is built, start with this one."""
         takes = takes_momentum(as_policy(compression))
         if self.exchange is not None and self.exchange.exchanger is not None:
             if takes != takes_momentum(as_policy(self.arguments.compression)):
                 raise ConfigError(
-                    'a momentum factor of "optimizer" cannot come or go in mid-run: the train step that Keras has '
-                    "traced has the optimizer's momentum, or none, built in"
+                    'a momentum factor of "optimizer" cannot be added or removed during training: the train step that '
+                    "Keras has traced contains the optimizer's momentum, or none"
                 )
             self.exchange.set_compression(compression)
         self.arguments = replace(self.arguments, compression=compression, controller=None)
 
     @property
     def _inner(self) -> Any:
-        """The optimizer that updates variables."""
         return getattr(self.owner, "inner_optimizer", self.owner)
 
     def _momentum(self) -> Group:
-        """Its momentum, as it is now."""
+        """Return the inner optimizer's momentum as it is now."""
         inner = self._inner
         kind, momentum, problem = type(inner).__name__, getattr(inner, "momentum", 0.0), ""
         if not isinstance(inner, keras.optimizers.SGD):
@@ -147,9 +146,10 @@ class Core:
 
     @contextmanager
     def momentum_withheld(self) -> Iterator[None]:
-        """The update in here is one without momentum, where the exchange takes it.
+        """Update without momentum within a ``with`` block, if the exchange applies it.
 
-        A trace keeps what the optimizer has while it is made, so that the momentum is the user's again afterwards.
+        A trace keeps the momentum that the optimizer has while it is made, so the user's can be restored
+        afterwards.
         """
         exchanges = self.exchange is not None and self.exchange.exchanger is not None
         if not exchanges or not takes_momentum(as_policy(self.arguments.compression)):
@@ -157,7 +157,7 @@ class Core:
             return
         inner = self._inner
         momentum = getattr(inner, "momentum", None)
-        if momentum is None:  # the exchange refuses it
+        if momentum is None:  # the exchange refuses such an optimizer
             yield
             return
         inner.momentum = 0.0
@@ -167,7 +167,7 @@ class Core:
             inner.momentum = momentum
 
     def unknown(self, variables: Sequence[Any]) -> list[str]:
-        """Those of the variables that were not there when the exchange began."""
+        """Return the names of variables that did not exist when the exchange began."""
         return [
             getattr(variable, "path", variable.name)
             for variable in variables
@@ -175,7 +175,7 @@ class Core:
         ]
 
     def add_local(self, variable: Any) -> None:
-        """Keep the gradient of this variable on this rank; StateError once there is an exchange."""
+        """Keep the gradient of this variable on this rank; StateError once the optimizer is built."""
         if self.exchange is not None:
             raise StateError("the optimizer is built: register local variables before")
         self.arguments.local.add(variable)
@@ -183,9 +183,9 @@ class Core:
     def means(
         self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = None, learning_rate: Any = None
     ) -> list[Any]:
-        """The means of the gradients of these variables, of local ones their own; of None comes None.
+        """Return the means of the gradients of these variables, and the own gradients of local ones.
 
-        Variables left out have no gradient.
+        A gradient of None gives None. Variables that are left out have no gradient.
         """
         assert self.exchange is not None, "an optimizer is built before it applies"
         given = self.arguments
@@ -206,12 +206,12 @@ class Core:
 
 
 def core_of(optimizer: Any) -> Core | None:
-    """What :func:`DistributedOptimizer` added to an optimizer; None for a plain one."""
+    """Return the core of a distributed optimizer, or None for a plain one."""
     core = getattr(optimizer, "_gradcomp", None)
     return core if isinstance(core, Core) else None
 
 
-#: The settings of Keras's optimizers that are numbers; the learning rate may be a schedule, whose value is given.
+#: Numeric settings of Keras' optimizers. The learning rate is not one: it may be a schedule, whose value is passed.
 _SCALARS = (
     *("momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay", "clipnorm", "clipvalue"),
     *("global_clipnorm", "amsgrad", "centered", "initial_accumulator_value", "learning_rate_power"),
@@ -219,18 +219,18 @@ _SCALARS = (
 
 
 def scalars_of(optimizer: Any) -> dict[str, float]:
-    """The optimizer's settings that are numbers, without its learning rate."""
+    """Return the optimizer's numeric settings, without its learning rate."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     found = {name: getattr(inner, name, None) for name in _SCALARS}
     return {name: value for name, value in found.items() if isinstance(value, float | int)}
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """ConfigError for what cannot be wrapped, StateError for what is wrapped already."""
+    """Raise ConfigError for an optimizer that cannot be wrapped, StateError for one that is wrapped already."""
     backend = keras.backend.backend()
     if backend == "torch":
         raise ConfigError(
-            "Keras runs on torch, where its parameters are torch's: wrap a torch.optim.Optimizer over "
+            "Keras runs on torch, and its parameters are torch's: wrap a torch.optim.Optimizer over "
             "model.parameters() with gradcomp.torch.DistributedOptimizer, in a training loop of your own"
         )
     if backend != "tensorflow":
@@ -241,7 +241,7 @@ def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(f"expected a keras.optimizers.Optimizer of Keras 3, got {type(optimizer).__name__}")
     if core_of(optimizer) is not None or core_of(getattr(optimizer, "inner_optimizer", None)) is not None:
-        raise StateError("this optimizer is already a DistributedOptimizer")
+        raise StateError("this optimizer is already a DistributedOptimizer; wrap an optimizer once only")
     hooks = (
         "_clip_gradients",
         "_backend_apply_gradients",
@@ -251,30 +251,35 @@ def check_optimizer(optimizer: Any) -> None:
     )
     missing = [name for name in hooks if not callable(getattr(optimizer, name, None))]
     if missing:
-        raise ConfigError(f"Keras {keras.__version__} has no {missing[0]}: this gradcomp does not know it")
+        raise ConfigError(
+            f"Keras {keras.__version__} has no Optimizer.{missing[0]}: this gradcomp does not support this Keras"
+        )
     keras_model.refuse_strategy(getattr(optimizer, "_distribution_strategy", None))
 
 
 def accumulate(optimizer: Any, passes: int) -> None:
-    """Let Keras accumulate; ConfigError where it accumulates otherwise, or has no room for it."""
+    """Let Keras accumulate over ``passes``.
+
+    Raises ConfigError if the optimizer accumulates over another number, or was built without accumulators.
+    """
     if passes == 1:
         return
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if inner.gradient_accumulation_steps not in (None, passes):
         raise ConfigError(
             f"backward_passes_per_step={passes}, and the optimizer has gradient_accumulation_steps="
-            f"{inner.gradient_accumulation_steps}: give one of them"
+            f"{inner.gradient_accumulation_steps}: pass one of them"
         )
     if inner.built and inner.gradient_accumulation_steps is None:
         raise ConfigError(
-            "the optimizer is built and has no room to accumulate: set backward_passes_per_step before it is built, "
-            "or give it gradient_accumulation_steps when it is made"
+            "the optimizer is built without accumulators: set backward_passes_per_step before it is built, or "
+            "construct it with gradient_accumulation_steps"
         )
     inner.gradient_accumulation_steps = passes
 
 
 def _times(gradient: Any, factor: int) -> Any:
-    """What Keras accumulates is the mean over passes; the sum is meant."""
+    """Multiply a gradient, because Keras accumulates the mean over passes, and ours is the sum."""
     if gradient is None or factor == 1:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):

@@ -1,4 +1,4 @@
-"""Where variables lie, and at which address a tensor does."""
+"""Finds the device of variables, and the memory address of a tensor."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = logging.getLogger("gradcomp")
 
 @dataclass(frozen=True)
 class Place:
-    """A GPU: what TensorFlow calls it, and what gradcomp knows of it."""
+    """A GPU: TensorFlow's name for it, and gradcomp's device."""
 
     name: str
     device: Device
 
 
 def place_of(variables: Sequence[Any]) -> Place | None:
-    """The GPU on which all variables lie; None where their gradients are exchanged on the host.
+    """Return the GPU on which all variables are, or None if their gradients are exchanged on the host.
 
-    That is so for variables on the CPU. It is so too, and a warning says why, where variables are on several devices,
-    which TensorFlow's copies bring together, and for a GPU that gradcomp cannot use. TensorFlow has chosen the device,
-    not the script, so an error would break what works.
+    The host exchanges for variables on the CPU. It also does, with a warning that says why, for variables on
+    several devices, which TensorFlow's copies bring together, and for a GPU that gradcomp cannot use.
+    TensorFlow has chosen the device, not the script, so an error would break a program that works.
     """
     if not tf.config.list_logical_devices("GPU"):
         return None
@@ -56,12 +56,12 @@ def _is_gpu(name: str) -> bool:
 
 @cache
 def _warn(text: str) -> None:
-    """Once, for tapes and optimizers are many."""
+    """Warn once for each text, however many tapes and optimizers there are."""
     logger.warning("%s", text)
 
 
 class _DLTensor(ctypes.Structure):
-    """As dlpack.h has it."""
+    """The struct DLTensor of dlpack.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -83,11 +83,11 @@ _pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def address_of(tensor: Any) -> int:
-    """Where an eager tensor's memory begins, for as long as the tensor is referred to; 0 if it has none.
+    """Return the address of an eager tensor's memory, valid while the tensor is referred to; 0 if it has none.
 
-    DLPack tells it. On a GPU TensorFlow first waits for all that its stream holds by then: the kernels that compute the
-    tensor, and those that still use what was in its memory before. So whoever has the address may read and write at
-    once, on any stream, and no event is needed.
+    DLPack gives the address. On a GPU TensorFlow first waits for all work that its stream holds by then: the
+    kernels that compute the tensor, and those that still use what was in its memory before. So the memory may
+    be read and written at once, on any stream, without an event.
     """
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
     described = _DLTensor.from_address(_pointer_of(capsule, b"dltensor"))

@@ -1,4 +1,4 @@
-"""The collectives as ops of groups of tensors, with Horovod's gradients; the public functions say what each means."""
+"""Collectives on groups of tensors as ops, with Horovod's gradients; the public functions document each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensors = Sequence[Any]
 
 
 def reduce_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ranks) -> list[Any]:
-    """An allreduce. Its gradient is the same allreduce, with op and factors, of the gradients."""
+    """Allreduce a group; the gradient is the allreduce of the gradients, with the same op and factors."""
     if len(ranks) == 1 and not how.scales:
         return [tf.identity(tensor) for tensor in tensors]
 
@@ -44,7 +44,10 @@ def reduce_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ran
 
 
 def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ranks) -> list[Any]:
-    """A reduce-scatter. The gradient is that of the rank that has the row, times the factors, and times N for a sum."""
+    """Reduce-scatter a group.
+
+    The gradient of a row is that of the rank that holds it, times the factors, and times N for a sum.
+    """
     if len(ranks) == 1 and not how.scales:
         return [tf.identity(tensor) for tensor in tensors]
     place, size = ranks.index(runtime.rank()), len(ranks)
@@ -77,7 +80,7 @@ def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ran
 
 
 def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any]:
-    """An allgather. The gradient of a rank's rows is the mean over ranks of their gradients."""
+    """Allgather a group; the gradient of a rank's rows is the mean over ranks of their gradients."""
     if len(ranks) == 1:
         return [tf.identity(tensor) for tensor in tensors]
     place = ranks.index(runtime.rank())
@@ -110,7 +113,7 @@ def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any
 
 
 def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, ranks: Ranks) -> Any:
-    """A broadcast. The root's gradient is the mean over ranks of the gradients, the others' is zero."""
+    """Broadcast a tensor; the root's gradient is the mean over ranks of the gradients, the others' is zero."""
     if len(ranks) == 1:
         return tf.identity(tensor)
 
@@ -131,7 +134,10 @@ def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, ranks: Ranks
 
 
 def swap_rows(tensor: Any, splits: Any, name: str | None, ranks: Ranks) -> tuple[Any, Any]:
-    """An all-to-all: the rows, and how many came from each. The gradient of a row goes back to where it came from."""
+    """Exchange rows all to all; returns the rows, and the number from each rank.
+
+    The gradient of a row goes back to the rank that sent the row.
+    """
     if len(ranks) == 1 and splits is None:
         return tf.identity(tensor), None
 
@@ -157,12 +163,11 @@ def swap_rows(tensor: Any, splits: Any, name: str | None, ranks: Ranks) -> tuple
 
 
 def gradient_name(name: str | None) -> str | None:
-    """What the exchange of gradients is called."""
     return f"{name}.gradient" if isinstance(name, str) else None
 
 
 def _means(gradients: list[Any], name: str | None, ranks: Ranks) -> list[Any]:
-    """The means over ranks; of complex numbers, of both parts."""
+    """Average over ranks; complex numbers by their real and imaginary parts."""
     parts = [tf.stack([tf.math.real(g), tf.math.imag(g)]) if g.dtype.is_complex else g for g in gradients]
     means = reduce_tensors(parts, name, ScaledOp(Average), ranks)
     return [
@@ -184,10 +189,11 @@ def _op(
     extra: Any = None,
     more: Sequence[Any] = (),
 ) -> tuple[list[Any], Any]:
-    """A call with one output for each tensor of the group, of its dtype and of these static shapes.
+    """Make a call with one output for each tensor of the group, of its dtype and of these static shapes.
 
-    ``extra``: the dtype of one output more, without a gradient. ``more``: inputs without a gradient. ``backward``: the
-    gradients of the inputs that have one, from those of their outputs and from the extra output.
+    ``extra`` is the dtype of a further output, without a gradient, and ``more`` are inputs without a
+    gradient. ``backward`` computes the gradients of the inputs that have one, from those of their outputs and
+    from the extra output.
     """
     dtypes = [tensor.dtype for tensor in tensors] + ([] if extra is None else [extra])
     places = [place for place, tensor in enumerate(tensors) if _has_gradient(tensor)]
@@ -199,7 +205,7 @@ def _op(
 
         @plain
         def grad(*gradients: Any) -> list[Any]:
-            # An output that nothing depends on may have a zero of another dtype.
+            # The gradient of an unused output may be a zero of another dtype.
             dense = [tf.cast(tf.convert_to_tensor(gradients[place]), dtypes[place]) for place in places]
             found = dict(zip(places, backward(dense, outputs[-1]) if places else [], strict=True))
             return [found.get(place) for place in range(len(tensors))]
@@ -215,5 +221,5 @@ def _rows_of(data: Array, like: Array, rows: int) -> Array:
 
 
 def _with_rows(tensor: Any, rows: int | None) -> Any:
-    """The static shape of so many rows of ``tensor``, as far as it is known."""
+    """Return the static shape of so many rows of ``tensor``, as far as it is known."""
     return tf.TensorShape(None) if tensor.shape.rank is None else tf.TensorShape([rows, *tensor.shape[1:]])

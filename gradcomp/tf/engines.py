@@ -1,4 +1,4 @@
-"""The question of Horovod's about engines that only a framework can answer; the others are in ``gradcomp.job``."""
+"""``gloo_built``, the question about engines that needs a framework; :mod:`gradcomp.job.engines` has the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from gradcomp.tf.runtime import is_there
 
 
 def gloo_built() -> bool:
-    """Whether PyTorch is installed and has Gloo, through which ranks may meet. Imports it; needs no ``init``."""
+    """Return True if PyTorch is installed with Gloo, through which ranks may meet.
+
+    It imports PyTorch. Needs no ``init``.
+    """
     if not is_there("torch"):
         return False
     from torch import distributed

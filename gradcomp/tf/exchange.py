@@ -1,4 +1,4 @@
-"""``Exchange``: the means over ranks of the gradients of a list of variables, in eager mode and inside tf.function."""
+"""``Exchange``: means over ranks of the gradients of a list of variables, in eager mode and inside tf.function."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from gradcomp.tf.steps import Steps
 class Exchange:
     """The exchange of the gradients of a fixed list of variables, step after step.
 
-    Construction is collective over the ranks of ``process_set``: see :func:`gradcomp.tf.DistributedGradientTape` for
-    the arguments and the errors. ``predivide``: gradients are divided by it before the exchange, the mean multiplied
-    after. ``scalars``: the optimizer's, beside its learning rate; ranks compare them. ``names``: of the layers, if
-    variables are called otherwise than when a compression state was saved. ``momentum``: the optimizer's, if there is
-    one. If all variables lie on one GPU, gradients are exchanged there, else on the host: see
-    :func:`gradcomp.tf.devices.place_of`.
+    Construction is collective over the ranks of ``process_set``; :func:`gradcomp.tf.DistributedGradientTape` documents
+    the arguments and the errors. Gradients are divided by ``predivide`` before the exchange, and the mean is multiplied
+    by it after. ``scalars`` returns the optimizer's settings without its learning rate, which ranks compare. ``names``
+    are the layers' names, for variables whose names differ from those in a saved compression state. ``momentum``
+    returns the optimizer's, if there is an optimizer. If all variables are on one GPU, gradients are exchanged there,
+    else on the host, see :func:`gradcomp.tf.devices.place_of`.
 
-    Every exchange commits when its means are handed out, for they are applied right away; one with a value that is not
-    finite does not. At the beginning of the next one the ranks compare the variables, in the steps in which it is due.
+    Every exchange commits when its means are returned, because they are applied at once; one with a value that is not
+    finite does not. In some steps the ranks compare the variables at the beginning of the next exchange.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Exchange:
         momentum: Callable[[], Group] | None = None,
     ) -> None:
         state = runtime.current()
-        #: Numbers, in the job, of the ranks that exchange.
+        #: The ranks of the job that exchange.
         self.ranks = members(process_set)
         if len(self.ranks) > 1:
             refuse_graph("the exchange of gradients")
@@ -91,7 +91,7 @@ class Exchange:
         if transport is None:
             say_what_is_bypassed(proposal.policy)
         else:
-            the_turn()  # made in the midst of a trace, it would cost a second trace
+            the_turn()  # a variable that is first made during a trace would cost a second trace
         self._driver = start(
             state,
             self.ranks,
@@ -110,38 +110,37 @@ class Exchange:
         self._steps.attach(self._driver)
         #: The exchanger, with the pipeline and the compression state; None in a world of one.
         self.exchanger: Exchanger | None = self._driver.exchanger if self._driver.attached else None
-        #: Where :func:`gradcomp.tf.save` finds the compression state.
+        #: Gives the compression state to :func:`gradcomp.tf.save` and takes it from ``load``.
         self.checkpoint_manager = self._driver.checkpoint_manager
         # A world of one has no groups.
         self._group_elements = self.exchanger.pipeline.config.slice_elements if self.exchanger else 0
         joining.register(self._steps)
 
     def _memory_of_gradients(self, dtypes: Sequence[Any]) -> Memory:
-        """A GPU's if all variables are there and there is something to exchange, else the host's."""
+        """Return a GPU's memory if all variables are on it and there are other ranks, else the host's."""
         place = place_of(self._variables) if len(self.ranks) > 1 else None
         if place is None:
             return HostMemory(self._shapes, dtypes)
         return DeviceMemory(place, self._shapes, dtypes)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
-        """Go over to another compression in mid-run: see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
+        """Change the compression, see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
         set_compression(self.checkpoint_manager, self.exchanger, self._layers, as_policy(compression))
 
     @plain
     def exchange(self, gradients: Sequence[Any], scale: Any = None, learning_rate: Any = None) -> list[Any]:
-        """The mean, or sum, over ranks of every gradient, in the same order.
+        """Return the mean, or sum, over ranks of every gradient, in the same order.
 
-        ``gradients``: one for each variable: a tensor of its shape and dtype, ``tf.IndexedSlices``, or None if this
-        rank has none. Of IndexedSlices come IndexedSlices, of None comes None. ``scale``: the loss scale that the
-        gradients, and then the means, contain; residuals are kept without it. ``learning_rate``: for
-        residuals that follow it.
+        ``gradients`` has one entry for each variable: a tensor of its shape and dtype, ``tf.IndexedSlices``, or None if
+        this rank has none. IndexedSlices give IndexedSlices, None gives None. ``scale`` is the loss scale that the
+        gradients, and then the means, contain; residuals are kept without it. ``learning_rate`` is for residuals that
+        follow it.
 
-        Collective, in eager mode and inside tf.function; a branch that holds an exchange must be taken by all ranks.
-        Inside tf.function calls run in program order, and what goes wrong while it runs arrives as an error of
-        TensorFlow's, in whose text class and message stand: see :func:`gradcomp.tf.bridge.typed_errors`. In a world of
-        one gradients are returned as they are. Raises ConfigError where the function is compiled by XLA, and StateError
-        for a gradient of another shape or dtype, and where another rank has a gradient of a variable of which this one
-        has None.
+        Collective, in eager mode and inside tf.function; all ranks must take a branch that contains an exchange. Inside
+        tf.function calls run in program order, and an error while it runs arrives as one of TensorFlow's, whose text
+        has the class and the message, see :func:`gradcomp.tf.bridge.typed_errors`. In a world of one gradients are
+        returned as they are. Raises ConfigError if the function is compiled by XLA, and StateError for a gradient of
+        another shape or dtype, and if another rank has a gradient of a variable where this one has None.
         """
         if len(gradients) != len(self._variables):
             raise StateError(f"{len(gradients)} gradients for {len(self._variables)} variables")
@@ -157,7 +156,7 @@ class Exchange:
         return self._traced(given, scale, learning_rate)
 
     def _now(self, gradients: Gradients, scale: Any, learning_rate: Any) -> list[Any]:
-        # The last variables' gradients come first in a backward pass: the order in which a graph would have them.
+        # The last variables' gradients come first in a backward pass, and a graph has them in this order too.
         site = Site(gradients, [[i for i in reversed(range(len(gradients))) if gradients[i] is not None]])
         rows, dense = site.inputs(0)
         self._steps.submit(
@@ -175,9 +174,10 @@ class Exchange:
         return self._with_rows(means, site, [tf.constant(array) for array in self._steps.finish(site)])
 
     def _traced(self, gradients: Gradients, scale: Any, learning_rate: Any) -> list[Any]:
-        """A submit op for each group, then their collect ops, then the one that ends the step.
+        """Add a submit op for each group, then their collect ops, then the op that ends the step.
 
-        A collect blocks one of TensorFlow's threads. There may be one only: every submit must come before the first.
+        A collect op blocks one of TensorFlow's threads. There may be one only, so every submit op comes
+        before the first.
         """
         site = Site(gradients, groups_of(gradients, self._shapes, self._group_elements))
         numbers = range(len(site.groups))
@@ -209,7 +209,7 @@ class Exchange:
         return np.zeros((), dtype=np.int64)
 
     def _checked(self, layer: int, gradient: Any) -> Any:
-        """The gradient in a form that can be exchanged."""
+        """Return the gradient in a form that can be exchanged; StateError for another dtype."""
         if gradient is None:
             return None
         if isinstance(gradient, tf.IndexedSlices) and self._sparse_as_dense:

@@ -1,4 +1,4 @@
-"""Arguments of Horovod's wrappers that are taken, looked at, and change nothing."""
+"""Checks arguments of Horovod's wrappers that are accepted and have no effect."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from gradcomp.core.errors import ConfigError
 
 
 def check_ignored(num_groups: Any, groups: Any, **words: Any) -> None:
-    """ConfigError for what Horovod would not take either.
+    """Raise ConfigError for values that Horovod would not accept either.
 
-    ``groups`` says what travels together, and no value depends on it: buckets form by themselves. ``words``: the name
-    of operations, which have none here, and devices. A compression in their place is one that meant ``compression=``.
+    ``groups`` tells what travels together there; here exchange buckets form by themselves, and no value
+    depends on them. ``words`` are names of operations, which have none here, and devices. A compression in
+    their place was meant as ``compression=``.
     """
     for key, word in words.items():
         if word is not None and (not isinstance(word, str) or _is_compression(word)):
             kind = "a compression" if isinstance(word, str | Policy | Compressor) else type(word).__name__
-            raise ConfigError(f"{key} must be a string, got {kind}; write compression=..., by its keyword")
+            raise ConfigError(
+                f"{key} must be a string, got {kind}; pass a compression by its keyword, compression=..."
+            )
     for key, number in (("num_groups", num_groups), ("groups", groups)):
         if number is None or (type(number) is int and number >= (key == "groups")):
             continue

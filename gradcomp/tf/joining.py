@@ -14,13 +14,14 @@ from gradcomp.tf.tensors import Array
 
 @plain
 def join() -> Any:
-    """Say that this rank is out of data, and wait until all ranks have; the rank that has made most steps by then.
+    """Tell the ranks that this one is out of data, wait until all are, and return the rank with most steps.
 
-    Until then the others' steps and allreduces go on: this rank adds no gradient and zeros, and means are still divided
-    by N. Its variables stay what they are, so broadcast from the rank that is returned: an integer, inside a
-    tf.function an int32 scalar. Any other collective of the others is a ConfigError there. StateError before ``init``,
-    TransportError if a rank fails. Wire: as the others' exchanges, and for each exchange a small value in the job's
-    store.
+    Until then the others' steps and allreduces go on: to a step this rank adds no gradient, to an allreduce
+    it adds zeros, and means are still divided by N. Its variables do not change, so broadcast from the rank
+    that is returned, an integer; inside a tf.function an int32 scalar. Any other collective of the others
+    raises a ConfigError there. Raises StateError before ``init``,
+    TransportError if a rank fails. Wire: as the others' exchanges, and for each exchange a small value in the
+    job's store.
     """
     if tf.executing_eagerly() or runtime.size() == 1:
         return joining.join()

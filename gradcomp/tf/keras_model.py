@@ -1,7 +1,7 @@
-"""What ``keras.Model`` must know of distributed optimizers.
+"""Adapts ``keras.Model`` to distributed optimizers.
 
-At the first :func:`gradcomp.tf.DistributedOptimizer`, ``compile`` and the methods that train get a thin layer around
-them. For models without a distributed optimizer it passes everything on as it is.
+The first :func:`gradcomp.tf.DistributedOptimizer` wraps ``compile`` and the methods that train. For models
+without a distributed optimizer the wrappers change nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK = "_gradcomp_watches"
 
 
 def watch() -> None:
-    """Put the layer around ``keras.Model``'s methods, once."""
+    """Wrap the methods of ``keras.Model``, once."""
     for name, around in (("compile", _compile), ("fit", _train), ("train_on_batch", _train)):
         for kind in keras.Model.__mro__:
             if name in kind.__dict__:
@@ -29,18 +29,20 @@ def watch() -> None:
                 if not hasattr(method, _MARK):
                     wrapped = around(method)
                     setattr(wrapped, _MARK, True)
-                    # Where it is defined: Keras compares ``Model.compile`` with it to tell custom ones.
+                    # Set on the class that defines it, because Keras compares ``Model.compile`` with that attribute to
+                    # detect custom ones.
                     setattr(kind, name, wrapped)
                 break
 
 
 def refuse_strategy(strategy: Any) -> None:
-    """ConfigError for ``tf.distribute``, which would exchange gradients too."""
+    """Raise ConfigError for strategies of ``tf.distribute``, which would exchange gradients too."""
     if tf.distribute.has_strategy() or (
         strategy is not None and not isinstance(strategy, type(_default_strategy()))
     ):
         raise ConfigError(
-            "tf.distribute strategies exchange gradients by themselves: start one process per device, and none of them"
+            "tf.distribute strategies exchange gradients by themselves: start one process per device, without a "
+            "strategy"
         )
 
 
@@ -50,7 +52,7 @@ def _default_strategy() -> Any:
 
 
 def _compile(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``compile``: no XLA, whose clusters cannot call out, and loss scaling outside of the exchange."""
+    """Wrap ``compile``: refuse XLA, whose clusters cannot call Python, and put loss scaling outside the exchange."""
     from gradcomp.tf.core import core_of
     from gradcomp.tf.optimizer import turn_inside_out
 
@@ -68,7 +70,7 @@ def _compile(method: Callable[..., Any]) -> Callable[..., Any]:
             given.arguments["jit_compile"] = False
         elif given.arguments["jit_compile"]:
             raise ConfigError(
-                "jit_compile=True: an XLA cluster cannot call out to exchange gradients; set jit_compile=False"
+                "jit_compile=True: an XLA cluster cannot call Python to exchange gradients; set jit_compile=False"
             )
         result = method(*given.args, **given.kwargs)
         if self.optimizer is not optimizer:
@@ -79,9 +81,10 @@ def _compile(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _train(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Training: what TensorFlow makes of an error in the exchange becomes that error again.
+    """Wrap a method that trains, to restore the types of gradcomp's errors.
 
-    Whichever of the model's attributes holds the optimizer: only an error of gradcomp's is another afterwards.
+    This covers optimizers in any attribute of the model, because errors that are not gradcomp's pass
+    unchanged.
     """
 
     @functools.wraps(method)

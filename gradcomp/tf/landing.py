@@ -1,4 +1,4 @@
-"""Which means of the open step are there, and waiting for some of them."""
+"""Lets ops wait for the means of some layers of the open step."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from gradcomp.pipeline import Bucket, Layout
 
 
 class Landing:
-    """A :class:`gradcomp.engine.Listener` that several threads may wait at."""
+    """A :class:`gradcomp.engine.Listener` on which several threads may wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._slices = np.zeros(0, dtype=np.int64)  # by layer: those whose mean is not there
+        self._slices = np.zeros(0, dtype=np.int64)  # by layer: number of slices without a mean
         self._error: GradcompError | None = None
         self._waiting = 0
         self._since = 0.0
-        self.waited_seconds = 0.0  # of the open step: how long anybody waited
+        self.waited_seconds = 0.0  # time of the open step in which at least one thread waited
 
     def open(self, layout: Layout) -> None:
-        """A step begins."""
+        """Begin a step whose layers lie in exchange buckets as ``layout`` says."""
         self._slices = np.array([len(buckets) for buckets in layout.buckets_of], dtype=np.int64)
         self.waited_seconds = 0.0
 
     def wait(self, layers: Sequence[int]) -> None:
-        """Block until the means of these layers are there; raises what the exchange failed with."""
+        """Block until the means of these layers are there; raises the error of a failed exchange."""
         rows = np.array(layers, dtype=np.int64)
         with self._changed:
             if not self._waiting:
@@ -43,13 +43,11 @@ class Landing:
                 raise self._error
 
     def bucket_complete(self, bucket: Bucket) -> None:
-        """See :class:`gradcomp.engine.Listener`."""
         with self._changed:
             self._slices[bucket.layers] -= 1
             self._changed.notify_all()
 
     def failed(self, error: GradcompError) -> None:
-        """See :class:`gradcomp.engine.Listener`."""
         with self._changed:
             self._error = error
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""From variables to layer specs."""
+"""Makes layer specs of variables."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _NORM = re.compile(r"(^|[/_])(norm|ln|bn|layer_?norm|batch_?norm|group_?norm|rms
 
 
 def specs(variables: Sequence[Any], names: Sequence[str] | None = None) -> list[LayerSpec]:
-    """The layers of these variables, in order, with unique names; ConfigError for what cannot be exchanged.
+    """Return the layers of these variables, in order, with unique names.
 
-    ``names``: what they are called, if not as they call themselves.
+    ``names`` are their names, if not the variables' own. Raises ConfigError for variables that cannot be
+    exchanged.
     """
     layers: list[LayerSpec] = []
     taken: set[str] = set()
@@ -31,7 +32,7 @@ def specs(variables: Sequence[Any], names: Sequence[str] | None = None) -> list[
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """Plain variables may share a name: the second is name_1."""
+    """Append a number to a name that is taken, as name_1, because plain variables may share one."""
     number, unique = 0, name
     while unique in taken:
         number += 1
@@ -50,10 +51,11 @@ def _spec(name: str, variable: Any) -> LayerSpec:
 
 
 def matrix_view(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the matrix that compressors see.
+    """Return the shape of the matrix that compressors see.
 
-    They take the first dimension as rows. TensorFlow's convolutions are (height, width, in, out), and attention has
-    (in, heads, size): of all ways to cut the list of dimensions in two, the one with the fewest rows and columns.
+    They take the first dimension as rows. TensorFlow's convolutions are (height, width, in, out), and
+    attention has (in, heads, size). Of all ways to cut the list of dimensions in two, this is the one with
+    the smallest sum of rows and columns.
     """
     if len(shape) <= 2 or 0 in shape:
         return shape

@@ -1,4 +1,4 @@
-"""Variables of which every rank keeps its own: their gradients are not exchanged."""
+"""Variables whose gradients stay each rank's own and are not exchanged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gradcomp.core.errors import ConfigError
 class Local:
     """The trainable variables of some layers, and others that were added.
 
-    ``scales``: divide their gradients by the number of ranks, so that a loss summed over ranks is minimised with the
-    same step as the mean of gradients elsewhere; Horovod's ``scale_local_gradients``.
+    ``scales`` divides their gradients by the number of ranks, so that a loss summed over ranks is minimised
+    with the same step as the mean of gradients elsewhere; it is Horovod's ``scale_local_gradients``.
     """
 
     def __init__(self, layers: Any = None, scales: bool = True) -> None:
@@ -24,7 +24,6 @@ class Local:
         self.scales = scales
 
     def add(self, variable: Any) -> None:
-        """One more."""
         self._variables.append(variable)
 
     def __contains__(self, variable: Any) -> bool:
@@ -37,7 +36,7 @@ class Local:
             yield from layer.trainable_variables
 
     def gradient(self, own: Any, size: int) -> Any:
-        """What this rank's gradient becomes among so many ranks."""
+        """Return this rank's gradient, divided by the number of ranks if ``scales``."""
         if own is None or not self.scales or size == 1:
             return own
         if isinstance(own, tf.IndexedSlices):
@@ -46,7 +45,7 @@ class Local:
 
 
 def _key(variable: Any) -> int:
-    """The same for a Keras variable and TensorFlow's in it."""
+    """Return the same key for a Keras variable and the TensorFlow variable in it."""
     return id(variable._value if isinstance(variable, keras.Variable) else variable)
 
 

@@ -1,4 +1,4 @@
-"""The memory in which gradients are handed in and means come out: the host's, or a GPU's."""
+"""The memory in which gradients are submitted and means returned: the host's, or a GPU's."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ _SOMEWHERE = np.zeros(1)
 
 
 class Memory(Protocol):
-    """What an exchange asks of it. *Values* are what it makes of tensors: arrays, or eager tensors on the GPU."""
+    """Converts tensors to values that the engine reads and writes: arrays, or eager tensors on the GPU."""
 
     @property
     def device(self) -> Device:
-        """Whose kernels work on it."""
+        """The device whose kernels work on this memory."""
         ...
 
     def op(
         self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
     ) -> list[Any]:
-        """An op of the function that is being traced: ``function`` of the head, as arrays, and of the tensors.
+        """Return the outputs of an op in the traced function that calls ``function``.
 
-        It returns a list of values of these dtypes, or an array of one. See :func:`gradcomp.tf.bridge.op`.
+        Its arguments are the head, as arrays, and the tensors, as values. It returns a list of values of
+        these dtypes, or an array for one dtype. See :func:`gradcomp.tf.bridge.op`.
         """
         ...
 
     def value(self, given: Any) -> Any:
-        """What an op's function was given, or a tensor in eager mode, as a value; not to be written."""
+        """Return the value of an op's argument, or of a tensor in eager mode; do not write to it."""
         ...
 
     def address(self, value: Any) -> int:
-        """Where a value lies, for as long as it is referred to; never 0."""
+        """Return a value's address, valid while the value is referred to; never 0."""
         ...
 
     def allocate(self, layer: int) -> Any:
-        """A value for the layer's mean, which nobody else uses."""
+        """Return a value for the layer's mean that nothing else uses."""
         ...
 
     def tensor(self, value: Any) -> Any:
-        """In eager mode, the tensor that a value becomes."""
+        """Return the tensor that a value becomes in eager mode."""
         ...
 
 
 class HostMemory:
-    """Arrays, which TensorFlow lends and takes over. See :class:`Memory`."""
+    """Arrays that TensorFlow lends and takes over, see :class:`Memory`."""
 
     device = HOST
 
@@ -61,29 +62,25 @@ class HostMemory:
     def op(
         self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
     ) -> list[Any]:
-        """One call, which copies nothing."""
         with tf.device("CPU:0"):
             return bridge.op(function, [*head, *tensors], dtypes)
 
     def value(self, given: Any) -> Any:
-        """Lent; of a scalar a copy."""
         return bridge.lent(given)
 
     def address(self, value: Any) -> int:
-        """The array's; of an empty one, which may have no memory, any."""
+        """Return the array's address; any address for an empty one, which may have no memory."""
         return int(value.ctypes.data or _SOMEWHERE.ctypes.data)
 
     def allocate(self, layer: int) -> Any:
-        """From a pool."""
         return self._pool.take(layer)
 
     def tensor(self, value: Any) -> Any:
-        """Without a copy."""
         return bridge.taken_over(value)
 
 
 class DeviceMemory:
-    """Tensors of a GPU, all of them TensorFlow's own. See :class:`Memory`."""
+    """Tensors of a GPU, all in TensorFlow's own memory, see :class:`Memory`."""
 
     def __init__(self, place: Place, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> None:
         self.device = place.device
@@ -98,9 +95,10 @@ class DeviceMemory:
     def op(
         self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
     ) -> list[Any]:
-        """Two calls: one on the host, which takes the head if there is one, then one on the GPU.
+        """Make two calls: one on the host, which takes the head if there is one, then one on the GPU.
 
-        The head does not cross to the GPU and back. The turn keeps the two of another step from coming in between.
+        So the head is not copied to the GPU and back. The turn keeps the calls of another step from running
+        between the two.
         """
         if not head:
             with tf.device(self._place):
@@ -120,14 +118,14 @@ class DeviceMemory:
             return bridge.eager_op(call, [token, *tensors], dtypes)
 
     def value(self, given: Any) -> Any:
-        """The tensor, brought here if it was computed elsewhere."""
+        """Return the tensor, copied to this GPU if it was computed elsewhere."""
         if given.backing_device == self._place:
             return given
         with tf.device(self._place):
             return tf.identity(given)
 
     def address(self, value: Any) -> int:
-        """The tensor's; of an empty one, which may have no memory, some address on the device."""
+        """Return the tensor's address; some address on the device for an empty one, which may have no memory."""
         found = address_of(value) or address_of(self._zeros[value.dtype])
         driver = self.device.driver
         if driver is not None and not driver.reaches(found):
@@ -135,10 +133,9 @@ class DeviceMemory:
         return found
 
     def allocate(self, layer: int) -> Any:
-        """A new tensor, filled, as TensorFlow's ``Empty`` is not there for all dtypes."""
+        """Allocate by ``tf.fill``, because TensorFlow's ``Empty`` does not exist for all dtypes."""
         with tf.device(self._place):
             return tf.fill(self._shapes[layer], self._zeros[self._dtypes[layer]])
 
     def tensor(self, value: Any) -> Any:
-        """Itself."""
         return value

@@ -1,7 +1,8 @@
-"""Collectives that move the user's own tensors between ranks and change no value, with Horovod's meanings.
+"""Collectives that move the user's own tensors between ranks and change no value, with Horovod's semantics.
 
-What holds for all calls is in ``reductions``: the comparison, names, process sets, errors and tf.function. Tensors are
-dense, numbers of any dtype, complex ones too, and bool. Results are new tensors.
+:mod:`gradcomp.tf.reductions` describes what all calls share: the comparison, names, process sets, errors and
+tf.function. Tensors are dense, with numbers of any dtype, including complex ones, or bool. Results are new
+tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ def allgather(
     ignore_name_scope: bool = False,  # noqa: ARG001
     process_set: Members = None,
 ) -> Any:
-    """Every rank's ``tensor`` in rank order, joined along the first dimension; differentiable.
+    """Return every rank's ``tensor``, joined along the first dimension in rank order; differentiable.
 
-    At least one dimension; first dimensions may differ between ranks, the others may not. The gradient of a rank's part
-    is the mean over ranks of the gradients of these rows. Wire: one all-to-all, (N-1) d bytes per rank.
+    Tensors have at least one dimension; first dimensions may differ between ranks, the others may not. The
+    gradient of a rank's part is the mean over ranks of the gradients of its rows. Wire: one all-to-all, (N-1)
+    d bytes per rank.
     """
     given, problem = given_tensors([tensor])
     return gather_tensors(given, name, agreed("allgather", given, name, process_set, problem))[0]
@@ -40,7 +42,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,  # noqa: ARG001
     process_set: Members = None,
 ) -> list[Any]:
-    """As :func:`allgather` of each tensor, in one message."""
+    """Gather each tensor as :func:`allgather` does, all in one message."""
     given, problem = given_tensors(tensors)
     ranks = agreed("allgather", given, name, process_set, problem)
     return gather_tensors(given, name, ranks) if given else []
@@ -54,11 +56,11 @@ def broadcast(
     ignore_name_scope: bool = False,  # noqa: ARG001
     process_set: Members = None,
 ) -> Any:
-    """``root_rank``'s tensor on every rank, bit for bit, as a new tensor; differentiable.
+    """Return ``root_rank``'s tensor on every rank, bit for bit, as a new tensor; differentiable.
 
-    Dtype and shape must be the same on all ranks. ``root_rank`` is a number of the job, also where a process set takes
-    part. The root's gradient is the mean over ranks of all gradients, the others' is zero. Wire: d bytes to every rank
-    but the root, along a binomial tree.
+    Dtype and shape must be the same on all ranks. ``root_rank`` is a rank of the job, also if a process set
+    takes part. The root's gradient is the mean over ranks of all gradients, the others' is zero. Wire: d
+    bytes to every rank but the root, along a binomial tree.
     """
     given, problem = given_tensors([tensor])
     problem = problem or root_of(root_rank, process_set)[1]
@@ -73,13 +75,13 @@ def alltoall(
     ignore_name_scope: bool = False,  # noqa: ARG001
     process_set: Members = None,
 ) -> Any:
-    """To every rank its rows of ``tensor``; the rows that they sent, joined in rank order. Differentiable.
+    """Send every rank its rows of ``tensor``; return the rows received, in rank order. Differentiable.
 
-    ``splits``: how many rows each rank gets, as integers in rank order; they add up to the first dimension. Then the
-    result is ``(rows, received)``, where ``received`` (int32) says how many came from each. Without it every rank gets
-    equally many and the rows alone are returned. Dimensions behind the first must be the same on all ranks. The
-    gradient of a row goes back to where the row came from. Wire: two all-to-alls, 8 (N-1) bytes and the rows for other
-    ranks.
+    ``splits`` gives the number of rows for each rank, as integers in rank order that add up to the first
+    dimension. Then the result is ``(rows, received)``, where ``received`` (int32) is the number of rows from
+    each rank. Without ``splits`` every rank gets equally many and the rows alone are returned. Dimensions
+    behind the first must be the same on all ranks. The gradient of a row goes back to the rank that sent it.
+    Wire: two all-to-alls, 8 (N-1) bytes and the rows for other ranks.
     """
     given, problem = given_tensors([tensor])
     counts = None
@@ -92,7 +94,7 @@ def alltoall(
 
 @plain
 def barrier(process_set: Members = None) -> None:
-    """Return once every rank has called it. Wire: the round in which calls are compared, nothing else."""
+    """Return once every rank has called it. Wire: only the round in which calls are compared."""
     ranks = members(process_set)
 
     def meet() -> list[Array]:

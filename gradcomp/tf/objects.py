@@ -1,4 +1,4 @@
-"""Objects on every rank: JSON for their structure, and behind it the bytes of arrays. Never a pickle."""
+"""Sends objects to every rank as JSON followed by the bytes of arrays, and never as a pickle."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def broadcast_object(
     name: str | None = None,
     process_set: Members = None,
 ) -> Any:
-    """``root_rank``'s object on every rank; what the others pass is ignored.
+    """Return ``root_rank``'s object on every rank; the other ranks' argument is ignored.
 
-    None, numbers, strings, bytes, NumPy arrays of numbers, and lists, tuples and dicts of them. Unlike Horovod's,
-    never a pickle: anything else is a ConfigError on every rank, as is a ``session`` of TensorFlow 1. Inside a
-    tf.function it runs while the function is traced. Wire: one broadcast of the object as JSON, with the bytes of
-    arrays behind it.
+    Objects are None, numbers, strings, bytes, NumPy arrays of numbers, and lists, tuples and dicts of them.
+    Unlike Horovod, gradcomp never sends a pickle: anything else is a ConfigError on every rank, as is a
+    ``session`` of TensorFlow 1. Inside a tf.function it runs while the function is traced. Wire: one
+    broadcast of the object as JSON, followed by the bytes of arrays.
     """
     root, problem = root_of(root_rank, process_set)
     channel = current_channel(process_set)
@@ -64,7 +64,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Members = None
 ) -> Callable[[Any], Any]:
-    """A function of an object that is :func:`broadcast_object` with these arguments."""
+    """Return a function of an object that calls :func:`broadcast_object` with these arguments."""
     return partial(broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set)
 
 
@@ -72,9 +72,9 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: Members = None
 ) -> list[Any]:
-    """Every rank's object, in rank order, on every rank.
+    """Return every rank's object, in rank order.
 
-    What objects may be is said at :func:`broadcast_object`; one that cannot be sent is a ConfigError on every rank.
+    :func:`broadcast_object` lists the objects that can be sent; another one is a ConfigError on every rank.
     Wire: one all-to-all of the objects.
     """
     channel = current_channel(process_set)
@@ -89,7 +89,7 @@ def allgather_object(
 
 
 def _encoded(obj: Any) -> tuple[bytes, str | None]:
-    """The object's bytes, and why it cannot be sent."""
+    """Return the object's bytes, and the reason why it cannot be sent, or None."""
     try:
         payload = encode(obj)
     except ConfigError as error:
@@ -100,14 +100,16 @@ def _encoded(obj: Any) -> tuple[bytes, str | None]:
 
 
 def _no_session(session: Any) -> str | None:
-    return None if session is None else "a session is of TensorFlow 1, whose graphs cannot communicate here"
+    return None if session is None else "a session of TensorFlow 1 cannot communicate here; leave session out"
 
 
 def encode(value: Any) -> bytes:
-    """The value's bytes: 8 for the length of the JSON, little-endian, the JSON, arrays and byte strings in order.
+    """Return the value's bytes.
 
-    None, bool, int, float, str, bytes, NumPy arrays and scalars of numbers, and lists, tuples and dicts (whose keys
-    are strings or numbers) of them. ConfigError names anything else.
+        8 bytes: the length of the JSON, little-endian; the JSON; arrays and byte strings in order
+
+    Values are None, bool, int, float, str, bytes, NumPy arrays and scalars of numbers, and lists, tuples and
+    dicts (whose keys are strings or numbers) of them. Raises ConfigError that names anything else.
     """
     parts: list[bytes] = []
     text = json.dumps(_to_json(value, parts)).encode()
@@ -115,15 +117,15 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Inverse of :func:`encode`; WireFormatError for anything else."""
+    """Return the value of bytes that :func:`encode` made; WireFormatError for any other bytes."""
     try:
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
         reader = _Reader(memoryview(data)[end:])
         value = _from_json(json.loads(data[_LENGTH_BYTES:end]), reader)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise WireFormatError(f"these {len(data)} bytes are no value: {error}") from error
+        raise WireFormatError(f"these {len(data)} bytes are not an encoded value: {error}") from error
     if len(reader.rest) > 0:
-        raise WireFormatError(f"{len(reader.rest)} bytes too many behind a value")
+        raise WireFormatError(f"an encoded value has {len(reader.rest)} bytes too many at its end")
     return value
 
 
@@ -139,7 +141,7 @@ class _Reader:
 
 
 def _to_json(value: Any, parts: list[bytes]) -> Any:
-    """Lists and plain values as they are; everything else is an object of one entry, which says what it is."""
+    """Return lists and plain values unchanged, and others as a dict with one entry, whose key is the kind."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:

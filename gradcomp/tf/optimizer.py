@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: a Keras 3 optimizer, on means over ranks."""
+"""``DistributedOptimizer``: a Keras 3 optimizer steps on gradients averaged over ranks."""
 
 from __future__ import annotations
 
@@ -48,35 +48,39 @@ def DistributedOptimizer(
 ) -> DistributedKerasOptimizer:
     """Make a Keras ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
-    g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. The exchange comes after Keras
-    has divided by ``loss_scale_factor`` and accumulated over ``gradient_accumulation_steps``, and before clipping,
-    weight decay, the update and its moving average: these act on means. ``get_config()``, ``model.save`` and copies
-    give the plain optimizer, which loads without gradcomp.
+        g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says
+
+    The exchange comes after Keras has divided by ``loss_scale_factor`` and accumulated over
+    ``gradient_accumulation_steps``, and before clipping, weight decay, the update and its moving average, which act on
+    means. ``get_config()``, ``model.save`` and copies give the plain optimizer, which loads without gradcomp.
 
     Args:
-        optimizer: any ``keras.optimizers.Optimizer``, built or not; changed in place. Dynamic loss scaling:
-            ``DistributedOptimizer(LossScaleOptimizer(inner))``. Where ``compile`` adds a ``LossScaleOptimizer`` around
-            a distributed one, it becomes the one that exchanges, before it looks for overflows.
-        name: Horovod's; changes nothing, as do ``use_locking`` and the devices: only buckets have names here.
+        optimizer: any ``keras.optimizers.Optimizer``, built or not; changed in place. For dynamic loss scaling use
+            ``DistributedOptimizer(LossScaleOptimizer(inner))``. If ``compile`` adds a ``LossScaleOptimizer`` around a
+            distributed optimizer, the outer one exchanges, before it looks for overflows.
+        name: Horovod's argument without effect, as are ``use_locking`` and the devices: only exchange buckets have
+            names here.
         use_locking: see ``name``.
         device_dense: see ``name``.
         device_sparse: see ``name``.
-        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
-            least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
-        backward_passes_per_step: gradients are summed over so many passes before they are exchanged. It sets the
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer. ``"auto"`` chooses
+            the least compression that hides the communication on this network, see
+            :class:`gradcomp.control.auto.Auto`.
+        backward_passes_per_step: gradients are summed over this many passes before they are exchanged. It sets the
             optimizer's ``gradient_accumulation_steps``, whose mean over the passes is multiplied by their number. A
             ``LossScaleOptimizer`` looks at every pass, so every pass is exchanged.
-        average_aggregated_gradients: leave it at the mean over the passes.
+        average_aggregated_gradients: exchange the mean over the passes instead of their sum.
         op: ``Average`` or ``Sum`` over ranks.
-        gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
+        gradient_predivide_factor: gradients are divided by it before the exchange, and the mean is multiplied by it
+            after.
         sparse_as_dense: exchange ``IndexedSlices`` as dense gradients; else their rows are gathered, uncompressed.
         num_groups: Horovod's older spelling of ``groups``.
-        groups: Horovod's; changes nothing: buckets form by themselves, and no value depends on them.
-        process_set: the ranks to average over, if not all: a :class:`ProcessSet`. Only they call this.
-        local_layers: layers whose gradients are not exchanged, each rank's own; ``register_local_var`` adds variables.
-        scale_local_gradients: divide those by the number of ranks.
-        reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
-        controller: changes the levels of layers while training runs, such as
+        groups: Horovod's argument without effect: exchange buckets form by themselves, and no value depends on them.
+        process_set: the ranks to average over, if not all: a :class:`ProcessSet`. Only these ranks call this.
+        local_layers: layers whose gradients stay each rank's own; ``register_local_var`` adds variables.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        reduction: the algorithm that adds codes over ranks, if not that of ``init()`` or GRADCOMP_REDUCTION.
+        controller: a controller that changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
         residuals: removed; anything but None is a ConfigError that says what to do instead.
 
@@ -106,7 +110,6 @@ def DistributedOptimizer(
 
 
 def distribute(optimizer: Any, arguments: Arguments) -> None:
-    """What :func:`DistributedOptimizer` does."""
     ranks = members(arguments.process_set)
     check_optimizer(optimizer)
     arguments.check()
@@ -119,7 +122,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> None:
 
 
 class Distributed(Readers):
-    """The methods that a distributed optimizer has beside, or instead of, those of its class."""
+    """The methods that wrapping adds to an optimizer's class, or replaces in it."""
 
     _gradcomp: Core
 
@@ -133,7 +136,7 @@ class Distributed(Readers):
         caller = sys._getframe(1).f_locals.get("self")
         if core.owner is self and getattr(caller, "inner_optimizer", None) is self:
             raise ConfigError(
-                "LossScaleOptimizer(DistributedOptimizer(...)) would wait for ever where one rank overflows and skips "
+                "LossScaleOptimizer(DistributedOptimizer(...)) would wait for ever if one rank overflows and skips "
                 "its step: wrap the other way round, DistributedOptimizer(LossScaleOptimizer(...))"
             )
         super().build(variables)  # type: ignore[misc]
@@ -141,24 +144,25 @@ class Distributed(Readers):
             core.start(self._trainable_variables)
 
     def register_local_var(self, var: Any) -> None:
-        """Do not exchange the gradient of this variable. StateError once the optimizer is built."""
+        """Keep the gradient of this variable on this rank; StateError once the optimizer is built."""
         self._gradcomp.add_local(var)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
-        """Go over to another compression in mid-run, in a callback between two steps or two calls of ``fit``.
+        """Change the compression during training, in a callback between two steps or two calls of ``fit``.
 
-        The next step's headers tell whether all ranks called, with the same argument; the new compression applies from
-        the step after it. What residuals of layers hold whose new compressor keeps none is then sent with the gradient,
-        exactly and once. Momentum of the old compression is dropped; a controller ends.
+        All ranks must call it, between the same two steps; the call sends nothing. The headers of the next
+        step show whether all ranks called it with the same argument, and the new compression applies from the step
+        after that one. Layers whose new compressor keeps no residual send the rest of theirs with the
+        gradient, exactly and once. Momentum of the old compression is dropped, and a controller ends.
 
-        All ranks, between the same two steps; nothing is sent in the call. Raises ConfigError for a bad argument and
-        for ``"auto"``, StateError while a step is open. If a rank did not call, or with another argument, the next step
-        raises: a PlanMismatchError on every rank that did, on the others this or the TransportError of the abort.
+        Raises ConfigError for a bad argument and for ``"auto"``, StateError while a step is open. If a rank
+        did not call, or with another argument, the next step raises: a PlanMismatchError on every rank that
+        called, and on the others this or the TransportError of the abort.
         """
         self._gradcomp.set_compression(compression)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Apply gradients: exchanged here if they are still scaled, else where Keras is about to clip them."""
+        """Apply gradients; exchanges them here if they are loss-scaled, else before Keras clips them."""
         core = self._gradcomp
         if core.owner is not self or not isinstance(self, keras.optimizers.LossScaleOptimizer):
             super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -170,7 +174,7 @@ class Distributed(Readers):
             with keras.name_scope(self.name):
                 self.build(variables)
         self._check_variables_are_known(variables)
-        # Before the look for overflows: one rank's is in the mean of all, which then skip alike.
+        # The exchange comes before Keras looks for overflows: one rank's is in the mean of all, so that all skip alike.
         scale, learning_rate = (
             tf.convert_to_tensor(self.dynamic_scale),
             tf.convert_to_tensor(self.learning_rate),
@@ -183,7 +187,7 @@ class Distributed(Readers):
         unknown = self._gradcomp.unknown(variables) if self._gradcomp.owner is self else []
         if unknown:
             raise StateError(
-                f"variables that were not there when the optimizer was built are not exchanged: "
+                f"variables that did not exist when the optimizer was built are not exchanged: "
                 f"{', '.join(unknown[:5])}; a model that was rebuilt, or has other trainable layers, needs a new "
                 "optimizer"
             )
@@ -197,10 +201,11 @@ class Distributed(Readers):
         core.applying = list(trainable_variables)
         try:
             super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
-            # Between two updates Keras accumulates, and clips nothing.
+            # In a pass that only accumulates, Keras clips nothing.
             if core.applying is not None and not self.gradient_accumulation_steps:
                 raise ConfigError(
-                    f"{type(self).__name__} does not clip where Keras does: nothing was exchanged"
+                    f"{type(self).__name__} does not call _clip_gradients() as Keras' optimizers do, so nothing was "
+                    "exchanged: use one that does"
                 )
         finally:
             core.applying, core.arrived = None, []
@@ -210,7 +215,10 @@ class Distributed(Readers):
             super()._backend_update_step(*arguments)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Where all that comes before the exchange is done, and nothing of what follows."""
+        """Exchange the gradients, then clip the means.
+
+        Keras calls this after all that belongs before the exchange, and before all that belongs after it.
+        """
         core = self._gradcomp
         variables, core.applying = core.applying, None
         if variables is not None:
@@ -220,27 +228,28 @@ class Distributed(Readers):
         return list(super()._clip_gradients(grads))  # type: ignore[misc]
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        # Does not use the means, and so need not wait for them: ranks could compare variables of which some have
-        # decayed already.
+        # Weight decay does not use the means, so TensorFlow would not wait for them. Ranks would then compare variables
+        # of which some have decayed already.
         with tf.control_dependencies(self._gradcomp.arrived):
             super()._apply_weight_decay(variables)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
-        """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
+        """Pickle as a plain optimizer of the wrapped class, because an exchange cannot be copied."""
         plain: Any = super().__reduce__()
         return self.__class__._unpickle_model, plain[1]  # type: ignore[attr-defined]
 
     def compression_state(self) -> dict[str, Any]:
-        """This rank's residuals by layer name, step, plan, bucket order: copies, as arrays, numbers and strings.
+        """Return this rank's residuals by layer name, its step, plan and bucket order, as copies.
 
-        Local; StateError before the optimizer is built.
+        All values are arrays, numbers and strings. Local. Raises StateError before the optimizer is built.
         """
         return to_plain(self._gradcomp.checkpoint_manager.snapshot())
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
+        """Resume from the result of :meth:`compression_state` on this rank, of a job with as many ranks.
 
-        Local. StateError, with nothing changed, if anything does not fit (the error lists it all).
+        All ranks must load states that were taken after the same step. Local. Raises StateError and changes
+        nothing if anything does not fit; the error lists all of it.
         """
         self._gradcomp.checkpoint_manager.restore(from_plain(state))
 
@@ -248,14 +257,14 @@ class Distributed(Readers):
 if TYPE_CHECKING:
 
     class DistributedKerasOptimizer(Distributed, keras.optimizers.Optimizer, Any):
-        """For type checkers: see :class:`gradcomp.torch.optimizer.DistributedTorchOptimizer`."""
+        """Tells type checkers what :class:`gradcomp.torch.optimizer.DistributedTorchOptimizer` tells them."""
 
 
 def adopt(optimizer: Any, core: Core) -> None:
-    """Turn the optimizer into a distributed one, in place: who holds it goes on holding it.
+    """Turn the optimizer into a distributed one, in place, so that references to it stay valid.
 
-    Its ``__class__`` stays the wrapped class, by which Keras saves and copies it: exactly the plain optimizer. Only
-    ``type()`` knows better.
+    Its ``__class__`` stays the wrapped class, by which Keras saves and copies it as the plain optimizer. Only
+    ``type()`` returns the distributed class.
     """
     kind = type(optimizer)
     optimizer.__dict__["_gradcomp"] = core
@@ -271,15 +280,15 @@ def adopt(optimizer: Any, core: Core) -> None:
 
 
 def turn_inside_out(outer: Any) -> None:
-    """A ``LossScaleOptimizer`` around a distributed optimizer becomes the one that exchanges."""
+    """Make a ``LossScaleOptimizer`` around a distributed optimizer the one that exchanges."""
     core = core_of(outer.inner_optimizer)
-    assert core is not None, "there is a distributed optimizer in it"
+    assert core is not None, "the inner optimizer is distributed"
     core.owner = outer
     adopt(outer, core)
 
 
 def _tensors_of(gradient: Any) -> list[Any]:
-    """The parts of a gradient."""
+    """Return the tensors of a gradient that hold values."""
     if gradient is None:
         return []
     return [gradient.values] if isinstance(gradient, tf.IndexedSlices) else [gradient]

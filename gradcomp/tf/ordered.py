@@ -1,9 +1,10 @@
 """Calls from TensorFlow into Python: at once in eager mode, as ops in program order inside tf.function.
 
-Calls without a name are matched by their order, so every rank must begin them in the same one. TensorFlow orders the
-stateful ops of one function among each other, but an op that uses variables (a ``tf.cond`` or an inner ``tf.function``
-that reads a weight) only among those with the same variables. Every call therefore reads and then writes one variable,
-the turn: whatever contains a call uses it too, at any depth, and is put in its place.
+Calls without a name are matched by their order, so every rank must start them in the same order. TensorFlow
+orders the stateful ops of one function among each other. But an op that uses variables (a ``tf.cond`` or an
+inner ``tf.function`` that reads a weight) is ordered only among those with the same variables. Every call
+therefore reads and then writes one variable, the turn. Whatever contains a call uses the turn too, at any
+depth, and is ordered by it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ _turn: Any = None
 
 
 def plain(function: F) -> F:
-    """Keep AutoGraph, which rewrites what a tf.function calls, out of ``function``, what it calls and its errors.
+    """Exclude ``function`` from AutoGraph, which rewrites functions that a tf.function calls.
 
-    Whatever users call is plain, so here the core's errors become TensorFlow's too.
+    This covers the functions that it calls and its errors. All functions that users call are plain, so this
+    is also where the core's errors become TensorFlow's.
     """
 
     @functools.wraps(function)
@@ -41,10 +43,10 @@ def plain(function: F) -> F:
         except GradcompError as error:
             typed = of_tensorflow(error)
             typed.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph would raise another class
-            raise typed  # noqa: B904 - it has the cause of the one that it stands for
+            raise typed  # noqa: B904 - of_tensorflow copies the cause
 
     made = tf.autograph.experimental.do_not_convert(call)
-    # A function that is an argument is unwrapped by TensorFlow, and then rewritten after all.
+    # TensorFlow unwraps a function that is passed as an argument, and would then rewrite it after all.
     made.__signature__ = inspect.signature(function)
     del made.__wrapped__
     return cast(F, made)
@@ -53,10 +55,11 @@ def plain(function: F) -> F:
 def run(
     name: str, function: Callable[..., Sequence[Array]], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> Any:
-    """``function`` of the tensors' values as arrays, which it must not write; it returns one array per dtype.
+    """Call ``function`` with the tensors' values as arrays; it returns one array per dtype.
 
-    In eager mode its errors reach the caller as they are. Inside a tf.function TensorFlow raises an error of its own,
-    whose text has the class and the message; :func:`gradcomp.tf.bridge.typed_errors` gives them back.
+    ``function`` must not write to its arguments. In eager mode errors reach the caller unchanged. Inside a
+    tf.function TensorFlow raises an error of its own, whose text has the class and the message;
+    :func:`gradcomp.tf.bridge.typed_errors` restores them.
     """
     if tf.executing_eagerly():
         results = function(*map(lent, tensors))
@@ -65,10 +68,10 @@ def run(
     turn = the_turn()
 
     def later(_: Array, *values: Array) -> list[Array]:
-        # A scalar may come as a NumPy scalar. An output of its own: the turn waits for it where there is no other.
+        # TensorFlow may pass a scalar tensor as a NumPy scalar. The turn needs an output to wait for, so one is added.
         return [*function(*(np.asarray(value) for value in values)), np.asarray(0)]
 
-    # Given the turn's value as an input, the op also waits inside a while loop, where there are no control edges.
+    # The turn's value is an input, so the op also waits inside a while loop, which has no control edges.
     outputs = op(later, [turn.read_value(), *tensors], [*dtypes, tf.int64])
     with tf.control_dependencies(outputs):
         turn.assign_add(1)
@@ -76,7 +79,7 @@ def run(
 
 
 def refuse_graph(name: str) -> None:
-    """ConfigError where a graph is built whose ops cannot communicate: one of TensorFlow 1, and one for XLA."""
+    """Raise ConfigError in a graph whose ops cannot communicate: one of TensorFlow 1, and one for XLA."""
     refuse_xla(name)
     with tf.init_scope():
         if tf.executing_eagerly():
@@ -88,7 +91,7 @@ def refuse_graph(name: str) -> None:
 
 
 def refuse_xla(name: str) -> None:
-    """ConfigError while a function is traced for XLA, whose compiled code cannot call out."""
+    """Raise ConfigError while a function is traced for XLA, whose compiled code cannot call Python."""
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ConfigError(
             f"{name}: a function compiled with jit_compile=True cannot communicate; set jit_compile=False in "
@@ -97,10 +100,10 @@ def refuse_xla(name: str) -> None:
 
 
 def the_turn() -> Any:
-    """The variable that every call reads and then writes: who wants to be put in its place does so too."""
+    """Return the variable that every call reads and then writes, and that orders other ops in the same way."""
     global _turn
     if _turn is None:
         with tf.init_scope(), tf.device("CPU:0"):
-            # tf.Variable would tell the function that is being traced, which would then be traced twice.
+            # A function that is being traced notices a new tf.Variable, and would then be traced twice.
             _turn = ResourceVariable(0, dtype=tf.int64, trainable=False, name="gradcomp_turn")
     return _turn

@@ -1,6 +1,7 @@
-"""Ops that answer what a process knows of its job when they run, and not when a function is traced.
+"""Ops that return ranks and sizes of the job when they run, and not when a function is traced.
 
-int32 scalars, local, without a gradient. StateError before ``init``.
+Results are int32 scalars. Local, without a gradient. All raise StateError before ``init``. ``name`` is the
+op's name.
 """
 
 from __future__ import annotations
@@ -20,36 +21,36 @@ from gradcomp.tf.ordered import plain, refuse_xla
 
 @plain
 def size_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Any:
-    """The number of ranks, of all or of a :class:`ProcessSet`; 0 means all. ``name``: the op's."""
+    """Return the number of ranks of the job (``process_set_id`` 0), or of a :class:`ProcessSet`."""
     return _ask("size_op", _set_of(process_set_id).size, name)
 
 
 @plain
 def rank_op(name: str | None = None) -> Any:
-    """This process's number. ``name``: the op's."""
+    """Return this process's rank in the job."""
     return _ask("rank_op", runtime.rank, name)
 
 
 @plain
 def local_rank_op(name: str | None = None) -> Any:
-    """This process's number on its host. ``name``: the op's."""
+    """Return this process's rank on its host."""
     return _ask("local_rank_op", runtime.local_rank, name)
 
 
 @plain
 def local_size_op(name: str | None = None) -> Any:
-    """Number of the job's processes on this host. ``name``: the op's."""
+    """Return the number of the job's processes on this host."""
     return _ask("local_size_op", runtime.local_size, name)
 
 
 @plain
 def process_set_included_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Any:
-    """1 if this process is a member of a :class:`ProcessSet`, else 0; 0 as an argument means all ranks."""
+    """Return 1 if this process is a member of a :class:`ProcessSet`, else 0; always 1 for 0, which means all."""
     return _ask("process_set_included_op", _set_of(process_set_id).included, name)
 
 
 def _set_of(process_set: Any) -> ProcessSet:
-    """Horovod numbers its sets; here only the set of all ranks has one."""
+    """Return the process set, of which only that of all ranks has a number, unlike in Horovod."""
     if isinstance(process_set, ProcessSet):
         return process_set
     if process_set in (None, 0):

@@ -1,26 +1,28 @@
-"""Reductions of the user's own tensors over ranks, with Horovod's meanings, in eager mode and inside tf.function.
+"""Reductions of the user's own tensors over ranks, with Horovod's semantics, in eager mode and inside tf.function.
 
-Each call costs one small round in which the ranks compare what they call; then the data move. An allreduce of up to
-4,096 bytes (16,384 / N from 5 ranks on) needs the small round alone, of 48 + 4,096 bytes to every rank. d is the size
-of the tensors on the wire, N the number of ranks. In a world of one nothing moves.
+Each call costs one small round in which the ranks compare what they call; then the data move. An allreduce of
+up to 4,096 bytes (16,384 / N from 5 ranks on) needs the small round alone, of 48 + 4,096 bytes to every rank.
+d is the size of the tensors on the wire in bytes, N the number of ranks. In a world of one nothing moves.
 
-``op``: Average (default), Sum, Min, Max, Product, or Adasum. ``prescale_factor`` is applied before it,
-``postscale_factor`` after it. Dense tensors of any shape, of float16, bfloat16, float32, float64, bool and all integer
-dtypes; results have the tensor's dtype. float16 and bfloat16 are combined in float32, integers in int64: a sum that
-does not fit wraps, an average or a scaled value loses its fraction. Of bool, Sum and Max are "or", Product and Min
-"and". ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``, in which float32 and float64 travel, or an object
-with functions ``compress`` and ``decompress``.
+``op`` is Average (default), Sum, Min, Max, Product, or Adasum. ``prescale_factor`` is applied before it,
+``postscale_factor`` after it. Tensors are dense, of any shape, of float16, bfloat16, float32, float64, bool
+or any integer dtype; results have the tensor's dtype. float16 and bfloat16 are combined in float32, integers
+in int64: a sum that does not fit wraps, an average or a scaled value loses its fraction. On bool, Sum and Max
+are "or", Product and Min "and". ``compression`` is ``Compression.none``, ``.fp16`` or ``.bf16``, the dtype in
+which float32 and float64 travel, or an object with functions ``compress`` and ``decompress``.
 
-``name``: what tells a call from others. ``process_set``: the ranks that take part, if not all (see
-:class:`ProcessSet`). ``device_dense``, ``device_sparse`` and ``ignore_name_scope`` are Horovod's and change nothing:
-data are exchanged in host memory, and names have no scope.
+``name`` tells a call from others. ``process_set`` names the ranks that take part, if not all (see
+:class:`ProcessSet`). ``device_dense``, ``device_sparse`` and ``ignore_name_scope`` are Horovod's and have no
+effect: data are exchanged in host memory, and names have no scope.
 
-All of them raise StateError before ``init``, ConfigError for an argument that cannot be exchanged or a name that is in
-flight and PlanMismatchError if shape, dtype, op or factors differ, both on every rank, and TransportError if a rank is
-dead or stays away. What goes wrong while a tf.function runs arrives as an error of TensorFlow's, in whose text these
-stand. Inside a tf.function calls begin in program order and wait for nothing but their tensors, so ranks may make
-those that have names in any order there, too. A branch, a loop or an inner function that holds calls ends before the
-next call begins. A branch that holds one must be taken by all ranks.
+All of them raise StateError before ``init``; on every rank ConfigError for an argument that cannot be
+exchanged or a name whose last call has not ended, and PlanMismatchError if shape, dtype, op or factors
+differ; and TransportError if a rank is dead or does not call in time. An error while a tf.function runs
+arrives as one of TensorFlow's, whose text contains these.
+
+Inside a tf.function calls start in program order and wait for nothing but their tensors, so ranks may make
+calls with names in any order there, too. A branch, a loop or an inner function with calls ends before the
+next call starts. All ranks must take a branch that contains a call.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from gradcomp.tf.ordered import plain
 from gradcomp.tf.tensors import REDUCIBLE
 from gradcomp.tf.wire import agreed, given_tensors
 
-_UNSUPPORTED = "tf.IndexedSlices take Average and Sum, and no factors; use tf.convert_to_tensor"
+_UNSUPPORTED = "tf.IndexedSlices take Average and Sum only, without factors; use tf.convert_to_tensor"
 
 
 @plain
@@ -58,13 +60,13 @@ def allreduce(
     process_set: Members = None,
     ignore_name_scope: bool = False,  # noqa: ARG001
 ) -> Any:
-    """``postscale * op(prescale * tensor)`` over ranks, as a new tensor; differentiable.
+    """Return ``postscale * op(prescale * tensor)`` over ranks as a new tensor; differentiable.
 
-    ``average`` is Horovod's older spelling of ``op``; give one of them. The gradient is the same allreduce of the
-    gradients. Of a ``tf.IndexedSlices`` all ranks' rows and indices are gathered, divided by N for the average: the
-    result is one too, in which an index may stand more than once; it takes Average and Sum, no factors, and is not
-    compressed. Wire: 2 d (N-1)/N bytes per rank, in one allreduce or two rounds; Adasum d log2(N); slices one
-    allgather.
+    ``average`` is Horovod's older spelling of ``op``; pass one of them. The gradient is the same allreduce of
+    the gradients. Given a ``tf.IndexedSlices``, all ranks' rows and indices are gathered, and divided by N
+    for the average. The result is a ``tf.IndexedSlices`` in which an index may occur more than once. Slices
+    support Average and Sum, without factors, and are not compressed. Wire: 2 d (N-1)/N bytes per rank, in one
+    allreduce or two rounds; Adasum d log2(N); slices one allgather.
     """
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return _allreduce([tensor], name, compression, how, problem, process_set)[0]
@@ -84,7 +86,10 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,  # noqa: ARG001
     name: str | None = None,
 ) -> list[Any]:
-    """As :func:`allreduce` of each tensor, in one message for each dtype; slices in one allgather for all."""
+    """Reduce each tensor as :func:`allreduce` does, in one message for each dtype.
+
+    All slices of the group travel in one allgather.
+    """
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return _allreduce(tensors, name, compression, how, problem, process_set)
 
@@ -101,12 +106,13 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """This rank's rows of ``postscale * op(prescale * tensor)`` over ranks; differentiable for Average and Sum.
+    """Return this rank's rows of ``postscale * op(prescale * tensor)`` over ranks.
 
-    The first dimension is split over the ranks in rank order, in parts whose sizes differ by at most one, the larger
-    ones first. Any ``op`` but Adasum. Values are combined in rank order, so the bytes do not depend on the transport.
-    The gradient of a row is that of the rank that has it, times the factors and, for Sum, times N. Wire: one
-    all-to-all, d (N-1)/N bytes per rank.
+    Differentiable for Average and Sum. The first dimension is split over the ranks in rank order, in parts
+    whose sizes differ by at most one, the larger ones first. Any ``op`` but Adasum is allowed. Values are
+    combined in rank order, so the bytes do not depend on the transport. The gradient of a row is that of the
+    rank that holds it, times the factors and, for Sum, times N. Wire: one all-to-all, d (N-1)/N bytes per
+    rank.
     """
     how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
     return _reducescatter([tensor], name, compression, how, problem, process_set)[0]
@@ -123,7 +129,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[Any]:
-    """As :func:`reducescatter` of each tensor, in one message for each dtype."""
+    """Reduce each tensor as :func:`reducescatter` does, in one message for each dtype."""
     how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
     return _reducescatter(tensors, name, compression, how, problem, process_set)
 
@@ -157,7 +163,7 @@ def _allreduce(
             results[place] = decompress(tensor, context)
     if slices:
         parts = [*(given[place] for place in slices), *(each.indices for each in slices.values())]
-        # A name is that of one call at a time.
+        # Only one call at a time may have a name, and the dense tensors' call has this one.
         gathered = gather_tensors(parts, f"{name}.slices" if places and name else name, ranks)
         rows, indices = gathered[: len(slices)], gathered[len(slices) :]
         for (place, each), values, index in zip(slices.items(), rows, indices, strict=True):

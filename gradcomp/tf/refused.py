@@ -1,4 +1,4 @@
-"""Names of Horovod's that are not there, and why."""
+"""Horovod's names that gradcomp lacks, with the advice that the error gives."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import NoReturn
 
 from gradcomp.core.errors import MissingNameError
 
-ELASTIC = (
-    "a job that loses a rank ends, and goes on from a checkpoint: BackupAndRestore, or save() and load()"
-)
+ELASTIC = "a job that loses a rank ends; start a new one, which resumes by BackupAndRestore, or by save() and load()"
 _HELPER = "a helper of Horovod's own modules"
 _MODULE = "modules inside the package are gradcomp's own; import names from gradcomp.tf"
 
-#: Of horovod.tensorflow.
+#: Names in horovod.tensorflow.
 TF: Mapping[str, str] = {
     "BroadcastGlobalVariablesHook": "a hook for sessions of TensorFlow 1; call broadcast_variables(model.variables)",
     "elastic": ELASTIC,
@@ -33,10 +31,10 @@ TF: Mapping[str, str] = {
     ),
 }  # fmt: skip
 
-#: Of horovod.keras and horovod.tensorflow.keras.
+#: Names in horovod.keras and horovod.tensorflow.keras.
 KERAS: Mapping[str, str] = {"elastic": ELASTIC, "is_version_greater_equal_than": _HELPER}
 
-#: Of their modules ``callbacks``.
+#: Names in their modules ``callbacks``.
 CALLBACKS: Mapping[str, str] = {
     "BestModelCheckpoint": "it is for Horovod's Spark estimators, which set its path; put keras.callbacks."
     "ModelCheckpoint(path, save_best_only=True) behind MetricAverageCallback on one rank",
@@ -46,7 +44,7 @@ CALLBACKS: Mapping[str, str] = {
 
 
 def refusing(module: str, reasons: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """A module's ``__getattr__``, which says why a name is not there."""
+    """Return a module's ``__getattr__``, which tells why a name is missing."""
 
     def refuse(name: str) -> NoReturn:
         reason = reasons.get(name)

@@ -11,7 +11,7 @@ _INSTALL: Final = (
 
 
 def new_enough(version: str) -> bool:
-    """Whether this version of TensorFlow, as "2.16.1", has Keras 3."""
+    """Return True if this version of TensorFlow, such as "2.16.1", has Keras 3."""
     return tuple(int(part) for part in version.split(".")[:2]) >= _OLDEST
 
 

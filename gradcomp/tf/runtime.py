@@ -1,4 +1,4 @@
-"""``init`` for TensorFlow: the ranks meet through MPI alone, or through torch.distributed where torch is installed."""
+"""``init`` for TensorFlow: the ranks meet through MPI alone, or through torch.distributed if torch is installed."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from gradcomp.job.network import Alone, Network, Ranks
 
 MPI, TORCH = "mpi", "torch"
 
-#: The engine that a transport's part between hosts needs to meet; the others serve over either.
+#: Transport between hosts -> the engine that it needs; other transports work with either engine.
 _NEEDS = {"mpi": MPI, "torch": TORCH, "horovod": TORCH}
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None, **settings: Any) -> None:
     """Join the job. Collective; a second call is allowed and changes nothing.
 
-    Under mpirun, mpiexec or srun the ranks meet through MPI, which mpi4py and a PyPI wheel bring; under torchrun and
-    horovodrun through torch.distributed, which needs torch. ``transport="mpi"`` and ``"torch"`` say otherwise. A plain
-    ``python`` is a world of one.
+    Under mpirun, mpiexec or srun the ranks meet through MPI, for which mpi4py and a wheel of MPI from PyPI
+    suffice; under torchrun and horovodrun through torch.distributed, which needs torch. ``transport="mpi"``
+    and ``"torch"`` override that. A plain ``python`` is a world of one.
 
-    ``comm``: all ranks that the launcher started, as a list, a communicator of mpi4py or None. ``process_sets``: those
-    that will have optimizers of their own; see :func:`gradcomp.torch.init`. ``settings``: the fields of
-    :class:`gradcomp.Config`. Raises ConfigError for a bad setting, a ``comm`` of some ranks only, a half-set launch
-    environment and a missing engine, TransportError if the ranks do not meet in time.
+    Args:
+        comm: all ranks that the launcher started, as a list, a communicator of mpi4py or None.
+        process_sets: sets that will have optimizers of their own, see :func:`gradcomp.torch.init`.
+        settings: the fields of :class:`gradcomp.Config`.
+
+    Raises ConfigError for a bad setting, a ``comm`` of some ranks only, an incomplete launch environment and
+    a missing engine, TransportError if the ranks do not meet in time.
     """
     chosen = ranks_of(comm)
-    # "dynamic" is Horovod's word for sets that come later, which need no word here.
+    # "dynamic" is Horovod's value for sets that are added later, which need not be announced here.
     runtime.begin(
         partial(_join, chosen=chosen), () if process_sets in (None, "dynamic") else process_sets, settings
     )
@@ -44,8 +47,8 @@ def _join(config: Config, chosen: Ranks | None) -> tuple[Launch, Network]:
     launch = discover()
     if chosen not in (None, tuple(range(launch.size))):
         raise ConfigError(
-            f"comm={list(chosen)}: a job has all {launch.size} ranks that the launcher started; give "
-            f"process_set=ProcessSet({list(chosen)}) to what only these do"
+            f"comm={list(chosen)}: a job has all {launch.size} ranks that the launcher started; pass "
+            f"process_set=ProcessSet({list(chosen)}) to the calls that only these ranks make"
         )
     if launch.size == 1:
         return launch, Alone()
@@ -64,15 +67,15 @@ def _installed() -> set[str]:
 
 
 def is_there(module: str) -> bool:
-    """Whether a module is installed; it is not imported."""
+    """Return True if a module is installed, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # hidden, or half imported
+    except (ImportError, ValueError):  # an import hook hides it, or it is partly imported
         return False
 
 
 def choose(launcher: str, transport: str, installed: set[str]) -> str:
-    """The engine through which the ranks meet; ConfigError if it is not installed, with what to install."""
+    """Return the engine through which the ranks meet; ConfigError with what to install if it is missing."""
     engine = _NEEDS.get(transport.rpartition("+")[2])
     if engine is None:
         preferred = (MPI, TORCH) if launcher in ("mpirun", "slurm") else (TORCH,)

@@ -1,4 +1,4 @@
-"""Saved models that train on, and compression state in TensorFlow's checkpoints."""
+"""Loads saved models for further training, and keeps compression state in TensorFlow's checkpoints."""
 
 from __future__ import annotations
 
@@ -32,21 +32,24 @@ def load_model(
     safe_mode: bool = True,
     **arguments: Any,
 ) -> Any:
-    """``keras.saving.load_model``, and make the model's optimizer a distributed one, with its slots.
+    """Load a Keras model, and make its optimizer a distributed one, with its slots.
 
-    Compiled as it was saved, but never with XLA. ``compression_state``: the directory of :func:`gradcomp.tf.save`;
-    training then continues bit for bit. The file of the model holds the plain optimizer: without the directory
-    residuals start from zero, and the first step says so. Layers are called as they were when the state was saved,
-    which not all paths of variables survive. ``arguments``: further ones of :func:`DistributedOptimizer`.
-    Collective. Raises ConfigError if the model was saved without an optimizer, and as :func:`DistributedOptimizer`;
-    StateError on every rank as :func:`gradcomp.tf.load`.
+    The model is compiled as it was saved, but never with XLA. ``compression_state`` is the directory of
+    :func:`gradcomp.tf.save`, with which training continues bit for bit. The model's file contains the plain
+    optimizer, so without that directory residuals start from zero, and the first step warns. Layers have the
+    names that they had when the state was saved, which not all paths of variables keep. ``arguments`` are
+    further ones of :func:`DistributedOptimizer`. Collective. Raises ConfigError if the model was saved
+    without an optimizer, and as :func:`DistributedOptimizer` does; StateError on every rank as
+    :func:`gradcomp.tf.load` does.
     """
     model = keras.saving.load_model(
         filepath, custom_objects=None if custom_objects is None else dict(custom_objects), safe_mode=safe_mode
     )
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
-        raise ConfigError(f"{filepath}: the model was saved without an optimizer; compile it with one")
+        raise ConfigError(
+            f"{filepath}: the model was saved without an optimizer; compile it with one, then save it"
+        )
     names = (
         None
         if compression_state is None
@@ -64,7 +67,7 @@ def load_model(
 
 
 def _names_in(directory: Path, process_set: Members) -> list[str] | None:
-    """The names of the layers of a saved compression state, on every rank; None if :func:`load` will not like it."""
+    """Return on every rank the layer names of a saved compression state; None if there is none that loads."""
     ranks = members(process_set)
     names = None
     if runtime.rank() == ranks[0]:
@@ -78,21 +81,22 @@ def _names_in(directory: Path, process_set: Members) -> list[str] | None:
 class CompressionState(tf.train.experimental.PythonState):
     """This rank's compression state, for ``tf.train.Checkpoint(..., compression=gc.CompressionState(optimizer))``.
 
-    Residuals, step, plan, the controller's memory. Every rank saves to, and restores from, a path of its own, all at
-    the same step; the number of ranks stays. The optimizer must be built before the checkpoint is restored. Local.
-    Raises ConfigError if ``optimizer`` is not distributed, StateError if it is not built or the state does not fit.
+    It holds residuals, step, plan and the controller's state. Every rank saves to, and restores from, a path
+    of its own, all at the same step; the number of ranks must not change. The optimizer must be built before
+    the checkpoint is restored. Local. Raises ConfigError if ``optimizer`` is not distributed, StateError if
+    it is not built or the state does not fit.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
         if getattr(optimizer, "_gradcomp", None) is None:
-            raise ConfigError(f"expected what DistributedOptimizer returned, got {type(optimizer).__name__}")
+            raise ConfigError(f"expected a DistributedOptimizer, got {type(optimizer).__name__}")
         self._optimizer = optimizer
 
     def serialize(self) -> bytes:
-        """The state as bytes."""
+        """Return the state as bytes, see :func:`gradcomp.tf.objects.encode`."""
         return encode(to_plain(checkpoint_manager_of(self._optimizer).snapshot()))
 
     def deserialize(self, string_value: bytes) -> None:
-        """Go on from what :meth:`serialize` gave."""
+        """Resume from the bytes that :meth:`serialize` returned."""
         checkpoint_manager_of(self._optimizer).restore(from_plain(decode(string_value)))

@@ -1,4 +1,4 @@
-"""The steps of an exchange: what the ops of a traced function do while it runs, and eager mode at once."""
+"""The steps of an exchange, called by the ops of a traced function while it runs, and directly in eager mode."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from gradcomp.tf.tensors import bytes_of
 
 
 class _Step:
-    """A step that is open: who called it (nobody in ``join()``), what has been handed in, and where the means go."""
+    """An open step: its site (None in ``join()``), the groups that were submitted, and the memory of the means."""
 
     def __init__(self, site: Site | None) -> None:
         self.site = site
         self.submitted: set[int] = set()  # numbers of groups
-        self.means: dict[int, Any] = {}  # values of the memory's
+        self.means: dict[int, Any] = {}  # layer -> a value of the Memory
 
 
 class Steps:
-    """One step after the other: groups of gradients are submitted, then groups of means collected, then it is finished.
+    """Makes steps: groups of gradients are submitted, then groups of means collected, then the step is finished.
 
-    An :class:`gradcomp.job.adapter.Adapter`, and a :class:`gradcomp.job.joining.Joinable`. Submits may come from any
-    threads, in any order; so may collects. :meth:`attach` comes first. ``optimizers_momentum``: if there is an
-    optimizer.
+    Implements :class:`gradcomp.job.adapter.Adapter` and :class:`gradcomp.job.joining.Joinable`. Submits may
+    come from any threads, in any order; so may collects. :meth:`attach` must be called first.
+    ``optimizers_momentum`` returns the optimizer's momentum, if there is an optimizer.
     """
 
     words = Words("a step is open: save and load between steps")
@@ -71,28 +71,27 @@ class Steps:
         self._table["length"] = [math.prod(shape) for shape in self._shapes]
         self._momentum = optimizers_momentum
         self.landing = Landing()
-        #: Hears of means.
+        #: The engine tells this object when exchange buckets have their means.
         self.listener = self.landing
         self._lock = threading.RLock()
         self._step: _Step | None = None
-        #: The last step's scale and learning rate.
+        #: Loss scale, times the predivide factor, and learning rate of the last step.
         self._last = predivide, 0.0
         self._stands_in = False
 
     def attach(self, driver: StepDriver) -> None:
-        """``driver``: what takes the steps."""
         self.driver = driver
 
-    # -- what ops do ----------------------------------------------------------------------------------------------
+    # -- called by ops --------------------------------------------------------------------------------------------
 
     def submit(self, site: Site, number: int, scale: float, learning_rate: float, *values: Any) -> None:
-        """Hand in a group's gradients, which must stay as they are until the step ends.
+        """Submit a group's gradients, which must not change until the step ends.
 
         The step's first group opens it, its last one flushes it.
         """
         with self._lock:
             if self._step is None:
-                self.momenta()  # first of all: what is wrong on all ranks all of them say, whoever finds it first
+                self.momenta()  # checked first, so that a problem that all ranks share is raised by all of them
             self.driver.check()
             with self.driver.telling():
                 step = self._opened(site, number, scale, learning_rate)
@@ -109,7 +108,8 @@ class Steps:
             step = self._open(site)
         if step.site is not site or number in step.submitted:
             raise StateError(
-                "the last exchange did not come to its end: after a step that failed there is no other"
+                "the last exchange did not end: no step is possible after a step that failed; start the job again from "
+                "a checkpoint"
             )
         return step
 
@@ -120,7 +120,10 @@ class Steps:
         return self._step
 
     def momenta(self) -> npt.NDArray[np.float64] | None:
-        """The optimizer's momentum by layer; ConfigError, which the others hear of, if it would act twice."""
+        """Return the optimizer's momentum by layer.
+
+        Raises ConfigError, and tells the other ranks, if the momentum would be applied twice.
+        """
         if self._momentum is None:
             return None
         pipeline = self.driver.exchanger.pipeline
@@ -131,11 +134,11 @@ class Steps:
             return momentum.momenta(pipeline, [self._momentum()], of_one_group)[0]
 
     def drain(self) -> None:
-        """Raise the error of a step that failed; none is under way where no op runs."""
+        """Raise the error of a step that failed; between ops no step is open."""
         self.driver.rest()
 
     def stand_in(self) -> None:
-        """Take part in a step without a gradient, and forget its means."""
+        """Take part in a step without a gradient, and drop its means."""
         with self._lock:
             self.driver.check()
             self._stands_in = True
@@ -169,13 +172,14 @@ class Steps:
         """Wait for the means of these layers, when all groups have been submitted."""
         with self.driver.exchanger.waited_for():
             self.landing.wait(layers)
-        assert self._step is not None, "collects come before the step's end"
+        assert self._step is not None, "collect() comes before finish()"
         return [self._step.means[layer] for layer in layers]
 
     def finish(self, site: Site) -> list[Array]:
         """End the step and commit it, when all means have been collected.
 
-        Row numbers and values of every sparse layer, and one number more, for an op must have an output.
+        Returns row numbers and values of every sparse layer, and one more number, because an op must have an
+        output.
         """
         with self._lock, self.driver.telling():
             self.driver.exchanger.pipeline.statistics.exposed_seconds += self.landing.waited_seconds
@@ -198,31 +202,30 @@ class Steps:
             ]
             return [*rows, np.zeros((), dtype=np.int64)]
 
-    # -- what the driver asks, see gradcomp.job.adapter.Adapter -----------------------------------------------
+    # -- gradcomp.job.adapter.Adapter -----------------------------------------------------------------------------
 
     def allocate(self, layer: int) -> int:
-        """Memory for the mean of a layer that only other ranks had (engine's thread)."""
-        assert self._step is not None, "the step that the engine works at"
+        """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread)."""
+        assert self._step is not None, "the engine works on an open step"
         mean = self._step.means[layer] = self._memory.allocate(layer)
         return self._memory.address(mean)
 
     def digests(self) -> Digests:
-        """What the variables hold."""
         with tf.init_scope():
             values = [kernels.crc32c(bytes_of(variable.numpy())) for variable in self._variables]
         return Digests(CRC32C, dict(zip(self._names, values, strict=True)))
 
     def begin_digests(self) -> Future[Digests]:
-        """They are taken at once: TensorFlow updates a variable as soon as its own mean is there.
+        """Compute digests at once, because TensorFlow updates a variable as soon as its own mean is there.
 
-        A rank that has joined has no say.
+        A rank in ``join()`` contributes none.
         """
         future: Future[Digests] = Future()
         future.set_result(NO_SAY if self._stands_in else self.digests())
         return future
 
     def fingerprint(self, turn: int) -> SoonFingerprint:
-        """Taken at once, as digests are; a rank that has joined has no say."""
+        """Sample at once, for the same reason as :meth:`begin_digests`; a rank in ``join()`` contributes nothing."""
         if self._stands_in:
             return NOTHING
         values = np.zeros(len(self._table), dtype=np.uint32)
@@ -233,8 +236,8 @@ class Steps:
         return Fingerprint(values, json.dumps([{"learning rate": self._last[1], **self._scalars()}]))
 
     def means_complete(self) -> None:
-        """Nothing is left to do: the engine's thread has woken the ops that wait for means."""
+        """Do nothing: the engine's thread has woken the ops that wait for means."""
 
     def finalise(self) -> bool:
-        """A step ends where it is finished."""
+        """Return True: steps end in :meth:`finish`, so no gradient waits for one."""
         return True

@@ -20,20 +20,20 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
         n = sum of n_k;  mean = sum of s_k / n;  variance = sum over ranks of the squares of (x - mean) / n
 
-    with n_k values per channel on rank k and s_k their sum. A drop-in for ``keras.layers.BatchNormalization``, whose
-    other arguments it takes. Batches may differ in size between ranks, and be empty on some; masks count. Gradients go
-    through the statistics: they are those of the sum of all ranks' losses. In evaluation, and in a world of one,
-    nothing is exchanged.
+    with n_k values per channel on rank k and s_k their sum. It replaces ``keras.layers.BatchNormalization``, and takes
+    its other arguments. Batches may differ in size between ranks, and be empty on some; masked values do not count.
+    Gradients flow through the statistics: they are those of the sum of all ranks' losses. In evaluation, and in a world
+    of one, nothing is exchanged.
 
     Args:
-        fused: Horovod's; only False is taken.
+        fused: Horovod's argument, which must be False.
         process_set: the ranks that normalise together, if not all.
 
     Wire: two allreduces in forward, of 2 C and C numbers, and two in backward, for C channels. All ranks must run it
-    alike. Raises ConfigError for ``fused=True``, TensorFlow's InvalidArgumentError where no rank has a value, and as
-    the collectives.
+    alike. Raises ConfigError for ``fused=True``, TensorFlow's InvalidArgumentError if no rank has a value, and the
+    errors of the collectives.
     Source: Ioffe and Szegedy 2015. Horovod subtracts the square of the mean from the mean of squares, which loses
-    digits, and takes all batches for equally large.
+    digits, and assumes that all batches are equally large.
     """
 
     def __init__(self, fused: bool | None = False, process_set: Members = None, **kwargs: Any) -> None:
@@ -46,7 +46,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     @plain
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Mean and variance by channel over all ranks; where Keras asks for those of the batch."""
+        """Compute mean and variance by channel over all ranks, where Keras asks for those of the batch."""
         if len(members(self.process_set)) == 1:
             return super()._moments(inputs, mask)  # type: ignore[no-any-return]
         axes, channels = self._reduction_axes, tf.shape(inputs)[self.axis]

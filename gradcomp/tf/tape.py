@@ -25,7 +25,7 @@ from gradcomp.tf.reductions import grouped_allreduce
 
 Tape = TypeVar("Tape", bound="tf.GradientTape")
 
-#: Exchanges that tapes may have at a time. Each keeps its variables, residuals and a communicator until shutdown().
+#: Most exchanges that tapes may have. Each keeps its variables, residuals and a communicator until shutdown().
 MOST_EXCHANGES = 32
 
 
@@ -49,40 +49,44 @@ def DistributedGradientTape(
 ) -> Tape:
     """Make ``gradtape.gradient(loss, variables)`` return gradients averaged over ranks; returns the same tape.
 
-    g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. A tape is made anew in every
-    step; what lasts, residuals and plans, belongs to the variables: all calls with the same variables and arguments
-    share one :class:`Exchange`, which the first of them makes. In eager mode and inside tf.function, there traced once.
+        g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says
+
+    A tape is made anew in every step, but residuals and plans last. They belong to the variables: all calls with the
+    same variables and arguments share one :class:`Exchange`, which the first of them makes. This works in eager mode,
+    and inside tf.function, which is traced once.
 
     Args:
         gradtape: a ``tf.GradientTape``; changed in place.
-        device_dense: Horovod's; changes nothing.
-        device_sparse: Horovod's; changes nothing.
-        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
-            least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
-        op: ``Average`` or ``Sum`` over ranks; any other is an allreduce of the gradients, see
-            :func:`gradcomp.tf.allreduce`, whose compressions it takes.
-        gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
+        device_dense: Horovod's argument without effect.
+        device_sparse: Horovod's argument without effect.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer. ``"auto"`` chooses
+            the least compression that hides the communication on this network, see
+            :class:`gradcomp.control.auto.Auto`.
+        op: ``Average`` or ``Sum`` over ranks. Any other makes an allreduce of the gradients, see
+            :func:`gradcomp.tf.allreduce`, with the compressions of that function.
+        gradient_predivide_factor: gradients are divided by it before the exchange, and the mean is multiplied by it
+            after.
         sparse_as_dense: exchange ``tf.IndexedSlices`` as dense gradients; else their rows are gathered, uncompressed.
         num_groups: Horovod's older spelling of ``groups``.
-        groups: Horovod's; changes nothing: buckets form by themselves, and no value depends on them.
-        process_set: the ranks to average over, if not all. Only they call this.
+        groups: Horovod's argument without effect: exchange buckets form by themselves, and no value depends on them.
+        process_set: the ranks to average over, if not all. Only these ranks call this.
         scale_local_gradients: divide gradients of variables that ``register_local_source`` named by the number of
             ranks; they are not exchanged.
-        reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said.
-        controller: changes the levels of layers while training runs, such as
+        reduction: the algorithm that adds codes over ranks, if not that of ``init()`` or GRADCOMP_REDUCTION.
+        controller: a controller that changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
         residuals: removed; anything but None is a ConfigError that says what to do instead.
 
-    ``gradient()`` is collective. Its means are meant to be applied: each call is a step. Wire: see the compressor;
+    ``gradient()`` is collective. Each call is a step, so apply its means. Wire: see the compressor;
     uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an element.
-    Raises ConfigError for bad arguments, for sources that are no variables and under ``jit_compile=True``,
+    Raises ConfigError for bad arguments, for sources that are not variables and under ``jit_compile=True``,
     PlanMismatchError on every rank if the ranks differ, StateError before ``init()``, for a variable of which only
-    other ranks have a gradient, and where every step has new variables. Horovod's meaning of the arguments.
+    other ranks have a gradient, and if every step has new variables. Arguments mean what they mean in Horovod.
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise ConfigError(f"expected a tf.GradientTape, got {type(gradtape).__name__}")
     if isinstance(gradtape, _Distributed):
-        raise StateError("this tape is already a DistributedGradientTape")
+        raise StateError("this tape is already a DistributedGradientTape; wrap a tape once only")
     if residuals is not None:
         refuse_removed("residuals", f"residuals={residuals!r}")
     check_ignored(num_groups, groups, device_dense=device_dense, device_sparse=device_sparse)
@@ -122,9 +126,10 @@ def PartialDistributedGradientTape(
     scale_local_gradients: bool = True,
     **arguments: Any,
 ) -> Tape:
-    """As :func:`DistributedGradientTape`, but for the variables of ``local_layers``: those gradients stay each rank's.
+    """Make a distributed tape, but keep the gradients of the variables of ``local_layers`` on each rank.
 
-    ``local_layers``: a layer of Keras or a list of them. ``arguments``: gradcomp's own, by keyword.
+    ``local_layers`` is a layer of Keras or a list of them. ``arguments`` are gradcomp's own, by keyword.
+    Otherwise this is :func:`DistributedGradientTape`.
     """
     local = Local(local_layers, scale_local_gradients)
     tape = DistributedGradientTape(
@@ -148,7 +153,7 @@ class _Arguments:
     local: Local = field(compare=False)
 
     def means(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """What the ranks' gradients of these variables become together."""
+        """Return the means over ranks of the gradients of these variables."""
         if self.op in (Average, Sum):
             return exchange_of(variables, self).exchange(gradients)
         if self.predivide != 1.0:
@@ -182,7 +187,7 @@ class _Arguments:
 
 
 class _Distributed:
-    """The methods that a distributed tape has instead of its class's, or beside them."""
+    """The methods that wrapping adds to a tape's class, or replaces in it."""
 
     _gradcomp: _Arguments
 
@@ -195,11 +200,11 @@ class _Distributed:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """The means over ranks of the gradients of ``target`` with respect to ``sources``, which are variables.
+        """Return the means over ranks of the gradients of ``target`` with respect to ``sources``.
 
-        ``use_generic_names`` is Horovod's and changes nothing.
+        All sources are variables. ``use_generic_names`` is Horovod's argument without effect.
         """
-        if isinstance(unconnected_gradients, bool):  # Horovod's place for use_generic_names
+        if isinstance(unconnected_gradients, bool):  # Horovod has use_generic_names at this position
             unconnected_gradients = tf.UnconnectedGradients.NONE
         own = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         given, variables, gradients = self._gradcomp, tf.nest.flatten(sources), tf.nest.flatten(own)
@@ -216,13 +221,13 @@ class _Distributed:
         return tf.nest.pack_sequence_as(sources, results)
 
     def register_local_source(self, source: Any) -> None:
-        """Do not exchange the gradient of this variable."""
+        """Keep the gradient of this variable on this rank."""
         self._gradcomp.local.add(source)
 
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """Pairs of variables and their gradients: those that are local, and those that were exchanged."""
+        """Return pairs of variables and gradients: those that are local, and those that were exchanged."""
         found = self.gradient(target, sources, output_gradients, use_generic_names=use_generic_names)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(found), strict=True))
         local = self._gradcomp.local
@@ -230,7 +235,7 @@ class _Distributed:
 
 
 class _Known:
-    """The exchanges of one runtime, by identity of their variables, which they keep alive."""
+    """The exchanges of one runtime by the ids of their variables, which they keep alive."""
 
     def __init__(self, state: Runtime) -> None:
         self.state = state
@@ -242,7 +247,7 @@ _known: _Known | None = None
 
 
 def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
-    """The exchange of these variables; collective the first time."""
+    """Return the exchange of these variables and arguments; collective the first time."""
     global _known
     state = runtime.current()
     if _known is None or _known.state is not state:
@@ -255,7 +260,7 @@ def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
     exchange = given.exchange(variables)
     if _known.count:
         runtime.logger.warning(
-            "a DistributedGradientTape has other variables, or other arguments, than those before it: it begins an "
+            "a DistributedGradientTape has other variables, or other arguments, than earlier ones: it begins an "
             "exchange of its own (number %d), without their residuals",
             _known.count + 1,
         )
@@ -266,11 +271,11 @@ def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
 
 def _check(variables: Sequence[Any], count: int) -> None:
     if len({id(variable) for variable in variables}) < len(variables):
-        raise ConfigError("the sources have a variable more than once")
+        raise ConfigError("the sources contain a variable more than once; pass each variable once")
     if count >= MOST_EXCHANGES:
         raise StateError(
-            f"tapes have {count} exchanges by now, of other variables or with other arguments ({_first(variables)}): "
-            "make the model and its variables once, not in every step"
+            f"tapes have {count} exchanges already, and this one has other variables or arguments "
+            f"({_first(variables)}): make the model and its variables once, not in every step"
         )
 
 

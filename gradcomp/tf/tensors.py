@@ -1,4 +1,4 @@
-"""What the user's collectives ask about a tensor."""
+"""Properties of tensors that decide whether and how they can be exchanged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ Array = npt.NDArray[Any]
 
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64)
-#: What can be reduced.
+#: Dtypes that can be reduced.
 REDUCIBLE = (*FLOATS, *INTEGERS, tf.bool)
-#: What can be moved.
+#: Dtypes that can be moved.
 VALUES = (*REDUCIBLE, tf.complex64, tf.complex128)
 
 
 def dense(value: Any, dtypes: Iterable[Any] = VALUES) -> tuple[Any, str | None]:
-    """The value as a tensor, or why it is none whose values can be exchanged. ``dtypes``: those allowed."""
+    """Return the value as a tensor, or None and why its values cannot be exchanged.
+
+    ``dtypes`` lists the dtypes that are allowed.
+    """
     if isinstance(value, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
         advice = {tf.SparseTensor: "tf.sparse.to_dense", tf.RaggedTensor: "to_tensor()"}
         return None, f"not a dense tensor but {type(value).__name__}; use " + advice.get(
@@ -36,10 +39,9 @@ def dense(value: Any, dtypes: Iterable[Any] = VALUES) -> tuple[Any, str | None]:
 
 
 def name_of(variable: Any) -> str:
-    """A Keras variable's path; a tf.Variable's name without the number of its output."""
+    """Return a Keras variable's path, or a tf.Variable's name without the number of its output."""
     return str(getattr(variable, "path", None) or variable.name.removesuffix(":0"))
 
 
 def bytes_of(value: Array) -> npt.NDArray[np.uint8]:
-    """The values' bytes, flat."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""The root's variables on every rank; what holds for all calls is in ``reductions``."""
+"""Broadcasts the root's variables; :mod:`gradcomp.tf.reductions` describes what all calls share."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def broadcast_variables(
 ) -> None:
     """Overwrite variables on every rank with those of ``root_rank``, in place, bit for bit.
 
-    ``variables``: tf.Variables or Keras variables, such as ``model.variables`` or ``optimizer.variables``, once they
-    are built. Names, shapes, dtypes and order must be the same on all ranks, which is looked at before anything moves.
-    ``root_rank`` is a number of the job, also where a process set takes part. ``inplace`` is Horovod's and changes
-    nothing. Also inside a tf.function. Wire: broadcasts of up to 64 MiB, d bytes in all.
+    ``variables`` are tf.Variables or Keras variables, such as ``model.variables`` or ``optimizer.variables``,
+    once they are built. Names, shapes, dtypes and order must be the same on all ranks, which is checked
+    before anything is sent. ``root_rank`` is a rank of the job, also if a process set takes part. ``inplace``
+    is Horovod's argument without effect. The call also works inside a tf.function. Wire: broadcasts of up to
+    64 MiB, d bytes in all.
     """
     _broadcast(variables, root_rank, None, process_set)
 
@@ -40,16 +41,19 @@ def broadcast_variables(
 def broadcast_(
     variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: Members = None
 ) -> list[Any]:
-    """As :func:`broadcast_variables`; returns the variables' new values. ``name`` tells calls apart."""
+    """Broadcast as :func:`broadcast_variables` does, and return the variables' new values.
+
+    ``name`` tells calls apart.
+    """
     given = _broadcast(variables, root_rank, name, process_set)
     return [tf.convert_to_tensor(variable) for variable in given]
 
 
 def broadcast_global_variables(root_rank: int) -> None:  # noqa: ARG001
-    """Refused with a ConfigError, as Horovod does in eager mode: TensorFlow 2 has no list of all variables."""
+    """Raise ConfigError, as Horovod does in eager mode: TensorFlow 2 has no list of all variables."""
     raise ConfigError(
-        "broadcast_global_variables: TensorFlow 2 has no list of all variables; give them to "
-        "broadcast_variables(model.variables), and those of the optimizer once it is built"
+        "broadcast_global_variables: TensorFlow 2 has no list of all variables; call "
+        "broadcast_variables(model.variables), and do the same with those of the optimizer once it is built"
     )
 
 
@@ -75,7 +79,7 @@ def _broadcast(variables: Any, root_rank: int, name: str | None, process_set: Me
 
 
 def _broadcast_chunk(variables: list[Any], root: int, ranks: Ranks, name: str | None) -> None:
-    """One broadcast of the bytes of all these variables. The root's are read, the others' assigned."""
+    """Broadcast the bytes of all these variables at once: the root's are read, the others' assigned."""
     sizes = [_size_bytes(variable) for variable in variables]
     ends = np.cumsum(sizes)
     dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
@@ -91,7 +95,7 @@ def _broadcast_chunk(variables: list[Any], root: int, ranks: Ranks, name: str | 
         channel = _channel(ranks)
         buffer = np.empty(sum(sizes), np.uint8)
         channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
-        # Copies: a variable that kept a view would keep the whole chunk.
+        # The copies are needed, because a variable that kept a view would keep the whole chunk.
         return [
             buffer[end - size : end].copy().view(dtype.as_numpy_dtype).reshape(variable.shape)
             for variable, dtype, size, end in zip(variables, dtypes, sizes, ends, strict=True)
@@ -106,7 +110,7 @@ def _broadcast_chunk(variables: list[Any], root: int, ranks: Ranks, name: str | 
 
 
 def _variables(given: Any) -> tuple[list[Any], str | None]:
-    """The variables as a list, and what is wrong with them."""
+    """Return the variables as a list, and a problem with them if there is one."""
     try:
         variables = list(given)
     except TypeError:

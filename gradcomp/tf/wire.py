@@ -1,4 +1,4 @@
-"""What all collectives check of a call, and in what terms ranks compare it."""
+"""Checks the arguments of collectives, and makes the descriptors that ranks compare."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradcomp.tf.tensors import VALUES, Array, dense
 
 
 def given_tensors(tensors: Any, dtypes: Iterable[Any] = VALUES) -> tuple[list[Any], str | None]:
-    """A group as tensors, and why it cannot be exchanged. ``dtypes``: those allowed."""
+    """Return a group as tensors, and why it cannot be exchanged, or None; ``dtypes`` are those allowed."""
     if not isinstance(tensors, list | tuple):
         return [], f"not a list of tensors but {type(tensors).__name__}"
     found, problem = [], None
@@ -33,10 +33,10 @@ def agreed(
     problem: str | None,
     how: ScaledOp | None = None,
 ) -> Ranks:
-    """The ranks that take part. What is wrong is told to all of them, also while a function is traced."""
+    """Return the ranks that take part; raise a problem on all of them, also while a function is traced."""
     ranks = members(process_set)
     for tensor in [] if problem else tensors:
-        # Where the rank is not known yet, the call finds out when it runs.
+        # If the number of dimensions is not known yet, the call checks it when it runs.
         shape = (0,) if tensor.shape.rank is None else tuple(size or 0 for size in tensor.shape)
         dtype = tensor.dtype
         problem = problem or Descriptor(kind, ranks, name, dtype.name, dtype.size, shape, how).problem
@@ -53,7 +53,6 @@ def descriptors(
     how: ScaledOp | None = None,
     root: int | None = None,
 ) -> list[Descriptor]:
-    """What is called with these values."""
     return [
         Descriptor(kind, ranks, name, value.dtype.name, value.itemsize, value.shape, how, root)
         for value in values

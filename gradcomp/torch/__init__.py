@@ -1,7 +1,7 @@
 """gradcomp for PyTorch: ``import gradcomp.torch as gc``."""
 
 import gradcomp
-import gradcomp.torch.requires  # the first of what imports torch
+import gradcomp.torch.requires  # before anything that imports torch, so that its error names the extra
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.core.errors import HorovodInternalError, HostsUpdatedInterrupt, MissingNameError
 from gradcomp.job.engines import (
@@ -75,10 +75,10 @@ from gradcomp.torch.states import (
 )
 from gradcomp.torch.sync_batch_norm import SyncBatchNorm
 
-#: Names of Horovod's that are not here, and what there is instead.
+#: Horovod's names that gradcomp lacks, with the advice that the error gives.
 _INSTEAD = {
-    "elastic": "a job keeps its ranks: one that loses a rank ends, and a new one goes on from a checkpoint, which "
-    "gradcomp.torch.save() writes and load() reads",
+    "elastic": "the ranks of a job are fixed. A job that loses a rank ends; start a new one and resume from a "
+    "checkpoint, which gradcomp.torch.save() writes and load() reads",
 }
 
 

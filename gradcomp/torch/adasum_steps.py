@@ -2,9 +2,10 @@
 
     x_{t+1} = x_t + Adasum over ranks of delta_i,    delta_i = step_i(x_t, g_i) - x_t
 
-g_i is rank i's own gradient and step_i its own optimizer, whose state (momentum, for example) differs between ranks.
-Each parameter is a vector of its own. See :mod:`gradcomp.job.adasum` for the sum. Horovod's definition; differs in that
-``step()`` does all of it, so that what a script does to gradients between ``backward()`` and ``step()`` has an effect.
+g_i is rank i's own gradient and step_i its own optimizer, whose state (momentum, for example) differs between
+ranks. Each parameter is a vector of its own. :mod:`gradcomp.job.adasum` defines the sum. The definition is
+Horovod's; unlike Horovod, ``step()`` does all of the work, so what a script does to gradients between
+``backward()`` and ``step()`` has an effect.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _HOW = ScaledOp(Adasum)
 
 
 class _Core:
-    """Who combines steps, under which name, and in which form they travel."""
+    """The state that Adasum adds to an optimizer: the collective's name, its ranks and the dtype on the wire."""
 
     def __init__(
         self, name: str, process_set: Members, compression: Any, names: dict[torch.Tensor, str]
@@ -46,7 +47,7 @@ class _Core:
 
     @torch.no_grad()
     def combine(self, parameters: list[torch.Tensor], starts: list[torch.Tensor]) -> None:
-        """Replace what this rank's step made of ``starts`` by what all ranks' steps come to. Collective."""
+        """Replace this rank's step from ``starts`` by the Adasum of all ranks' steps. Collective."""
         coded = [self._compress(p.detach() - start) for p, start in zip(parameters, starts, strict=True)]
         deltas = [delta for delta, _ in coded]
         sums = begin_allreduce(deltas, self._name, _HOW, None, self._process_set, in_place=True).wait()
@@ -55,33 +56,36 @@ class _Core:
 
 
 class AdasumSteps(Adopted):
-    """The methods that an optimizer has whose steps are combined by Adasum."""
+    """The methods of an optimizer whose steps are combined by Adasum."""
 
     _gradcomp: _Core
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank's own gradients, then by the Adasum of all ranks' steps. Every rank steps."""
+        """Step on this rank's own gradients, then replace the step by the Adasum of all ranks' steps.
+
+        Collective: every rank steps.
+        """
         parameters = _trainable(self)
         starts = [p.detach().clone() for p in parameters]
-        self._opt_called = True  # for schedulers
+        self._opt_called = True  # learning rate schedulers warn without it
         loss = super().step(closure)  # type: ignore[misc]
         self._gradcomp.combine(parameters, starts)
         return loss
 
-    # A scheduler made before wrapping looks for this mark, and warns without it.
+    # A scheduler that was made before wrapping looks for this attribute and warns without it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Nothing: gradients stay this rank's own."""
+        """Do nothing, because gradients stay this rank's own."""
 
     def skip_synchronize(self) -> Any:
-        """StateError: under Adasum there is no exchange before ``step()`` that could be skipped."""
+        """Raise StateError, because under Adasum ``step()`` has no exchange of gradients that could be skipped."""
         raise StateError(
             "skip_synchronize() has no meaning with op=Adasum: ranks exchange steps, not gradients"
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Nothing but a check: whenever ``step()`` is called, it takes what gradients have come to."""
+        """Check the argument only: ``step()`` takes the gradients that have accumulated when it is called."""
         Arguments(op=Adasum, passes=passes).check_adasum()
 
 
@@ -91,10 +95,13 @@ def begin_adasum_steps(
     process_set: Members,
     arguments: Arguments,
 ) -> None:
-    """Make the optimizer one whose steps are combined. Collective; ConfigError on every rank if one has a problem.
+    """Make the optimizer combine its steps by Adasum.
 
-    Wire: the round in which calls are compared; then in each ``step()`` log2(N) d bytes per rank, N a power of two, d
-    the size of the parameters in the dtype in which they are combined: float32, or float64 for float64.
+    Collective. Raises ConfigError on every rank if one rank's arguments are wrong.
+
+    Wire: one round in which calls are compared; then in each ``step()`` log2(N) d bytes per rank, where N is
+    a power of two and d the size of the parameters in the dtype in which they are combined: float32, or
+    float64 for float64.
     """
     ranks = members(process_set)
     state = runtime.current()

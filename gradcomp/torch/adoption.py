@@ -1,4 +1,4 @@
-"""How an optimizer becomes a distributed one in place, and a plain one again in copies and pickles."""
+"""An optimizer becomes a distributed one in place; its copies and pickles are plain optimizers again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gradcomp.torch.modules import opaque
 
 
 class Adopted:
-    """What is put in front of an optimizer's class; ``_gradcomp`` is what the optimizer has beside its own.
+    """The mixin that goes in front of an optimizer's class; ``_gradcomp`` holds the state that wrapping adds.
 
-    ``is_opaque``: methods that torch.compile must not look into. ``calls_own``: the same, but for the method of the
-    optimizer's own that they call.
+    ``is_opaque`` lists methods that torch.compile must not trace. torch.compile does not trace those in
+    ``calls_own`` either, but may trace the method of the wrapped class that they call.
     """
 
     _gradcomp: Any
@@ -25,17 +25,17 @@ class Adopted:
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Horovod's: what each parameter is called, here a position where no name was given."""
+        """Horovod's attribute: the name of each parameter, which is a position where the user gave none."""
         names: dict[torch.Tensor, str] = self._gradcomp.parameter_names
         return names
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are plain optimizers of the wrapped class: an exchange cannot be copied."""
-        # copyreg's function, so that a pickle loads where gradcomp is not installed.
+        """Pickle as a plain optimizer of the wrapped class, because an exchange cannot be copied."""
+        # The pickle names a function of copyreg, so that it loads where gradcomp is not installed.
         return copyreg._reconstructor, (_base(type(self)), object, None), self.__getstate__()  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A plain optimizer with parameters of its own."""
+        """Return a plain optimizer with copies of the parameters."""
         base: Any = _base(type(self))
         plain = base.__new__(base)
         memo[id(self)] = plain
@@ -44,17 +44,20 @@ class Adopted:
 
 
 def check_plain(optimizer: Any) -> None:
-    """ConfigError for what is no optimizer, StateError for one that is distributed already."""
+    """Raise ConfigError if this is not an optimizer, StateError if it is wrapped already."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if hasattr(optimizer, "_gradcomp"):
-        raise StateError("this optimizer is already a DistributedOptimizer")
+        raise StateError("this optimizer is already a DistributedOptimizer; wrap an optimizer once only")
 
 
 def adopt(optimizer: torch.optim.Optimizer, mixin: type[Adopted], core: Any) -> None:
-    """Put a class in front of the optimizer's own: schedulers and users that hold it go on holding it."""
+    """Put ``mixin`` in front of the optimizer's class.
+
+    The object stays the same, so schedulers and users that hold a reference to it need no change.
+    """
     kind = type(optimizer)
-    # A scheduler made before may have put a bound ``step`` on the instance, which would bypass ours.
+    # A scheduler that was made before may have set a bound ``step`` on the instance, which would bypass ours.
     optimizer.__dict__.pop("step", None)
     optimizer.__dict__["_gradcomp"] = core
     hidden = {name: opaque(getattr(mixin, name), calls_own=True) for name in mixin.calls_own}
@@ -65,6 +68,5 @@ def adopt(optimizer: torch.optim.Optimizer, mixin: type[Adopted], core: Any) -> 
 
 
 def _base(kind: type) -> type:
-    """The class that was wrapped."""
     wrapped: type = kind.__bases__[1]
     return wrapped

@@ -37,12 +37,12 @@ class Arguments:
         self.loss_scale = LossScale(grad_scaler)
 
     def take(self, policy: Policy) -> None:
-        """From now on the compression is this one, and no controller changes it."""
+        """Use this compression from now on, without a controller."""
         self.compression, self.controller = policy, None
 
     def check(self) -> tuple[Policy, Timing]:
-        """Raise ConfigError for what cannot work."""
-        # Adasum of one rank's step is that step.
+        """Return the policy and the timing; raise ConfigError for arguments that cannot work."""
+        # check() sees Adasum in a world of one only, where the Adasum of the step is the step itself.
         op = Average if self.op is Adasum else self.op
         check_arguments(op, self.predivide, self.reduction)
         check_groups(self.groups)
@@ -50,7 +50,7 @@ class Arguments:
         return as_policy(self.compression), Timing(self.passes, self.finish, self.on_skip)
 
     def check_adasum(self) -> None:
-        """Raise ConfigError for what cannot work, or has no meaning, where steps are combined by Adasum."""
+        """Raise ConfigError for arguments that cannot work, or have no meaning, with ``op=Adasum``."""
         check_groups(self.groups)
         Timing(self.passes)
         if self.predivide != 1.0:

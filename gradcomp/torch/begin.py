@@ -1,4 +1,4 @@
-"""Operations on groups of tensors, begun without gradients; the public functions say what each of them means."""
+"""Collectives on groups of tensors, started without autograd; the public functions document each of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def begin_allreduce(
     *,
     in_place: bool = False,
 ) -> Handle:
-    """Begin a group's allreduce, in the tensors' own memory where it can be exchanged as it lies."""
+    """Start a group's allreduce, in the tensors' own memory where that is dense, on the host and ``in_place``."""
     called, problem = descriptors("allreduce", tensors, name, process_set, how, problem=problem)
     flats = [] if problem else [host(tensor, copy=not in_place) for tensor in tensors]
 
@@ -49,7 +49,6 @@ def begin_allreduce(
 def begin_reducescatter(
     tensors: Tensors, name: str | None, how: ScaledOp, problem: str | None, process_set: Members
 ) -> Handle:
-    """Begin a group's reduce-scatter."""
     called, problem = descriptors("reducescatter", tensors, name, process_set, how, problem=problem)
     flats = [] if problem else [host(tensor, copy=False) for tensor in tensors]
     ranks = called[0].ranks
@@ -67,7 +66,7 @@ def begin_reducescatter(
 def begin_allgather(
     tensors: Tensors, name: str | None, process_set: Members, starts: list[int] | None = None
 ) -> Handle:
-    """Begin a group's allgather; ``starts`` gets the row at which this rank's part of each result begins."""
+    """Start a group's allgather; appends to ``starts`` the row at which this rank's part of each result begins."""
     called, problem = descriptors("allgather", tensors, name, process_set)
     flats = [] if problem else [host(tensor, copy=False) for tensor in tensors]
 
@@ -87,7 +86,7 @@ def begin_allgather(
 def begin_broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: Members, *, in_place: bool = False
 ) -> Handle:
-    """Begin a broadcast, into the tensor's own memory where that can be exchanged as it lies."""
+    """Start a broadcast, into the tensor's own memory where that is dense, on the host and ``in_place``."""
     _, problem = root_of(root_rank, process_set)
     called, problem = descriptors("broadcast", [tensor], name, process_set, root=root_rank, problem=problem)
     flat = torch.empty(0, dtype=torch.uint8) if problem else host(tensor, copy=not in_place)
@@ -104,7 +103,7 @@ def begin_broadcast(
 
 
 def begin_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process_set: Members) -> Handle:
-    """Begin an all-to-all; its result is the rows, and how many came from each rank as int32."""
+    """Start an all-to-all, whose result is the received rows and the number of rows from each rank (int32)."""
     (called, *_), problem = descriptors("alltoall", [tensor], name, process_set)
     flat = torch.empty(0, dtype=torch.uint8) if problem else host(tensor, copy=False)
     counts, wrong = _counts(splits)
@@ -122,7 +121,7 @@ def begin_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process_
 
 
 def _counts(splits: Any) -> tuple[Any, str | None]:
-    """Splits as an array of integers, and what is wrong with them."""
+    """Return the splits as an array of integers, or None and the problem with them."""
     if splits is None:
         return None, None
     try:

@@ -1,4 +1,4 @@
-"""What ``compression=`` of a collective may be, for torch's tensors."""
+"""``compression=`` of a collective on torch tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def coder_of(compression: Any) -> tuple[Coder, str | None]:
-    """See :func:`gradcomp.job.coding.coder_of`; float32 and float64 travel in half precision."""
+    """Return the coder of a ``compression=`` argument, see :func:`gradcomp.job.coding.coder_of`.
+
+    float32 and float64 tensors travel in the half precision that it names.
+    """
     return coding.coder_of(compression, _to, (_keep, _restore))
 
 

@@ -1,4 +1,4 @@
-"""What a distributed optimizer has beside the wrapped one, and how it is made."""
+"""The state that :func:`DistributedOptimizer` adds to an optimizer, and its construction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
 class Core:
-    """What a distributed optimizer has beside the wrapped one."""
+    """The state that wrapping adds to an optimizer: its exchange, driver, arguments and parameter names."""
 
     def __init__(
         self, ranks: Ranks, arguments: Arguments, named: Named, frozen: Named, exchange: GradientExchange
@@ -43,24 +43,24 @@ class Core:
         self.frozen = frozen
         self.exchange = exchange
         self.driver: StepDriver = exchange.driver
-        #: Where the compression state is.
+        #: Saves and loads the compression state.
         self.checkpoint_manager = self.driver.checkpoint_manager
         self.skip_synchronize = False
-        #: Whether the program has called ``synchronize()`` since the last step.
+        #: True if the program has called ``synchronize()`` since the last step.
         self.synchronized = False
 
     @property
     def parameter_names(self) -> dict[torch.Tensor, str]:
-        """The names of all parameters, frozen ones too."""
+        """The names of all parameters, including frozen ones."""
         return {parameter: name for name, parameter in (*self.named, *self.frozen)}
 
     def check_frozen(self) -> None:
-        """StateError if parameters that were frozen require gradients by now."""
+        """Raise StateError if a parameter that was frozen at wrapping requires gradients now."""
         thawed = [name for name, parameter in self.frozen if parameter.requires_grad]
         if thawed:
             raise StateError(
                 f"parameters that were frozen when the optimizer was wrapped now require gradients and are not "
-                f"exchanged: {', '.join(thawed[:5])}; wrap after unfreezing, or add them with add_param_group"
+                f"exchanged: {', '.join(thawed[:5])}; wrap after unfreezing, or add them with add_param_group()"
             )
 
 
@@ -73,7 +73,10 @@ def build(
     *,
     before: Core | None = None,
 ) -> Core:
-    """Validate on every rank, compare, and start; ``before``: of an optimizer that is a distributed one."""
+    """Validate the arguments, compare them over ranks, and start the exchange. Collective.
+
+    ``before`` is the state of the same optimizer when it is wrapped already and gets more parameters.
+    """
 
     def validate() -> tuple[Timing, Named, Named, Proposal, Device]:
         if before is None:
@@ -84,7 +87,7 @@ def build(
         proposal = propose(
             policy, named, 0 if before is None else before.checkpoint_manager.step, arguments.controller
         )
-        # Alone, a rank exchanges nothing, wherever its gradients are.
+        # In a world of one nothing is exchanged, so gradients may be on any device.
         device = device_of(named) if len(ranks) > 1 else HOST
         return timing, named, frozen, proposal, device
 
@@ -95,7 +98,7 @@ def build(
         sparse_as_dense=arguments.sparse_as_dense,
         predivide=arguments.predivide,
         loss_scale=arguments.loss_scale,
-        # 0 where the optimizer finds its own, as Adafactor with relative steps: it is not known then.
+        # Adafactor with relative steps computes its own rate, which is not known here: it counts as 0.
         learning_rate=lambda: number_of(0.0 if (rate := _rate(optimizer)) is None else rate),
         scalars=lambda: scalars_of([optimizer]),
         momenta=Momenta(named, lambda: [optimizer]),
@@ -134,7 +137,10 @@ def build(
 
 
 def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[torch.nn.Parameter]) -> Core:
-    """More layers: a new exchanger, with the old one's state. After an error the old one is still there."""
+    """Make an exchange for the old and the added parameters, with the old one's residuals and step.
+
+    Collective. After an error the old exchange is still in use.
+    """
     state = runtime.current()
     old = core.exchange
     core.driver.check()
@@ -151,7 +157,7 @@ def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[to
 def _name_group(
     names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Lazy, so that its error is met where ranks validate together."""
+    """Pair names with parameters lazily, so that the error is raised where all ranks validate together."""
     if len(names) != len(parameters):
         raise ConfigError(f"{len(names)} names for {len(parameters)} parameters")
     yield from zip(names, parameters, strict=True)
@@ -160,7 +166,7 @@ def _name_group(
 def _warn_of_positions(named: Named) -> None:
     runtime.logger.warning(
         "named_parameters was not given, so layers are named by position (%s, ...): patterns of a policy cannot match "
-        "them, and a checkpoint fits only while their order stays. Give named_parameters=model.named_parameters()",
+        "them, and a checkpoint fits only while their order stays. Pass named_parameters=model.named_parameters()",
         named[0][0],
     )
 
@@ -171,7 +177,7 @@ def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor | None:
 
 
 def check_rate(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
-    """ConfigError if a compressor follows a learning rate that the optimizer does not have."""
+    """Raise ConfigError if a compressor follows the learning rate and the optimizer has none."""
     following = [c.to_string() for c in policy.compressors if c.traits.follows_rate]
     if following and _rate(optimizer) is None:
         raise ConfigError(
@@ -181,6 +187,6 @@ def check_rate(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
 
 
 def check_averages(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
-    """Warn if the compression adds up gradients that the optimizer averages again."""
+    """Warn if the compressor accumulates gradients and the optimizer averages them once more."""
     if averages(optimizer):
         warn_of_averages(policy, type(optimizer).__name__)

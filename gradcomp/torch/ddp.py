@@ -1,6 +1,6 @@
 """``ddp_comm_hook``: compressed gradients under torch.nn.parallel.DistributedDataParallel."""
 
-# Annotations are evaluated here: DistributedDataParallel compares those of a hook with classes.
+# No "from __future__ import annotations": DistributedDataParallel compares the annotations of a hook with classes.
 
 import logging
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
 
-#: DistributedDataParallel has its final buckets from its second step on.
+#: All ranks adopt rank 0's order of layers after this step: DDP has its final buckets from its second step on.
 _ORDER_STEP = 1
 
 Hook = Callable[["HookState", GradBucket], Future[torch.Tensor]]
@@ -50,15 +50,18 @@ def ddp_comm_hook(
     controller: Controller | str | None = None,
     on_skip: str = "raise",
 ) -> tuple["HookState", Hook]:
-    """A state and a hook for ``ddp.register_comm_hook(state, hook)``: DDP's gradients, averaged in compressed form.
+    """Return a state and a hook for ``ddp.register_comm_hook(state, hook)`` that compress DDP's gradients.
 
-    g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. Layers are known by name: DDP
-    may form its buckets anew. A bucket's future completes on gradcomp's thread, as soon as its layers have their means.
-    The exchange of a step is accepted at the next step's first bucket, unless a value in it was not finite. A layer
-    whose gradient is zero everywhere on every rank counts as absent, as DDP fills in zeros for unused parameters: it
-    keeps its residual, and stays zero. Means are those of :func:`DistributedOptimizer`, bit for bit, except that chunk
-    owners' residuals change hands once, when rank 0's order of buckets is adopted: there after the first step, here
-    after the second, in which DDP has its final buckets.
+        g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says
+
+    Layers are known by name, so DDP may rebuild its buckets. The future of a DDP bucket completes on gradcomp's thread,
+    as soon as all its layers have their means. The exchange of a step is accepted at the first DDP bucket of the next
+    step, unless it held a value that was not finite. A layer whose gradient is zero everywhere on every rank counts as
+    absent, because DDP fills in zeros for unused parameters: it keeps its residual, and its gradient stays zero.
+
+    The means are those of :func:`DistributedOptimizer`, bit for bit, with one exception. Chunk owners' residuals change
+    hands once, when all ranks adopt rank 0's order of layers: there after the first step, here after the second, in
+    which DDP has its final buckets.
 
     Args:
         model: the module, or the DistributedDataParallel around it.
@@ -66,18 +69,18 @@ def ddp_comm_hook(
         grad_scaler: the GradScaler in use, as for :func:`DistributedOptimizer`.
         controller: changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
-        on_skip: what follows when a rank does not step on means that others step on: "raise", a StateError on all ranks
-            in the next exchange. To agree first, as ``DistributedOptimizer(on_skip="agree")`` does, a hook has no part
-            in ``step()``.
+        on_skip: what happens when a rank skips a step that others take: ``"raise"``, a StateError on all ranks in the
+            next exchange. ``"agree"`` is refused, because a hook has no part in ``step()``; use
+            ``DistributedOptimizer(on_skip="agree")``.
 
     Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
     2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
     an element.
     Raises ConfigError for bad arguments, ``follow_rate`` (a hook knows no learning rate) and sparse gradients, and for
-    a second communication hook when it is registered; PlanMismatchError on every rank if the ranks differ, StateError
-    before ``init()``. What fails later (TransportError, StateError, which layers that were frozen and require gradients
-    now are too) ``backward()`` raises, as that type; in the first step under ``static_graph=True`` as a RuntimeError
-    with its text, for DDP then waits for the futures.
+    a second communication hook when it is registered; PlanMismatchError on every rank if the ranks differ; StateError
+    before ``init()``. ``backward()`` raises later failures with their own type: TransportError, or StateError, as for
+    frozen layers that now require gradients. In the first step under ``static_graph=True`` it raises a RuntimeError
+    with the same text, because there DDP itself waits for the futures.
     """
     state = runtime.current()
     loss_scale = LossScale(grad_scaler)
@@ -87,7 +90,7 @@ def ddp_comm_hook(
         policy = as_policy(compression)
         if on_skip != "raise":
             raise ConfigError(
-                f"on_skip={on_skip!r} needs a part in step(), which a hook has not: use DistributedOptimizer, or leave "
+                f"on_skip={on_skip!r} needs a part in step(), which a hook has not: use DistributedOptimizer, or keep "
                 '"raise"'
             )
         _refuse_following(policy)
@@ -112,12 +115,12 @@ def _refuse_following(policy: Policy) -> None:
 
 
 def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[torch.Tensor]:
-    """The hook: hand a bucket in; the future's value is its buffer, then with means in place of gradients."""
+    """Submit a DDP bucket; the future's value is the bucket's buffer, in which means have replaced the gradients."""
     return state.hand_in(bucket)
 
 
 class HookState(Readers):
-    """What a DistributedDataParallel has beside itself: an exchanger, and what a user may ask of it."""
+    """The state of a communication hook: the exchange of one DistributedDataParallel and what users ask about it."""
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class HookState(Readers):
             ),
         )
         self._steps.attach(self._driver)
-        #: Where :func:`gradcomp.torch.save` finds the compression state.
+        #: Gives the compression state to :func:`gradcomp.torch.save` and takes it from ``load``.
         self.checkpoint_manager = self._driver.checkpoint_manager
 
     # -- what a user may ask --------------------------------------------------------------------------------------
@@ -163,23 +166,25 @@ class HookState(Readers):
         return list(self._named)
 
     def compression_state(self) -> dict[str, Any]:
-        """This rank's residuals by layer name, step, plan, bucket order: copies, as tensors, numbers and strings.
+        """Return this rank's residuals by layer name, its step, plan and bucket order, as copies.
 
-        Local; StateError in the midst of a backward pass.
+        All values are tensors, numbers and strings. Local. Raises StateError during a backward pass.
         """
         return state_of(self.checkpoint_manager)
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
+        """Resume from the result of :meth:`compression_state` on this rank, of a job with as many ranks.
 
-        Local. StateError, with nothing changed, if anything does not fit: the error lists it all.
+        All ranks must load states that were taken after the same step. Local. Raises StateError and changes
+        nothing if anything does not fit; the error lists all of it.
         """
         load_state(self.checkpoint_manager, state)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
-        """Go over to another compression in mid-run, as :meth:`DistributedOptimizer.set_compression` says.
+        """Change the compression between two steps, as :meth:`DistributedOptimizer.set_compression` does.
 
-        Accepts the last exchange first, if no value in it was not finite. Raises ConfigError for ``follow_rate`` too.
+        It first accepts the last exchange, unless that held a value that was not finite. Raises ConfigError
+        also for ``follow_rate``.
         """
         policy = as_policy(compression)
         _refuse_following(policy)
@@ -190,19 +195,19 @@ class HookState(Readers):
         return self.exchanger
 
     def settle(self) -> None:
-        """Accept the last exchange now, unless a value in it was not finite; before the state is saved.
+        """Accept the last exchange now, before the state is saved, unless it held a value that was not finite.
 
-        Local, and free if there is none. Raises StateError in the midst of a backward pass, and the error of the
-        exchange if it has failed.
+        Local, and free if there is none. Raises StateError during a backward pass, and the error of the
+        exchange if it failed.
         """
         self._driver.rest()
 
     def hand_in(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Exchange a bucket in place; the last one of a step ends the step."""
+        """Exchange a DDP bucket in place; the last one of a step ends the step."""
         if not hasattr(bucket, "buffer"):
             raise ConfigError(
-                'torch._dynamo.config.optimize_ddp="python_reducer" has no buckets that a hook could exchange: leave '
-                "it, and compiled autograd, away, or use DistributedOptimizer without DistributedDataParallel"
+                'torch._dynamo.config.optimize_ddp="python_reducer" has no buckets that a hook could exchange: do not '
+                "set it, nor compiled autograd, or use DistributedOptimizer without DistributedDataParallel"
             )
         if self._driver.attached:
             return self._steps.hand_in(bucket)
@@ -213,7 +218,10 @@ class HookState(Readers):
 
 
 def _named(model: torch.nn.Module) -> tuple[Named, Named]:
-    """Trainable and frozen parameters by the names that the bare module gives them, without those that DDP ignores."""
+    """Return trainable and frozen parameters, without those that DDP ignores.
+
+    Their names are those within the bare module.
+    """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {type(model).__name__}")
     model = bare(model)

@@ -1,4 +1,4 @@
-"""Whether somebody else exchanges the same gradients: DistributedDataParallel, or another hook on it."""
+"""Detects a second exchange of the same gradients: a DistributedDataParallel, or another hook on it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ DistributedOptimizer, and let a hook compress the gradients:
     state, hook = gc.ddp_comm_hook(model, compression=...)
     model = torch.nn.parallel.DistributedDataParallel(model)
     model.register_comm_hook(state, hook)
-(Trainers that make the DistributedDataParallel themselves: register the hook on the model that they return.) Or leave \
-DistributedDataParallel away, and keep DistributedOptimizer"""
+(If a trainer makes the DistributedDataParallel itself, register the hook on the model that it returns.) Or keep \
+DistributedOptimizer, and remove DistributedDataParallel"""
 
 _TWO_HOOKS = """\
 a DistributedDataParallel takes one communication hook: {there} is registered, and {new} would be the second. To keep \
-gradcomp's, leave the other away (Accelerate registers one for DistributedDataParallelKwargs(comm_hook=...), Lightning \
-for DDPStrategy(ddp_comm_hook=...), DistributedDataParallel itself for mixed_precision=...). What it does gradcomp can \
-do in its place: ddp_comm_hook(model, compression="bf16"), "fp16" or "powersgd:rank=4". To keep the other, do not \
+gradcomp's, remove the other (Accelerate registers one for DistributedDataParallelKwargs(comm_hook=...), Lightning \
+for DDPStrategy(ddp_comm_hook=...), DistributedDataParallel itself for mixed_precision=...); gradcomp has compressions \
+like theirs: ddp_comm_hook(model, compression="bf16"), "fp16" or "powersgd:rank=4". To keep the other, do not \
 register gradcomp's"""
 
 
 class DdpCheck:
-    """Refuses a DistributedDataParallel that exchanges gradients of ``parameters``, until the first exchange has ended.
+    """Refuses a DistributedDataParallel that exchanges gradients of ``parameters``, until the first exchange ends.
 
-    It is refused when it is run: one that is only left over from earlier does no harm. There is no hook on every
-    module's forward pass, for compiled models would be compiled once more when that goes.
+    It is refused when it runs: one that is only left over from earlier does no harm. The check does not hook
+    every module's forward pass, because compiled models would be recompiled when that hook is removed.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -51,12 +51,12 @@ class DdpCheck:
                 self._hooks.append(ddp.register_forward_pre_hook(self._run))
 
     def first_gradient(self) -> None:
-        """ConfigError if a DistributedDataParallel was made since that is run by other means than its forward pass."""
+        """Raise ConfigError if a DistributedDataParallel was made since, which may run without its forward pass."""
         for ddp in self._made_since:
             self._run(ddp)
 
     def end(self) -> None:
-        """The first exchange has ended; what holds then goes on to hold."""
+        """Remove the hooks, because the first exchange has ended and later steps run the same modules."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -74,29 +74,33 @@ class DdpCheck:
                 raise ConfigError(_REFUSAL)
 
     def _is_ours(self, parameter: torch.nn.Parameter) -> bool:
-        found = self._ours.get(id(parameter))  # the number may be that of a parameter that is gone
+        found = self._ours.get(id(parameter))  # the id may be that of a parameter that was freed
         return found is not None and found() is parameter
 
 
 def _have_autograd_state(parameters: Sequence[torch.nn.Parameter]) -> bool:
-    """Whether somebody keeps the graph's node of one of these parameters: a graph, or DistributedDataParallel."""
+    """Return True if something keeps the gradient accumulator of one of these parameters alive.
+
+    That is a graph or a DistributedDataParallel. A value that is set in the metadata of a node survives only
+    where the node does.
+    """
     for parameter in parameters:
         _node_data(parameter)[_MARK] = True
     return any(_MARK in _node_data(parameter) for parameter in parameters)
 
 
 def _node_data(parameter: torch.nn.Parameter) -> dict[Any, Any]:
-    """A dictionary that lives as long as the node at which the parameter's gradient arrives."""
+    """Return the metadata of the parameter's gradient accumulator, which lives as long as that node."""
     node: Any = get_gradient_edge(parameter).node
     data: dict[Any, Any] = node.metadata
     return data
 
 
 def allow_one_hook(model: torch.nn.Module) -> None:
-    """Refuse a second communication hook on a DistributedDataParallel around ``model``, in whichever order they come.
+    """Refuse a second communication hook on a DistributedDataParallel around ``model``, in either order.
 
-    torch would say that a hook can be registered once, and name none. ``model`` may be the DistributedDataParallel, or
-    be wrapped in one later.
+    torch's own error says that a hook can be registered once, and names none. ``model`` may be the
+    DistributedDataParallel, or be wrapped in one later.
     """
     if isinstance(model, DistributedDataParallel):
         _refuse_second_hook(model)
@@ -118,7 +122,7 @@ def allow_one_hook(model: torch.nn.Module) -> None:
 
 
 def _refuse_second_hook(ddp: DistributedDataParallel) -> None:
-    """On this instance: what registers hooks looks first whether there is one."""
+    """Replace this instance's methods that register hooks by ones that first check for a registered hook."""
     me: Any = ref(ddp)
     kind: Any = DistributedDataParallel
 

@@ -1,6 +1,6 @@
-"""The futures of DistributedDataParallel's buckets, which complete as soon as their layers have their means."""
+"""The futures of DDP buckets, each of which completes as soon as its layers have their means."""
 
-# DistributedDataParallel compares the annotations of what it is given with classes: they are evaluated here.
+# No "from __future__ import annotations": DistributedDataParallel compares the annotations of a hook with classes.
 
 import threading
 from dataclasses import dataclass
@@ -17,61 +17,61 @@ from gradcomp.torch.staging import Handed, Staging
 
 @dataclass(eq=False)
 class _Pending:
-    """A DDP bucket under way."""
+    """A DDP bucket whose exchange has not ended."""
 
     buffer: torch.Tensor
     handed: Handed
     future: Future[torch.Tensor]
-    layers: int  # without their mean
+    layers: int  # number of layers that have no mean yet
 
 
 class BucketFutures:
-    """The futures of DDP's buckets: entered on autograd's thread, completed on the engine's."""
+    """The futures of DDP buckets: autograd's thread adds them, the engine's thread completes them."""
 
     def __init__(self, layers: int, staging: Staging) -> None:
         self._staging = staging
-        self._slices: Sizes = np.zeros(layers, dtype=np.int64)  # of each layer, that are not complete
+        self._slices: Sizes = np.zeros(layers, dtype=np.int64)  # by layer: number of slices without a mean
         self._bucket_of: Sizes = np.zeros(layers, dtype=np.int64)
         self._pending: dict[int, _Pending] = {}
         self._error: GradcompError | None = None
         self._lock = threading.Lock()
 
     def open(self, layout: Layout) -> None:
-        """A step begins; its layers travel as ``layout`` says."""
+        """Begin a step whose layers lie in exchange buckets as ``layout`` says."""
         self._slices[:] = [len(buckets) for buckets in layout.buckets_of]
         self._bucket_of[:] = -1
 
     def add(self, bucket: int, layers: Sizes, buffer: torch.Tensor, handed: Handed) -> Future[torch.Tensor]:
-        """The future of a bucket whose layers are about to be submitted."""
+        """Return the future of a DDP bucket whose layers are about to be submitted."""
         future = future_of(buffer)
         self._bucket_of[layers] = bucket
         with self._lock:
             if self._error is not None:
                 raise self._error
             self._pending[bucket] = _Pending(buffer, handed, future, len(layers))
-        # DDP waits in C++, where an exception set from Python is a value; one raised in a callback is an error.
+        # DDP waits in C++, which takes an exception set from Python for a value. One raised in a callback is an error.
         return future.then(_value)
 
     def bucket_complete(self, bucket: Bucket) -> None:
-        """Complete the buckets whose last layer has its mean now."""
+        """Complete the DDP buckets whose last layer gets its mean with this exchange bucket."""
         self._slices[bucket.layers] -= 1
         ended = bucket.layers[self._slices[bucket.layers] == 0]
         numbers, counts = np.unique(self._bucket_of[ended], return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             pending = self._pending.get(number)
             if pending is None:
-                continue  # layers that DDP left out
+                continue  # other ranks have these layers, and this rank's DDP left them out
             pending.layers -= count
             if not pending.layers:
                 with self._lock:
                     del self._pending[number]
-                # Whoever waits for a future of a device waits, there, for the stream that is current now.
+                # A future of a device makes who waits for it wait for the stream that is current now.
                 with self._staging.aside():
                     self._staging.give_back([pending.handed])
                     pending.future.set_result(pending.buffer)
 
     def failed(self, error: GradcompError) -> None:
-        """Fail the buckets under way, and those to come."""
+        """Fail the pending DDP buckets, and those that are added later."""
         with self._lock:
             self._error = error
             pending, self._pending = self._pending, {}
@@ -80,7 +80,7 @@ class BucketFutures:
 
 
 def future_of(buffer: torch.Tensor) -> Future[torch.Tensor]:
-    """One that may hold the buffer: futures name the GPUs of what they hold."""
+    """Return a future that may hold the buffer: it must name the GPU of its value."""
     return Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 

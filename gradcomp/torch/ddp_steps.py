@@ -1,6 +1,6 @@
-"""Buckets of DistributedDataParallel, translated into steps."""
+"""Translates the DDP buckets of a backward pass into a step of the exchange."""
 
-# DistributedDataParallel compares the annotations of what it is given with classes: they are evaluated here.
+# No "from __future__ import annotations": DistributedDataParallel compares the annotations of a hook with classes.
 
 import concurrent.futures
 import weakref
@@ -41,10 +41,11 @@ from gradcomp.torch.tensors import dtype_name
 
 
 class BucketSteps:
-    """A step for every backward pass of a DistributedDataParallel; an :class:`gradcomp.job.adapter.Adapter`.
+    """Makes one step of each backward pass of a DistributedDataParallel.
 
-    A hook hears neither of ``step()`` nor of ``zero_grad()``: the last step is accepted when the next one begins, or
-    the state is asked for. :meth:`attach` comes first.
+    Implements :class:`gradcomp.job.adapter.Adapter`. A hook does not learn of ``step()`` or
+    ``zero_grad()``, so the last step is accepted when the next one begins, or when the state is asked for.
+    :meth:`attach` must be called first.
     """
 
     words = Words(
@@ -61,7 +62,6 @@ class BucketSteps:
         loss_scale: LossScale,
         device: Device,
     ) -> None:
-        #: How layers are compressed.
         self.policy = policy
         self.named = named
         self._frozen = frozen
@@ -71,18 +71,19 @@ class BucketSteps:
         self._where = named[0][1].device
         self._staging = staging_for(device, self._where)
         self._futures = BucketFutures(len(layers), self._staging)
-        #: Hears of means.
+        #: The engine tells this object when exchange buckets have their means.
         self.listener = self._futures
         self._samples = ParameterSamples(named, device)
         self._optimizers = StepWatch((parameter for _, parameter in named), self)
         self._momenta = Momenta(named, lambda: self._optimizers.optimizers)
         self._any_optimizer = False
-        #: Once they are looked for.
+        #: Instances of DistributedDataParallel with these parameters; searched for only after a step without exchange.
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._joining = False  # in the last exchange this rank had run out of data: it was in join()
+        #: True if DistributedDataParallel.join() made the last exchange, because this rank had run out of data.
+        self._joining = False
 
     def attach(self, driver: StepDriver) -> None:
-        """What takes the steps."""
+        """Take the driver, and take these parameters over from earlier exchanges unless the world is one rank."""
         self._driver = driver
         self._at_end = opaque(self._await)
         if driver.attached:
@@ -90,9 +91,10 @@ class BucketSteps:
             take_over(self, "ddp_comm_hook")
 
     def retire(self, why: str) -> None:
-        """Another exchange has some of the parameters: a DistributedDataParallel that still calls is told so.
+        """Refuse further buckets, with ``why``, because another exchange took over some of the parameters.
 
-        The exchanger stays until the job ends: ranks may differ in whether they still hold this object.
+        The exchanger stays until the job ends, because ranks may differ in whether they still hold this
+        object.
         """
         self._driver.retire(why)
 
@@ -116,13 +118,13 @@ class BucketSteps:
         if bucket.is_last():
             driver.flush()
             self._unexchanged.signs += 1
-            # DDP queues its own wait behind this one, which raises errors as what they are.
+            # DDP queues its own wait behind this one. Ours comes first and raises errors with their own types.
             if torch._C._current_graph_task_id() != -1:
                 Variable._execution_engine.queue_callback(self._at_end)
         return future
 
     def _begin(self, driver: StepDriver) -> None:
-        # First of all: what is wrong on all ranks all of them say, whoever finds it first.
+        # These checks come first, so that a problem that all ranks share is raised by all of them.
         self._check_frozen()
         self._momenta_of_step(driver.exchanger.pipeline)
         driver.rest()
@@ -132,8 +134,8 @@ class BucketSteps:
             driver.amend(0)
         elif stepped is False:
             driver.amend(DISCARDED)
-        # Outside of backward passes, DistributedDataParallel.join() calls for a rank that has run out of data: it does
-        # not step, and takes the others' parameters in the end.
+        # Outside of a backward pass it is DistributedDataParallel.join() that calls, on a rank that has run out of
+        # data. That rank does not step, and takes the others' parameters in the end.
         self._joining = torch._C._current_graph_task_id() == -1
         momenta = self._momenta_of_step(driver.exchanger.pipeline)
         self._staging.open()
@@ -143,10 +145,10 @@ class BucketSteps:
         self._futures.open(driver.exchanger.pipeline.layout)
 
     def _local_on_purpose(self) -> bool:
-        """Whether a DistributedDataParallel of ours is under ``no_sync()``, or had not been found.
+        """Return True if a DistributedDataParallel of ours is under ``no_sync()``, or was not known before.
 
-        A step came without an exchange. From then on runs of the DistributedDataParallel are signs, too: one without an
-        exchange is under ``no_sync()``.
+        It is asked after a step without an exchange. From then on forward passes of the
+        DistributedDataParallel count as signs too, because one without an exchange runs under ``no_sync()``.
         """
         news = False
         for ddp in live(DistributedDataParallel):
@@ -160,7 +162,7 @@ class BucketSteps:
         self._unexchanged.signs += 1
 
     def _check_frozen(self) -> None:
-        """DistributedDataParallel knows nothing of them, so that each rank would step on its own gradients."""
+        """Raise StateError for unfrozen parameters: DDP does not exchange them, so ranks would diverge."""
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if thawed:
             raise StateError(
@@ -175,10 +177,13 @@ class BucketSteps:
                 self._optimizers.holds(optimizer)
         return self._momenta.of_step(pipeline)
 
-    # -- what optimizers do, see gradcomp.torch.step_watch.Listener -------------------------------------------------
+    # -- gradcomp.torch.step_watch.Listener -----------------------------------------------------------------------
 
     def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
-        """Say what does not fit together; the first one tells whether this run goes on from a checkpoint."""
+        """Warn or raise if the optimizer does not fit the compression.
+
+        The first optimizer also tells whether this run resumes from a checkpoint.
+        """
         driver, first = self._driver, not self._any_optimizer
         self._any_optimizer = True
         if not driver.attached:
@@ -192,54 +197,53 @@ class BucketSteps:
                 self._momenta.of_step(driver.exchanger.pipeline)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """On gradients that were exchanged, without the momentum that the exchange has taken."""
+        """Refuse a step on gradients that were not exchanged, and withhold momentum that the exchange has applied."""
         if self._driver.attached:
             self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
         self._momenta.withhold(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The momentum is the user's again."""
+        """Give the optimizer its momentum back."""
         self._momenta.give_back()
 
     def _await(self) -> None:
         if self._driver.phase is Phase.FLUSHED:
             self._driver.wait()
 
-    # -- what the driver asks, see gradcomp.job.adapter.Adapter -----------------------------------------------
+    # -- gradcomp.job.adapter.Adapter -----------------------------------------------------------------------------
 
     def allocate(self, layer: int) -> int:
-        """Called for a layer that other ranks had and this rank's DDP left out."""
+        """Raise StateError: other ranks exchanged this layer, and this rank's DDP left it out."""
         raise StateError(
             f"layer {self.named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
         )
 
     def digests(self) -> Digests:
-        """What the parameters hold."""
         return digests_of(self.named)
 
     def begin_digests(self) -> concurrent.futures.Future[Digests]:
-        """In the background. A rank in ``join()`` does not step: its parameters are not compared."""
+        """Compute digests on a thread; a rank in ``join()`` does not step, so its parameters are not compared."""
         joining = self._joining
         return in_background((lambda: NO_SAY) if joining else digests_behind(self.named))
 
     def fingerprint(self, turn: int) -> SoonFingerprint:
-        """Of the parameters and the optimizers; a rank in ``join()`` has no say."""
+        """Sample the parameters and the optimizers' settings; a rank in ``join()`` contributes nothing."""
         if self._joining:
             return NOTHING
         return self._samples.take(turn, self._optimizers.scalars())
 
     def means_complete(self) -> None:
-        """Nothing is left to do: the engine's thread has completed the futures."""
+        """Do nothing: the engine's thread has completed the futures."""
 
     def finalise(self) -> bool:
-        """Accept a step of which all buckets were handed in."""
+        """Wait for a step whose buckets were all submitted, and accept it."""
         self._await()
         if self._driver.phase is Phase.DONE:
             self._driver.commit()
         return True
 
     def _contents(self, bucket: GradBucket) -> tuple[Sizes, list[int], torch.Tensor]:
-        """A bucket's layers, where their gradients are, and the buffer in which these lie."""
+        """Return a bucket's layers, the addresses of their gradients, and the buffer that holds these."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
         numbers = [self._numbers.get(id(parameter), -1) for parameter in parameters]
@@ -247,7 +251,7 @@ class BucketSteps:
             shape = tuple(parameters[numbers.index(-1)].shape)
             raise StateError(
                 f"DistributedDataParallel has a parameter of shape {shape} that the model did not have, or not "
-                "as a trainable one, when ddp_comm_hook was called"
+                "as a trainable one, when ddp_comm_hook was called: call ddp_comm_hook on the final model"
             )
         if buffer.layout != torch.strided or buffer.device != self._where:
             raise StateError(

@@ -1,4 +1,4 @@
-"""Which device a model's gradients are on."""
+"""Finds the device on which a model's gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ logger = logging.getLogger("gradcomp")
 
 
 def device_of(named: Named) -> Device:
-    """The one device of all parameters, the host if there are none; ConfigError if it is not one or cannot be used.
+    """Return the one device of all parameters, or the host if there are none.
 
-    Gradients of a GPU are exchanged through the host's memory, and a warning says so, where CuPy is missing.
+    Where CuPy is missing, gradients of a GPU are exchanged in the host's memory, and a warning says so.
+    Raises ConfigError for several devices, and for one that is neither the CPU nor a CUDA device.
     """
     found = sorted({str(parameter.device) for _, parameter in named})
     if not found or found == ["cpu"]:
@@ -32,7 +33,7 @@ def device_of(named: Named) -> Device:
     device = torch.device(found[0])
     if device.type != "cuda":
         raise ConfigError(
-            f"gradients on {found[0]} cannot be exchanged: on the CPU and on CUDA devices they can"
+            f"gradients on {found[0]} cannot be exchanged: move the model to the CPU or to a CUDA device"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
@@ -50,5 +51,5 @@ def device_of(named: Named) -> Device:
 
 @cache
 def _warn(text: str) -> None:
-    """Once, for optimizers may be many."""
+    """Warn once for each text, however many optimizers there are."""
     logger.warning("%s", text)

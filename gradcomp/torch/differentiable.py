@@ -1,7 +1,7 @@
 """Gradients of the collectives, as Horovod defines them.
 
-Those of ``allreduce`` and ``alltoall`` are the gradients of the sum of all ranks' losses. Those of ``allgather`` and
-``broadcast`` are 1/N of that, those of ``reducescatter`` are N times that.
+Those of ``allreduce`` and ``alltoall`` are the gradients of the sum of all ranks' losses. Those of
+``allgather`` and ``broadcast`` are 1/N of that; those of ``reducescatter`` are N times that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def reduce_tensors(
     process_set: Members,
     scatters: bool,
 ) -> list[torch.Tensor]:
-    """The allreduce or the reduce-scatter of a group, with gradients where a tensor needs them."""
+    """Allreduce or reduce-scatter a group, recorded by autograd where a tensor requires gradients."""
     begin = begin_reducescatter if scatters else begin_allreduce
     if problem is not None or not needs_gradient(tensors):
         results: list[torch.Tensor] = begin(tensors, name, how, problem, process_set).wait()
@@ -50,14 +50,13 @@ def reduce_tensors(
 
 
 def needs_gradient(tensors: Sequence[Any]) -> bool:
-    """Whether autograd would want to know what is done with one of them."""
+    """Return True if autograd must record the operation."""
     return torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     )
 
 
 def gradient_name(name: str | None) -> str | None:
-    """What the exchange of gradients is called."""
     return f"{name}.gradient" if isinstance(name, str) else None
 
 
@@ -77,7 +76,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """The gradient of a row is N times (of an average: once) that of the rank that has it, scaled as the row was."""
+    """The gradient of a row is that of the rank that holds it, scaled as the row was; for Sum it is N times that."""
 
     @staticmethod
     def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
@@ -97,7 +96,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """Of a minimum or maximum the ranks that have it share the gradient; of a product each gets the others' product."""
+    """The ranks that hold a minimum or maximum share its gradient; in a product each gets the others' product."""
 
     @staticmethod
     def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
@@ -133,11 +132,10 @@ class _Select(torch.autograd.Function):
 
 
 class AllGather(torch.autograd.Function):
-    """The gradient of a rank's part is the average over ranks of the gradients of these rows."""
+    """The gradient of a rank's part is the average over ranks of the gradients of its rows."""
 
     @staticmethod
     def forward(ctx: Any, name: Any, process_set: Any, *tensors: torch.Tensor) -> Any:
-        """Every rank's rows."""
         starts: list[int] = []
         wholes = begin_allgather(tensors, name, process_set, starts).wait()
         rows = [len(tensor) for tensor in tensors]
@@ -150,7 +148,6 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """See the class."""
         name, process_set, own = ctx.arguments
         means = begin_allreduce(gradients, gradient_name(name), ScaledOp(Average), None, process_set).wait()
         return None, None, *(mean[rows] for mean, rows in zip(means, own, strict=True))
@@ -161,24 +158,22 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: Any, process_set: Any) -> Any:
-        """The root's tensor."""
         ctx.arguments = root_rank, name, process_set
         return begin_broadcast(tensor, root_rank, name, process_set).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """See the class."""
         root_rank, name, process_set = ctx.arguments
         (mean,) = begin_allreduce(gradients, gradient_name(name), ScaledOp(Average), None, process_set).wait()
         return mean if runtime.rank() == root_rank else torch.zeros_like(mean), None, None, None
 
 
 class AllToAll(torch.autograd.Function):
-    """The gradient of a row goes back to where the row came from."""
+    """The gradient of a row goes back to the rank that sent the row."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: Any, process_set: Any) -> Any:
-        """The rows, and how many came from each rank."""
+        """Return the received rows, and the number of rows from each rank."""
         rows, received = begin_alltoall(tensor, splits, name, process_set).wait()
         ctx.arguments = received, name, process_set
         ctx.mark_non_differentiable(received)
@@ -186,7 +181,6 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """See the class."""
         received, name, process_set = ctx.arguments
         rows, _ = begin_alltoall(gradients[0], received, gradient_name(name), process_set).wait()
         return rows, None, None, None

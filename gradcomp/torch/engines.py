@@ -1,4 +1,4 @@
-"""The one question about engines that PyTorch answers; the others are in :mod:`gradcomp.job.engines`."""
+"""``gloo_built``, the one question about engines that PyTorch answers; :mod:`gradcomp.job.engines` has the others."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch.distributed
 
 
 def gloo_built() -> bool:
-    """Whether this PyTorch has Gloo. Local; needs no ``init``."""
+    """Return True if this PyTorch was built with Gloo. Local; needs no ``init``."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()

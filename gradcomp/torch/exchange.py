@@ -1,4 +1,4 @@
-"""Between autograd and the driver of steps: hooks, and windows of accumulation."""
+"""Turns autograd's hooks into steps of the exchange, and holds the windows of gradient accumulation."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ from gradcomp.torch.start import SKIP_TOGETHER, digests_behind, digests_of, take
 from gradcomp.torch.step_watch import StepWatch, UnexchangedSteps, refuse_inside_backward
 from gradcomp.torch.timing import Timing, Windows
 
-#: Exchanges at the end of their window, in the backward pass that is about to return.
+#: Exchanges whose window ends with the backward pass that is about to return.
 _ending: list[GradientExchange] = []
 _numbers = count()
 
 
 class _EndOfBackward:
-    """Has autograd make the call at the end of the backward pass that is under way, as its caller sees it.
+    """Calls back at the end of the running backward pass, as the caller of ``backward()`` sees it.
 
-    Reentrant checkpoints run backward passes inside of the outer one. Autograd calls back at the end of each: behind
-    one that was inside, we ask again from the nodes that follow in the pass around it.
+    Reentrant checkpoints run backward passes inside the outer one, and autograd calls back at the end of
+    each. At the end of an inner pass this object asks again, from the nodes that follow in the outer pass.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._hooks: list[Any] = []
-        # What autograd calls is nothing that torch.compile could trace. Made once: it takes 0.1 ms.
+        # torch.compile cannot trace what autograd calls. The wrappers are made once, because one takes 0.1 ms.
         self._ended, self._goes_on = opaque(self._one_has_ended), opaque(self._outer_one_goes_on)
 
     def wait(self) -> None:
-        """The backward pass has begun."""
+        """Queue the callback; called when the backward pass has begun."""
         Variable._execution_engine.queue_callback(self._ended)
 
     def _one_has_ended(self) -> None:
         around: torch.autograd.graph.Node | None = (
             torch._C._current_autograd_node()
-        )  # wrongly typed as never None
+        )  # its annotation wrongly excludes None
         if around is None:
             self._call()
             return
@@ -78,7 +78,8 @@ class _EndOfBackward:
 def _finish_together() -> None:
     """Wait for the exchanges that end with this backward pass, on all ranks in the same order.
 
-    All are flushed by then: ranks whose first gradients came in different orders do not wait for each other.
+    All of them are flushed before, so ranks whose first gradients came in different orders do not wait for
+    each other.
     """
     ending = sorted(_ending, key=lambda exchange: exchange.number)
     _ending.clear()
@@ -87,12 +88,12 @@ def _finish_together() -> None:
 
 
 class GradientExchange:
-    """Hooks on parameters, translated into steps of a driver; an :class:`gradcomp.job.adapter.Adapter`.
+    """Hooks the parameters and turns their gradients into steps; implements :class:`gradcomp.job.adapter.Adapter`.
 
-    A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward passes
-    touched it. At the end of the window the step is flushed and waited for; then every ``.grad`` that some rank touched
-    is the mean. :meth:`attach` comes first. ``learning_rate``: the current one. ``scalars``: the optimizer's, as text.
-    ``momenta``: the optimizer's.
+    A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward
+    passes touched it. At the end of the window the step is flushed and waited for; then every ``.grad`` that
+    some rank touched is the mean. :meth:`attach` must be called first. ``learning_rate`` returns the
+    optimizer's current rate, ``scalars`` its settings as text, and ``momenta`` holds its momentum.
     """
 
     words = Words(
@@ -120,31 +121,34 @@ class GradientExchange:
         self._gradients = Gradients(named, sparse_as_dense=sparse_as_dense)
         self._predivide = predivide
         self._loss_scale = loss_scale
-        #: Layers of which all ranks know whether their gradients are sparse, and those that are: of what travels dense.
+        #: With ``sparse_as_dense``: layers that all ranks know to be sparse or not; ``_sparse`` marks the sparse ones.
         self._known = None if not sparse_as_dense else np.zeros(len(named), np.bool_)
         self._sparse = np.zeros(len(named), np.bool_)
         self._learning_rate = learning_rate
         self._scalars = scalars
         self.momenta = momenta
         self._ddp_check: DdpCheck | None = None
-        self._touched: dict[int, int] = {}  # layer -> backward passes in this window
+        self._touched: dict[int, int] = {}  # layer -> number of backward passes in this window
         self._submitted: set[int] = set()
         self._passes = 0
         self._in_backward = False
         self._suspended = False
         self._stands_in = False
-        self._means: dict[int, torch.Tensor] = {}  # gradients as the step that is done left them
-        self._before_edits = ""  # what the means hold, where that must not change: another rank is late
+        self._means: dict[int, torch.Tensor] = {}  # layer -> the .grad tensor that the finished step set
+        #: The means as text if another rank was late: an edit is an error, because its script could not make it.
+        self._before_edits = ""
         self._windows = Windows()
         self._hooks: list[Any] = []
 
     @property
     def exchanger(self) -> Exchanger:
-        """The exchanger, where there is one."""
         return self.driver.exchanger
 
     def attach(self, driver: StepDriver, before: GradientExchange | None = None) -> None:
-        """Start listening to autograd, unless nothing is exchanged; see :func:`take_over` for ``before``."""
+        """Take the driver and hook the parameters, unless the world is one rank.
+
+        :func:`take_over` describes ``before``.
+        """
         self.driver = driver
         if not driver.attached:
             return
@@ -163,7 +167,7 @@ class GradientExchange:
             self._hooks.append(hook)
 
     def detach(self) -> None:
-        """Stop listening."""
+        """Remove all hooks from the parameters and the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -174,9 +178,12 @@ class GradientExchange:
             self._optimizers.end()
 
     def retire(self, why: str) -> None:
-        """Another exchange has some of the parameters. Collective, if a step is under way."""
+        """Stop for good, because another exchange took over some of the parameters.
+
+        Collective if a step has begun.
+        """
         state = runtime.current()
-        if self.exchanger in state.exchangers:  # else it is of a job that has ended
+        if self.exchanger in state.exchangers:  # else its job has ended
             self.drain()
             state.close(self.exchanger)
         self.detach()
@@ -210,9 +217,10 @@ class GradientExchange:
             self._submit(layer)
 
     def _leave_last_means(self, layer: int) -> None:
-        """A new window begins although the last means were neither stepped on nor zeroed.
+        """End the last step, because a new window begins although its means were neither stepped on nor zeroed.
 
-        If they are still in the gradients, they will be applied: what was sent counts as sent.
+        Means that are still in the gradients will be applied with the new ones, so what was sent counts as
+        sent.
         """
         if self.driver.means is None:
             return
@@ -222,7 +230,7 @@ class GradientExchange:
         if kept:
             self.driver.keep()
             self._windows.kept += 1
-            # The means stay part of the sum on every rank, on those without a new gradient too.
+            # The means stay part of the sum on every rank, including ranks without a new gradient.
             self._touched.update(dict.fromkeys(kept, 0))
         else:
             self.driver.discard()
@@ -238,7 +246,7 @@ class GradientExchange:
             )
         try:
             gradient = self._gradients.own(layer)
-        except StateError as error:  # a rank whose own is wrong says so, whatever the others have met
+        except StateError as error:  # all ranks fail, and this one raises its own error
             self.driver.fail(error)
             raise
         if not gradient.is_sparse:
@@ -266,7 +274,7 @@ class GradientExchange:
 
     def _end_of_backward(self) -> None:
         was_in_backward, self._in_backward = self._in_backward, False
-        if self._suspended or not was_in_backward:  # or it belongs to a pass that failed
+        if self._suspended or not was_in_backward:  # the callback may be that of a backward pass that failed
             return
         self._passes += 1
         if self.timing.finish == "backward" and self._passes >= self.timing.passes:
@@ -277,10 +285,10 @@ class GradientExchange:
     # -- the end of a window --------------------------------------------------------------------------------------
 
     def finish(self, *, late: bool = False) -> None:
-        """Exchange what the window has accumulated; afterwards gradients are means. Free if there is nothing new.
+        """Exchange what the window has accumulated; then gradients are means. Free if there is nothing new.
 
-        ``late``: means are about to be applied that the caller has not seen, as other ranks may have at the end of
-        their backward pass. These then note whether they change them.
+        ``late`` is set when ``step()`` calls: the means are applied before the user sees them, while other ranks
+        may have seen theirs at the end of their backward pass. Those ranks then note whether they change them.
         """
         if self.has_result():
             return
@@ -306,9 +314,10 @@ class GradientExchange:
             self._before_edits = self._gradients.described()
 
     def _wait(self) -> Means:
-        """The step's means; of layers that are there for the first time ranks tell each other whether they are sparse.
+        """Wait for the step's means; ranks also tell each other which layers that are new in it are sparse.
 
-        A rank without a gradient of its own would not know, and its optimizer take another way than the others'.
+        A rank without a gradient of its own would not know, and its optimizer would update it otherwise than
+        other ranks' do.
         """
         means = self.driver.wait()
         if self._known is not None and (new := means.result.present & ~self._known).any():
@@ -320,7 +329,7 @@ class GradientExchange:
         return means
 
     def _flush(self, *, late: bool = False) -> None:
-        """Submit what is left of the window; nothing more will come."""
+        """Submit the rest of the window and tell the driver that no more follows."""
         if self.driver.phase is Phase.FLUSHED:
             return
         self._open()
@@ -330,24 +339,24 @@ class GradientExchange:
         self.driver.flush(late=late)
 
     def has_result(self) -> bool:
-        """Whether an exchange waits for ``step()``, with no gradient accumulated since."""
+        """Return True if an exchange waits for ``step()`` and no gradient has accumulated since."""
         return self.driver.means is not None and not self._touched
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """StateError where the optimizer's ``step()`` is refused: see :class:`UnexchangedSteps`."""
+        """Raise StateError where the optimizer's ``step()`` is refused, see :class:`UnexchangedSteps`."""
         refuse_inside_backward()
         if self.driver.means is None and not self._touched:
             self.before_step(optimizer)
 
     def commit(self) -> bool:
-        """The means will be applied. False if the ranks agreed to skip the step."""
+        """Accept the means, which will be applied; return False if the ranks agreed to skip the step."""
         edited = bool(self._before_edits) and self._gradients.described() != self._before_edits
         self._means, self._before_edits = {}, ""
         self._windows.stepped(self.timing, speaks=self.exchanger.pipeline.transport.rank == 0)
         return self.driver.commit(edited=edited)
 
     def stand_in(self) -> None:
-        """Take part in one exchange without a gradient; this rank's gradients and parameters stay as they are."""
+        """Take part in one exchange without a gradient; this rank's gradients and parameters do not change."""
         self._stands_in = True
         try:
             self._open()
@@ -359,11 +368,11 @@ class GradientExchange:
             self._stands_in = False
 
     def drain(self) -> None:
-        """Gradients are about to be zeroed: end what is under way, and let it not count."""
+        """End an open step without applying it, because gradients are about to be zeroed."""
         driver = self.driver
         if not driver.attached or driver.error is not None:
             return
-        self._in_backward = False  # a backward that raised never came to its end
+        self._in_backward = False  # a backward pass that raised made no callback at its end
         if self in _ending:
             _ending.remove(self)
         if driver.under_way:
@@ -374,55 +383,57 @@ class GradientExchange:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Accumulate without exchanging."""
+        """Accumulate gradients without exchanging them, within a ``with`` block."""
         previous, self._suspended = self._suspended, True
         try:
             yield
         finally:
             self._suspended = previous
 
-    # -- what optimizers do, see gradcomp.torch.step_watch.Listener --------------------------------------------------
+    # -- gradcomp.torch.step_watch.Listener -----------------------------------------------------------------------
 
     def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
-        """Nothing is to be done."""
+        """Do nothing: only communication hooks need to learn of optimizers."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """StateError inside of a backward pass, and on gradients that were not exchanged."""
+        """Raise StateError inside a backward pass, and on gradients that were not exchanged."""
         self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing is to be done."""
+        """Do nothing: the wrapped ``step()`` gives the momentum back."""
 
-    # -- what the driver asks, see gradcomp.job.adapter.Adapter -----------------------------------------------
+    # -- gradcomp.job.adapter.Adapter -----------------------------------------------------------------------------
 
     def allocate(self, layer: int) -> int:
-        """Memory for the mean of a layer that only other ranks had (engine's thread)."""
+        """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread)."""
         return self._gradients.allocate(layer, apart=self._stands_in)
 
     def digests(self) -> Digests:
-        """What the parameters hold."""
         return digests_of(self.named)
 
     def begin_digests(self) -> Future[Digests]:
-        """In the background, behind what computes the parameters; a rank that has joined has no say."""
+        """Compute digests on a thread, after the device work that updates the parameters.
+
+        A rank in ``join()`` contributes none.
+        """
         if self._stands_in:
             return in_background(lambda: NO_SAY)
         return in_background(digests_behind(self.named))
 
     def fingerprint(self, turn: int) -> SoonFingerprint:
-        """Of the parameters and the optimizer; a rank that has joined has no say."""
+        """Sample the parameters and the optimizer's settings; a rank in ``join()`` contributes nothing."""
         return NOTHING if self._stands_in else self._samples.take(turn, self._scalars())
 
     def means_complete(self) -> None:
-        """The window ends."""
+        """End the window."""
         self._gradients.give_back()
         self._touched, self._submitted, self._passes = {}, set(), 0
         self._end_ddp_check()
-        if self.driver.agrees:  # a rank that ends without its step votes, and does nothing else
+        if self.driver.agrees:  # a rank that gives up its step only votes later, so scalers are compared here
             self._loss_scale.agree(self.exchanger)
 
     def finalise(self) -> bool:
-        """End a step that cannot be accepted any more."""
+        """Refuse a step with values that are not finite; return False if gradients wait for a step."""
         means = self.driver.means
         if means is not None and not self._touched and not means.result.finite:
             self._means = {}

@@ -1,4 +1,4 @@
-"""What ranks compare in every exchange: a sample of the parameters, and the optimizer's scalars."""
+"""Makes the fingerprint that ranks compare in every exchange: a parameter sample and the optimizer's settings."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from gradcomp.torch.tensors import Form, dtype_name
 
 
 class ParameterSamples:
-    """Samples of parameters as they lie in memory: a call of a kernel for all of them.
+    """Samples parameters where they lie in memory, by one kernel call for all of them.
 
-    On a GPU it is made on a thread of its own, behind what computes the parameters, and nobody waits for it but the
-    first bucket. Without kernels there, torch takes the elements, layer by layer.
+    On a GPU the call is made on a thread of its own, after the work that computes the parameters, and only
+    the first exchange bucket waits for it. On a device without kernels, torch reads the elements, layer by
+    layer.
     """
 
     def __init__(self, named: Named, device: Device) -> None:
@@ -36,12 +37,12 @@ class ParameterSamples:
         self._table["dtype"] = [DTYPE_NUMBERS[dtype_name(parameter.dtype)] for parameter in self._parameters]
 
     def take(self, turn: int, scalars: str) -> SoonFingerprint:
-        """The fingerprint of this turn, now or soon."""
+        """Return the fingerprint of exchange number ``turn``, or on a GPU a future of it."""
         addresses = np.fromiter(
             map(torch.Tensor.data_ptr, self._parameters), np.uint64, len(self._parameters)
         )
         for i in np.flatnonzero(addresses != self._table["gradient"]).tolist():
-            # A parameter that has become another is not read; its gradient is refused.
+            # A parameter whose dtype, shape or device changed is not read; its gradient will be refused.
             parameter, form = self._parameters[i], self._forms[i]
             as_it_was = addresses[i] and form.fits(parameter) and parameter.stride() == form.strides
             self._table["length"][i] = parameter.numel() if as_it_was else 0
@@ -62,7 +63,7 @@ class ParameterSamples:
         return in_background(self._device.bound(work))
 
     def _taken(self, lengths: list[int], turn: int) -> Words:
-        """The same values, of elements that torch takes."""
+        """Compute the kernel's values from elements that torch reads."""
         values = np.zeros(len(lengths), dtype=np.uint32)
         for i, (length, parameter) in enumerate(zip(lengths, self._parameters, strict=True)):
             if length:
@@ -73,7 +74,7 @@ class ParameterSamples:
         return values
 
 
-#: By the bytes of an element: what NumPy knows, too.
+#: Size of an element in bytes -> integer dtype that NumPy has too, unlike bfloat16.
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -84,10 +85,10 @@ def _sample(table: np.ndarray[Any, Any], turn: int) -> Words:
 
 
 def scalars_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """The settings of each group of parameters that are numbers: rates, momentum, decay. JSON.
+    """Return the numeric settings of each parameter group (rates, momentum, decay) as JSON.
 
-    Tensors on a device are left out: nobody waits for them here. So is what names a rank: optimizers that share work
-    among ranks keep theirs.
+    Tensors on a device are left out, because reading them would wait for the device. Settings whose name
+    contains "rank" are left out too: they differ between ranks in optimizers that share work.
     """
     return json.dumps(
         [

@@ -1,4 +1,4 @@
-"""The gradients of parameters, as memory that is exchanged as it lies."""
+"""Gradients of parameters, in memory that can be exchanged without a copy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gradcomp.torch.tensors import form as form_of
 
 
 class Gradients:
-    """The ``.grad`` of parameters, by number of their layer; :meth:`attach` comes first.
+    """The ``.grad`` of parameters, by layer number; :meth:`attach` must be called first.
 
-    ``sparse_as_dense``: sparse gradients travel as dense ones, see :meth:`restore_sparse`.
+    With ``sparse_as_dense`` sparse gradients travel as dense ones, see :meth:`restore_sparse`.
     """
 
     def __init__(self, named: Named, *, sparse_as_dense: bool) -> None:
@@ -25,25 +25,24 @@ class Gradients:
         self.parameters = [parameter for _, parameter in named]
         self._forms = [Form.of(parameter) for parameter in self.parameters]
         self._sparse_as_dense = sparse_as_dense
-        #: Layers whose sparse gradients travel as dense ones: those that this rank has had.
+        #: Layers of which this rank has had a sparse gradient that travelled as a dense one.
         self.made_dense: set[int] = set()
         self._staging = untouched()
         self._handed: dict[int, Handed] = {}
-        self._made: dict[int, Handed] = {}  # for means of layers that this rank did not have
+        self._made: dict[int, Handed] = {}  # memory for means of layers without a gradient on this rank
 
     def attach(self, device: Device) -> None:
-        """``device``: where they are exchanged."""
+        """Choose how gradients reach the engine, whose kernels run on ``device``."""
         self._staging = staging_for(device, self.parameters[0].device)
 
     def open(self) -> None:
-        """A step begins."""
         self._staging.open()
         self._handed = {}
 
     def own(self, layer: int) -> torch.Tensor:
-        """The layer's gradient, in a form whose memory can be exchanged as it lies unless it is sparse.
+        """Return the layer's gradient, made dense in memory unless it travels as rows.
 
-        StateError if it has another shape, dtype or device than the parameter had.
+        Raises StateError if its shape, dtype or device differs from the parameter's at wrapping.
         """
         parameter, form = self.parameters[layer], self._forms[layer]
         gradient = parameter.grad
@@ -63,12 +62,15 @@ class Gradients:
         return gradient.detach()
 
     def hand_in(self, layer: int, gradient: torch.Tensor) -> Handed:
-        """What the engine works on."""
+        """Return the memory on which the engine works in place of this gradient."""
         handed = self._handed[layer] = self._staging.hand_in(gradient)
         return handed
 
     def allocate(self, layer: int, *, apart: bool = False) -> int:
-        """Memory for the mean of a layer that only other ranks had (engine's thread); ``apart``: not the gradient's."""
+        """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread).
+
+        With ``apart`` it is never the gradient's own memory.
+        """
         parameter, form = self.parameters[layer], self._forms[layer]
         gradient = parameter.grad
         if gradient is not None and (apart or gradient.is_sparse or gradient.stride() != form.strides):
@@ -80,38 +82,39 @@ class Gradients:
         return made.address
 
     def give_back(self) -> None:
-        """The step is done: what was handed in holds means now."""
+        """End the step: the gradients that were submitted hold their means now."""
         handed, self._handed = self._handed, {}
         self._staging.give_back(handed.values())
 
     def take_means(self) -> None:
-        """The means of layers that this rank did not have become their gradients."""
+        """Set the gradients of layers that only other ranks had to their means."""
         made, self._made = self._made, {}
         for layer, mean in made.items():
             self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
 
     def restore_sparse(self, layers: Iterable[int]) -> None:
-        """The means of layers whose gradients travelled as dense ones are sparse again: SparseAdam takes no others."""
+        """Make the means of these layers sparse, because SparseAdam takes no dense gradients."""
         for layer in layers:
             mean = self.parameters[layer].grad
-            assert mean is not None, "what some rank has had has a mean"
+            assert mean is not None, "a layer that is present on some rank has a mean"
             self.parameters[layer].grad = mean.to_sparse(1)
 
     def forget_means(self) -> None:
-        """The means of layers that this rank did not have are of no use."""
+        """Drop the means of layers that only other ranks had."""
         self._made = {}
 
     def described(self) -> str:
-        """What gradients hold, so that any change shows but one that keeps every norm and sum."""
+        """Return a text that changes with the gradients, except where every norm and sum stays the same."""
         gradients = [parameter.grad for parameter in self.parameters]
         return repr([(float(g.norm()), float(g.sum())) for g in gradients if g is not None])
 
     def taken_away(self, layer: int) -> StateError:
-        """For a gradient that came, and is None before its exchange has ended."""
+        """Return the error for a gradient that became None before its exchange ended."""
         return StateError(
-            f"the gradient of layer {self.names[layer]!r} was set to None inside backward(), as by a hook by "
-            "register_post_accumulate_grad_hook() that updates the parameter there: it is this rank's alone then, and "
-            "its mean is exchanged until backward() returns. Take the hook away, and call step() behind backward()"
+            f"the gradient of layer {self.names[layer]!r} was set to None inside backward(), perhaps by a "
+            "register_post_accumulate_grad_hook() that updates the parameter there. Until backward() returns, a "
+            "gradient is this rank's alone and its mean is being exchanged: remove the hook, and call step() after "
+            "backward()"
         )
 
     def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
@@ -119,5 +122,5 @@ class Gradients:
         return StateError(
             f"layer {self.names[layer]!r} was {self._forms[layer]} when the optimizer was wrapped; its gradient is "
             f"{kind}{form_of(tensor)}, {tensor.layout}, on {tensor.device} now: wrap the optimizer when the model has "
-            "its final dtype, shapes and device, and let hooks keep the form of gradients"
+            "its final dtype, shapes and device, and let hooks keep dtype, shape and device of gradients"
         )

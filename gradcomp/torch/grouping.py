@@ -11,7 +11,7 @@ from gradcomp.core.errors import ConfigError
 
 
 def groups_of(num_groups: Any, groups: Any) -> Any:
-    """``groups``, or what ``num_groups``, its older spelling, says; warns of the latter as Horovod does."""
+    """Return ``groups``, or ``num_groups``, its older spelling, with a warning as Horovod gives it."""
     if isinstance(num_groups, int) and num_groups == 0:
         return groups
     warnings.warn(
@@ -21,10 +21,10 @@ def groups_of(num_groups: Any, groups: Any) -> Any:
 
 
 def check_groups(groups: Any) -> None:
-    """ConfigError for anything but None, a number from 0, or lists of tensors with every tensor in one of them.
+    """Raise ConfigError unless this is None, a number from 0, or lists of tensors without repetitions.
 
-    Nothing else depends on it: layers are laid out in buckets of ``slice_elements`` values in the order in which their
-    gradients come, and the means of all of them are applied together.
+    The argument has no effect: layers are laid out in exchange buckets of ``slice_elements`` values in the
+    order in which their gradients come, and the means of all of them are applied together.
     """
     if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
         return

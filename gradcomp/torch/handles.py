@@ -1,4 +1,4 @@
-"""Operations under way."""
+"""Handles of asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradcomp.job.reply import Reply
 
 
 class Handle:
-    """An operation under way; give it to :func:`poll` and :func:`synchronize`, or call it."""
+    """An asynchronous operation; give it to :func:`poll` and :func:`synchronize`, or call it."""
 
     def __init__(self, reply: Reply[Any], finish: Callable[[Any], Any]) -> None:
         self._reply = reply
@@ -19,11 +19,11 @@ class Handle:
         self._result: Any = None
 
     def poll(self) -> bool:
-        """True once :meth:`wait` returns, or raises, at once."""
+        """Return True once :meth:`wait` returns, or raises, without waiting."""
         return self._reply.done()
 
     def wait(self) -> Any:
-        """The result, the same each time."""
+        """Wait for the operation and return its result; further calls return the same object."""
         received = self._reply.result()
         if self._finish is not None:
             with torch.no_grad():
@@ -34,20 +34,21 @@ class Handle:
     __call__ = wait
 
     def one(self) -> Handle:
-        """The handle of the only member of this group, to be used instead of it."""
+        """Return a handle of the only member of this group, to be used in its place."""
         finish = self._finish
-        assert finish is not None, "nobody has waited for it"
+        assert finish is not None, "one() comes before wait()"
         return Handle(self._reply, lambda received: finish(received)[0])
 
 
 def poll(handle: Handle) -> bool:
-    """Whether :func:`synchronize` would return at once. Local."""
+    """Return True if :func:`synchronize` would return at once. Local."""
     return handle.poll()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for an operation of any kind; its result: a tensor, a list of them for a group, or a tensor and splits.
+    """Wait for an operation of any kind and return its result.
 
-    A second call returns the same. Raises what the operation raised.
+    That is a tensor, a list of them for a group, or a tensor and splits for an all-to-all. A second call
+    returns the same object. Raises what the operation raised.
     """
     return handle.wait()

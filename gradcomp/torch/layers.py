@@ -1,4 +1,4 @@
-"""From named parameters to layer specs."""
+"""Makes layer specs of named parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ _NORM = re.compile(r"(^|[._])(norm|ln|bn|layernorm|batchnorm|groupnorm|rmsnorm)"
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from slowest to fastest in memory."""
+    """Return the dimensions from slowest to fastest in memory."""
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-int(tensor.stride()[d]), d)))
 
 
 def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
-    """A parameter's spec; the shape is in memory order, so that another layout does not pass for an equal one."""
+    """Return a parameter's spec.
+
+    Its shape is in memory order, so that ranks notice when their memory layouts differ.
+    """
     if problem := _sharded(parameter) or dense_problem(parameter):
         raise ConfigError(f"layer {name!r}: {problem}")
     if parameter.dtype.is_complex:
@@ -35,10 +38,10 @@ def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
 
 
 def _sharded(parameter: torch.Tensor) -> str | None:
-    """Why a parameter of which ranks hold different parts cannot be exchanged; None if it is none."""
+    """Return why a parameter that is split over ranks cannot be exchanged, or None if it is not split."""
     if is_dtensor(parameter):
         return (
-            "a DTensor, as fully_shard and tensor parallelism make them: its gradients are reduced by what sharded it. "
+            "a DTensor, as fully_shard and tensor parallelism make them, which reduce its gradients themselves. "
             "After fully_shard, call gradcomp.torch.compress_fsdp(model); else leave these parameters out"
         )
     if getattr(parameter, "_fsdp_flattened", False):
@@ -50,7 +53,7 @@ def _sharded(parameter: torch.Tensor) -> str | None:
 
 
 def kind_of(name: str, dimensions: int) -> Kind:
-    """The role of a parameter, by its name and number of dimensions."""
+    """Infer the role of a parameter from its name and number of dimensions."""
     last = name.rpartition(".")[2]
     if last.startswith("bias") or last.endswith("bias"):
         return "bias"
@@ -71,9 +74,10 @@ def _is_named(pair: Any) -> bool:
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> tuple[Named, Named]:
-    """The optimizer's trainable and frozen parameters with their names, in the order of ``named_parameters``.
+    """Return the optimizer's trainable and its frozen parameters, named, in the order of ``named_parameters``.
 
-    Raises ConfigError for duplicate or missing names and for a trainable parameter that is not the optimizer's.
+    Raises ConfigError for duplicate or missing names and for a trainable parameter that is not the
+    optimizer's.
     """
     owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     if named_parameters is None:

@@ -1,4 +1,4 @@
-"""Objects that nothing we hold leads to, such as a parameter's DistributedDataParallel: found among the living."""
+"""Finds objects by class that nothing else refers us to, such as the DistributedDataParallel around a parameter."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ T = TypeVar("T")
 
 
 def live(kind: type[T]) -> list[T]:
-    """The instances of ``kind`` that the program still holds.
+    """Return the instances of ``kind`` that the program still refers to.
 
-    Looks at every object: some 50 ms for half a million. What ``gc.freeze()`` has set aside is not found.
+    It visits every object that Python's garbage collector tracks: about 50 ms for half a million. Objects
+    that ``gc.freeze()`` has set aside are not found.
     """
     if not _instances(kind):
         return []
-    gc.collect()  # what only a reference cycle keeps is gone for the program
+    gc.collect()  # the program no longer has objects that only a reference cycle keeps
     return _instances(kind)
 
 
 def _instances(kind: type[T]) -> list[T]:
-    # By the type itself: isinstance() asks the object for its class, and proxies run code then.
+    # type() and not isinstance(), which asks an object for its __class__: proxies run code then.
     kinds: set[type[Any]] = set()
     _add_with_subclasses(kind, kinds)
     objects = gc.get_objects()
-    if kinds.isdisjoint(map(type, objects)):  # nearly always, and fast
+    if kinds.isdisjoint(map(type, objects)):  # the usual case, made fast
         return []
     return [each for each in objects if type(each) in kinds]
 

@@ -1,4 +1,4 @@
-"""The scale of the loss that gradients carry: whose it is, and that all ranks agree about it."""
+"""The loss scale that gradients carry, which all ranks must agree on."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gradcomp.torch.soon import number_of
 
 logger = logging.getLogger("gradcomp")
 
-#: A GradScaler, or what has its ``get_scale()``; None: find it; False: the loss is not scaled.
+#: A GradScaler, or an object with its ``get_scale()``; None: search for it; False: the loss is not scaled.
 Scaler = torch.amp.GradScaler | Literal[False] | None
 
 
 class LossScale:
-    """A GradScaler's scale, of the one that was given or of the only enabled one that the program holds.
+    """The scale of the given GradScaler, or of the only enabled one in the program.
 
-    It is looked for when compression state begins, for only state needs it: residuals and momentum are kept in unscaled
-    units. Ranks must be alike, or gradients in different units would be added: see :meth:`agree`. The scaler stays the
-    program's: it is not kept alive for us.
+    The search happens when compression state begins, because only state needs the scale: residuals and
+    momentum are kept in unscaled units. All ranks must have a scaler or none, or gradients in different units
+    would be added, see :meth:`agree`. The reference to the scaler is weak.
     """
 
     def __init__(self, given: Scaler) -> None:
@@ -39,16 +39,17 @@ class LossScale:
         self._agreed = False
 
     def check(self) -> None:
-        """ConfigError for what is no scaler."""
+        """Raise ConfigError if the argument is not a scaler."""
         if self._wrong:
             raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler, None or False, got {self._wrong}")
 
     def of(self, pipeline: Pipeline, factor: float = 1.0) -> Number:
-        """``factor`` times the scale of the gradients of the exchange that is about to begin.
+        """Return ``factor`` times the scale of the gradients of the exchange that is about to begin.
 
-        A scaler's number on a device is copied behind the gradients that carry it; this program does not wait for it.
+        A scale on a device is copied in stream order, after the gradients that carry it; nothing waits for
+        the copy.
         """
-        pipeline.lay_out()  # with the state of the next step's plan
+        pipeline.lay_out()  # afterwards keeps_state is that of the next step's plan
         if pipeline.keeps_state and not self._has_state:
             self._has_state, self._agreed = True, False
             if not self._given:
@@ -56,9 +57,9 @@ class LossScale:
         scaler = self._scaler()
         held = getattr(scaler, "_scale", scaler)
         if held is None:
-            return factor  # a scaler gets its scale with the first loss that it scales
+            return factor  # a scaler has no scale before the first loss that it scales
         if isinstance(held, torch.Tensor) and type(scaler).get_scale is torch.amp.GradScaler.get_scale:
-            return number_of(held, factor)  # get_scale() would wait for it
+            return number_of(held, factor)  # get_scale() would wait for the device
         return factor * float(scaler.get_scale())
 
     def _find(self, pipeline: Pipeline) -> None:
@@ -67,14 +68,15 @@ class LossScale:
         self._scaler = _reference(enabled[0] if len(enabled) == 1 else None)
         if len(enabled) == 1 and pipeline.transport.rank == 0:
             logger.info(
-                "the GradScaler of this program is taken for that of these gradients; name it with grad_scaler=, or "
-                "say grad_scaler=False if their loss is not scaled"
+                "the program's only GradScaler is taken for that of these gradients; pass it as grad_scaler=, or "
+                "pass grad_scaler=False if their loss is not scaled"
             )
 
     def agree(self, exchanger: Exchanger) -> None:
-        """In the first exchange, and when state begins: ConfigError on every rank if some have a scaler, or several.
+        """Raise ConfigError on every rank if only some ranks have a scaler, or one has several.
 
-        Collective, between steps: one byte a rank.
+        It compares in the first exchange, and again when state begins. Collective, between steps. Wire: one
+        byte a rank.
         """
         if self._agreed:
             return
@@ -86,12 +88,12 @@ class LossScale:
         if not several and not (none and one):
             self._agreed = True
             return
-        self._has_state = False  # whoever goes on is told again
+        self._has_state = False  # a script that catches the error gets it again in its next exchange
         if several:
             raise ConfigError(
                 f"several enabled GradScalers exist (on rank {', '.join(several)}), and compression state is kept in "
-                "unscaled units: say whose gradients these are with grad_scaler=scaler, or grad_scaler=False if their "
-                "loss is not scaled"
+                "unscaled units: pass the one that scales these gradients as grad_scaler=scaler, or grad_scaler=False "
+                "if their loss is not scaled"
             )
         raise ConfigError(
             f"rank {one[0]} has a GradScaler for these gradients and rank {none[0]} has none, so they "
@@ -101,9 +103,9 @@ class LossScale:
 
 
 def means_before_unscaling() -> None:
-    """From now on a GradScaler ends a wrapped optimizer's exchange before it looks at the gradients; once for all.
+    """Patch GradScaler, once, to finish a wrapped optimizer's exchange before it looks at the gradients.
 
-    On a rank whose loss reaches no parameter there are none before, which is an error to a scaler.
+    On a rank whose loss reaches no parameter there are no gradients before, which GradScaler refuses.
     """
     look: Any = torch.amp.GradScaler._unscale_grads_
     if hasattr(look, "of_gradcomp"):

@@ -1,4 +1,4 @@
-"""What wraps what: modules around modules, and functions that torch.compile must not look into."""
+"""Unwraps modules, and hides functions from torch.compile."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def opaque(function: F, *, calls_own: bool = False) -> F:
-    """The function, at which torch.compile breaks its graph; ``calls_own``: it may look into what that calls.
+    """Return the function such that torch.compile breaks its graph there.
 
-    Not to be called at import: it imports torch._dynamo, which takes two seconds, and which optimizers import anyway.
+    With ``calls_own`` torch.compile may trace the functions that it calls. Do not call this at import: it
+    imports torch._dynamo, which takes two seconds, and which optimizers import anyway.
     """
     disable: Any = torch.compiler.disable
     disabled: F = disable(function, recursive=not calls_own)
@@ -22,7 +23,7 @@ def opaque(function: F, *, calls_own: bool = False) -> F:
 
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside DistributedDataParallel, compiled ones and both; the module itself if it is in none."""
+    """Return the module inside DistributedDataParallel, compiled modules, or both; else the module itself."""
     while (inner := _inside(model)) is not None:
         model = inner
     return model

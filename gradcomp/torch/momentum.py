@@ -1,4 +1,4 @@
-"""The momentum of optimizers: by layer for the compression, and optimizers that step without the one it has taken."""
+"""Gives the compression the momentum of optimizers, and withholds it from them where the exchange has applied it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,27 @@ from gradcomp.torch.layers import Named
 
 
 class Momenta:
-    """Of the layers ``named``, whose parameters ``optimizers()`` hold; no group of theirs loses parameters."""
+    """The momentum of the layers ``named``, which the groups of ``optimizers()`` hold.
+
+    Groups may gain parameters, but not lose any.
+    """
 
     def __init__(self, named: Named, optimizers: Callable[[], Sequence[torch.optim.Optimizer]]) -> None:
         self._layers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
         self._optimizers = optimizers
-        self._known: list[int] = []  # optimizers and how many groups they have: what the next two follow from
+        self._known: list[
+            int
+        ] = []  # optimizers and their numbers of groups, from which the next two are computed
         self._groups: list[tuple[torch.optim.Optimizer, int]] = []
         self._group_of = np.full(len(named), -1)
         self._without: list[tuple[torch.optim.Optimizer, int]] = []
         self._withheld: list[tuple[dict[str, Any], Any]] = []
 
     def of_step(self, pipeline: Pipeline) -> npt.NDArray[np.float64] | None:
-        """For the exchange that is laid out: see :func:`gradcomp.job.momentum.momenta`."""
+        """Return the momentum by layer for the exchange that is laid out, or None if no compressor needs it.
+
+        See :func:`gradcomp.job.momentum.momenta`.
+        """
         self.give_back()
         self._without = []
         if not pipeline.momenta.any():
@@ -54,7 +62,7 @@ class Momenta:
                     self._group_of[layer] = place
 
     def withhold(self, optimizer: torch.optim.Optimizer) -> None:
-        """Until :meth:`give_back` the optimizer's groups have no momentum whose momentum the exchange has taken."""
+        """Set the momentum of groups to 0 where the exchange has applied it, until :meth:`give_back`."""
         for one, number in self._without:
             if one is optimizer:
                 group = optimizer.param_groups[number]
@@ -62,7 +70,7 @@ class Momenta:
                 group["momentum"] = 0.0
 
     def give_back(self) -> None:
-        """The step is over, or has failed: schedulers and checkpoints find the momentum that the user gave."""
+        """Restore the user's momentum after the step, for schedulers and checkpoints to find."""
         for group, value in self._withheld:
             if group["momentum"] == 0.0:
                 group["momentum"] = value
@@ -70,7 +78,6 @@ class Momenta:
 
     @contextmanager
     def withheld(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """:meth:`withhold` in here."""
         self.withhold(optimizer)
         try:
             yield
@@ -79,7 +86,7 @@ class Momenta:
 
 
 def averages(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it averages gradients over steps, as Adam does."""
+    """Return True if the optimizer averages gradients over steps, as Adam does."""
     return any(group.get("betas") for group in optimizer.param_groups)
 
 

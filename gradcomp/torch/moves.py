@@ -1,8 +1,8 @@
-"""Collectives that move the user's own tensors between ranks and change no value, with Horovod's meanings.
+"""Collectives that move the user's own tensors between ranks and change no value, with Horovod's semantics.
 
-What holds for all calls is in ``reductions``: the comparison, names, process sets and errors. Tensors are dense and of
-any dtype, complex ones too. Results are new tensors on the same device. d is the size of a tensor in bytes, N the
-number of ranks. Gradients are Horovod's.
+:mod:`gradcomp.torch.reductions` describes what all calls share: the comparison, names, process sets and
+errors. Tensors are dense and of any dtype, including complex ones. Results are new tensors on the same
+device. d is the size of a tensor in bytes, N the number of ranks. Gradients are Horovod's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Members = None) -> torch.Tensor:
-    """Every rank's ``tensor`` in rank order, joined along the first dimension; differentiable.
+    """Return every rank's ``tensor``, joined along the first dimension in rank order; differentiable.
 
-    At least one dimension; first dimensions may differ between ranks, the others may not. The gradient of a rank's part
-    is the average over ranks of the gradients of its rows. Wire: one all-to-all, (N-1) d bytes per rank.
+    Tensors have at least one dimension; first dimensions may differ between ranks, the others may not. The
+    gradient of a rank's part is the average over ranks of the gradients of its rows. Wire: one all-to-all,
+    (N-1) d bytes per rank.
     """
     return grouped([tensor], name, process_set)[0]
 
@@ -33,22 +34,27 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Member
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: Members = None
 ) -> list[torch.Tensor]:
-    """As :func:`allgather` of each tensor, in one message; differentiable."""
+    """Gather each tensor as :func:`allgather` does, all in one message; differentiable."""
     return grouped(tensors, name, process_set)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Members = None) -> Handle:
-    """Begin an :func:`allgather`; not differentiable. ``tensor`` may not be written before it is synchronized."""
+    """Start an :func:`allgather`; not differentiable.
+
+    ``tensor`` must not be written before :func:`synchronize` has returned.
+    """
     return begin_allgather([tensor], name, process_set).one()
 
 
 def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_set: Members = None) -> Handle:
-    """Begin a :func:`grouped_allgather`; not differentiable. No tensor may be written before it is synchronized."""
+    """Start a :func:`grouped_allgather`; not differentiable.
+
+    No tensor may be written before :func:`synchronize` has returned.
+    """
     return begin_allgather(tensors, name, process_set)
 
 
 def grouped(tensors: Tensors, name: str | None, process_set: Members) -> list[torch.Tensor]:
-    """The blocking allgather of a group."""
     if isinstance(tensors, Sequence) and needs_gradient(tensors):
         return list(AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
     results: list[torch.Tensor] = begin_allgather(tensors, name, process_set).wait()
@@ -58,11 +64,11 @@ def grouped(tensors: Tensors, name: str | None, process_set: Members) -> list[to
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Members = None
 ) -> torch.Tensor:
-    """``root_rank``'s tensor on every rank, bit for bit; differentiable.
+    """Return ``root_rank``'s tensor on every rank, bit for bit; differentiable.
 
-    Dtype and shape must be the same on all ranks. ``root_rank`` is a number of the job, also where a process set takes
-    part. The root's gradient is the average of all ranks', the others' is zero. Wire: d bytes to every rank but the
-    root, along a binomial tree.
+    Dtype and shape must be the same on all ranks. ``root_rank`` is a rank of the job, also if a process set
+    takes part. The root's gradient is the average of all ranks', the others' is zero. Wire: d bytes to every
+    rank but the root, along a binomial tree.
     """
     if needs_gradient([tensor]):
         return Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
@@ -73,7 +79,7 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Members = None
 ) -> torch.Tensor:
-    """As :func:`broadcast`, in place and not differentiable; returns ``tensor``."""
+    """Broadcast as :func:`broadcast` does, in place and not differentiable; returns ``tensor``."""
     result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
     return result
 
@@ -81,26 +87,27 @@ def broadcast_(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Members = None
 ) -> Handle:
-    """Begin a :func:`broadcast` of the values that the root's tensor has now; not differentiable."""
+    """Start a :func:`broadcast` of the values that the root's tensor has now; not differentiable."""
     return begin_broadcast(tensor, root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Members = None
 ) -> Handle:
-    """Begin a :func:`broadcast_`; ``tensor`` may not be touched before :func:`synchronize` has returned."""
+    """Start a :func:`broadcast_`; ``tensor`` must not be touched before :func:`synchronize` has returned."""
     return begin_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
 def alltoall(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Members = None
 ) -> Any:
-    """To every rank its rows of ``tensor``; the rows that they sent, joined in rank order. Differentiable.
+    """Send every rank its rows of ``tensor``; return the rows received, in rank order. Differentiable.
 
-    ``splits``: how many rows each rank gets, as integers in rank order; they add up to the first dimension. Then the
-    result is ``(rows, received)``, where ``received`` (int32, on the host) says how many came from each. Without it
-    every rank gets equally many and the rows alone are returned. At least one dimension; those behind the first must be
-    the same on all ranks. Wire: two all-to-alls, 8 (N-1) bytes and the rows for other ranks.
+    ``splits`` gives the number of rows for each rank, as integers in rank order that add up to the first
+    dimension. Then the result is ``(rows, received)``, where ``received`` (int32, on the host) is the number
+    of rows from each rank. Without ``splits`` every rank gets equally many and the rows alone are returned.
+    Tensors have at least one dimension; those behind the first must be the same on all ranks. Wire: two
+    all-to-alls, 8 (N-1) bytes and the rows for other ranks.
     """
     if needs_gradient([tensor]):
         rows, received = AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
@@ -112,11 +119,14 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: Members = None
 ) -> Handle:
-    """Begin an :func:`alltoall`; not differentiable. ``tensor`` may not be written before it is synchronized."""
+    """Start an :func:`alltoall`; not differentiable.
+
+    ``tensor`` must not be written before :func:`synchronize` has returned.
+    """
     handle = begin_alltoall(tensor, splits, name, process_set)
     return handle.one() if splits is None else handle
 
 
 def barrier(process_set: Members = None) -> None:
-    """Return once every rank has called it. Wire: the round in which calls are compared, nothing else."""
+    """Return once every rank has called it. Wire: only the round in which calls are compared."""
     collectives.barrier(members(process_set)).result()

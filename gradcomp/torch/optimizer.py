@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: the wrapped optimizer, on means over ranks."""
+"""``DistributedOptimizer``: the wrapped optimizer steps on gradients averaged over ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from gradcomp.torch.step_watch import refuse_inside_backward
 from gradcomp.torch.timing import Finish, OnSkip
 
 _SYNCHRONIZED = (
-    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). Here that is the "
-    "same; Horovod would exchange the gradients again, and undo what was done to them in between"
+    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). gradcomp uses the "
+    "synchronized gradients; Horovod would exchange them again, and undo what was done to them in between"
 )
 
 
@@ -58,46 +58,52 @@ def DistributedOptimizer(
 ) -> DistributedTorchOptimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
-    g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says. Gradients are exchanged while
-    backward runs; when it returns from the last of ``backward_passes_per_step`` passes, ``.grad`` is the mean, so
-    clipping and unscaling work as usual. ``step()`` accepts the exchange, ``zero_grad()`` without it forgets it.
+        g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says
+
+    Gradients are exchanged while backward runs. When it returns from the last of ``backward_passes_per_step`` passes,
+    ``.grad`` is the mean, so clipping and unscaling work as usual. ``step()`` accepts the exchange; ``zero_grad()``
+    without ``step()`` discards it.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``; changed in place.
-        named_parameters: as ``model.named_parameters()``; without it, names are positions and patterns cannot match.
-        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer; ``"auto"`` takes the
-            least that hides the communication on this network, see :class:`gradcomp.control.auto.Auto`.
-        backward_passes_per_step: gradients are summed over so many passes before they are exchanged.
+        named_parameters: the pairs of ``model.named_parameters()``. Without them layers are named by position, which
+            patterns of a policy cannot match.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer. ``"auto"`` chooses
+            the least compression that hides the communication on this network, see
+            :class:`gradcomp.control.auto.Auto`.
+        backward_passes_per_step: gradients are summed over this many passes before they are exchanged.
         op: ``Average`` or ``Sum`` over ranks of the gradients, or ``Adasum`` of the steps, see
-            :mod:`gradcomp.torch.adasum_steps`: gradients stay a rank's own, and ``step()`` is what all ranks' steps
-            come to. It needs a power of two of ranks, and ``compression`` none, fp16 or bf16; the arguments from
-            ``finish`` on are not for it.
-        gradient_predivide_factor: gradients are divided by it before the exchange, the mean multiplied after.
+            :mod:`gradcomp.torch.adasum_steps`: gradients stay a rank's own, and ``step()`` combines the steps of all
+            ranks. Adasum needs a power of two of ranks, and ``compression`` none, fp16 or bf16; it refuses the
+            arguments from ``finish`` on.
+        gradient_predivide_factor: gradients are divided by it before the exchange, and the mean is multiplied by it
+            after.
         num_groups: Horovod's older spelling of ``groups``.
-        groups: how many groups of gradients, or which lists of parameters, travel together under Horovod. Checked, and
-            without effect: buckets form by themselves, and the means of all gradients are applied together.
+        groups: how many groups of gradients, or which lists of parameters, travel together under Horovod. It is
+            checked and has no effect: exchange buckets form by themselves, and the means of all gradients are applied
+            together.
         sparse_as_dense: exchange sparse gradients as dense ones, which ``compression`` compresses; else their rows are
             gathered, uncompressed. Either way their mean is sparse again.
         finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters.
-        grad_scaler: the GradScaler in use, so that residuals are kept in unscaled units. Without it, the only enabled
-            one that exists when state begins is taken, and several are an error; False: the loss is not scaled.
+        grad_scaler: the GradScaler in use, because residuals are kept in unscaled units. Without it, the only enabled
+            one that exists when state begins is taken, and several are an error. False: the loss is not scaled.
         process_set: the ranks to average over, if not all: a :class:`ProcessSet`, a group of torch.distributed, or a
             dimension of a DeviceMesh. On other ranks, which need not call this, the optimizer exchanges nothing.
-        reduction: how codes are added over ranks, if not as ``init()`` or GRADCOMP_REDUCTION said: ``"sra"``,
+        reduction: the algorithm that adds codes over ranks, if not that of ``init()`` or GRADCOMP_REDUCTION: ``"sra"``,
             ``"ring"``, ``"tree"``, ``"all_to_all"``, ``"gather"``, ``"parameter_server"``, ``"hierarchical"`` or
             ``"auto"``.
-        controller: changes the levels of layers while training runs, such as
+        controller: a controller that changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
-        on_skip: what follows when a rank does not step on means that others step on, as after
+        on_skip: what happens when a rank skips a step that others take, as by
             ``except OutOfMemoryError: opt.zero_grad(); continue``. ``"raise"``: a StateError on all ranks in the next
-            exchange. ``"agree"``: all ranks vote before each step, and skip it if one of them gives up.
+            exchange. ``"agree"``: all ranks vote before each step, and all skip it if one of them skips it.
         residuals: removed; anything but None is a ConfigError that says what to do instead.
 
-    Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` one number
-    more, in a round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
+    Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` also one
+    number in a round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
     compressor keeps them, 8 bytes an element; :func:`gradcomp.torch.save` saves them.
     Raises ConfigError for bad arguments, PlanMismatchError on every rank if the ranks differ, StateError before
-    ``init()``. Horovod's meaning of the arguments; differs in ``finish="backward"``.
+    ``init()``. Arguments mean what they mean in Horovod, except that ``finish="backward"`` is the default here.
     """
     if residuals is not None:
         refuse_removed("residuals", f"residuals={residuals!r}")
@@ -114,7 +120,8 @@ def DistributedOptimizer(
         controller,
         on_skip,
     )
-    if not runtime.is_initialized():  # what is wrong whatever the other ranks do is said before that
+    # Before init() wrong arguments raise their own errors, and not the StateError about init().
+    if not runtime.is_initialized():
         check_plain(optimizer)
         arguments.check()
         name_parameters(optimizer, named_parameters)
@@ -130,12 +137,12 @@ def DistributedOptimizer(
     return cast("DistributedTorchOptimizer", optimizer)
 
 
-#: Frames from a check in the step to who called ``step()``: opaque functions have one more each.
+#: Frames from the warning to the caller of ``step()``; an opaque function adds one.
 _CALLER = 6
 
 
 class Distributed(Readers, Adopted):
-    """The methods that a distributed optimizer has beside, or instead of, those of its class."""
+    """The methods that wrapping adds to an optimizer's class, or replaces in it."""
 
     _gradcomp: Core
     calls_own = ("step", "zero_grad")
@@ -154,7 +161,11 @@ class Distributed(Readers, Adopted):
         return driver.exchanger if driver.attached else None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on the means. Exchanges first what was not exchanged yet (a short last window, ``finish="step"``)."""
+        """Step on the means.
+
+        It first exchanges gradients that were not exchanged yet: those of a short last window, or all with
+        ``finish="step"``.
+        """
         if closure is not None and self._gradcomp.driver.attached:
             closure = self._evaluation(closure)
         elif not self._accepts():
@@ -165,7 +176,7 @@ class Distributed(Readers, Adopted):
             self._gradcomp.exchange.momenta.give_back()
 
     def _accepts(self) -> bool:
-        """Whether there is a step on the means, which are there then; not if the ranks agreed to skip it."""
+        """Accept the means and return True; return False if the ranks agreed to skip the step."""
         core = self._gradcomp
         if not core.driver.attached:
             core.driver.before_step()
@@ -174,7 +185,7 @@ class Distributed(Readers, Adopted):
         self._check_step()
         if not (core.skip_synchronize and core.exchange.has_result()):
             core.exchange.finish(late=True)
-        self._opt_called = True  # for schedulers, which a step that all ranks skip does not hold up
+        self._opt_called = True  # schedulers advance, also where all ranks skip the step
         if not core.exchange.commit():
             return False
         core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
@@ -189,7 +200,7 @@ class Distributed(Readers, Adopted):
         core.synchronized = False
 
     def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Every evaluation of the closure is an exchange of its own, used by the wrapped optimizer."""
+        """Return a closure whose every evaluation is an exchange of its own."""
         core = self._gradcomp
         self._check_step()
         if core.driver.agrees:
@@ -207,11 +218,11 @@ class Distributed(Readers, Adopted):
         self._opt_called = True
         return evaluate
 
-    # A scheduler made before wrapping looks for this mark, and warns without it.
+    # A scheduler that was made before wrapping looks for this attribute and warns without it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients; an exchange that ``step()`` did not accept is ended and forgotten."""
+        """Zero the gradients; ends and discards an exchange that ``step()`` did not accept."""
         self._drain()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -220,20 +231,20 @@ class Distributed(Readers, Adopted):
         self._gradcomp.synchronized = False
 
     def _finish_exchange(self) -> None:
-        """What a GradScaler does before it looks at gradients."""
+        """Finish the exchange before a GradScaler looks at the gradients, see :func:`means_before_unscaling`."""
         if self._gradcomp.driver.attached:
             refuse_inside_backward()
             self._gradcomp.exchange.finish()
 
     def synchronize(self) -> None:
-        """Make gradients the means now; free if they are."""
+        """Make gradients the means now; free if they are already."""
         if self._gradcomp.driver.attached:
             self._finish_exchange()
             self._gradcomp.synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Horovod's way to say that ``synchronize()`` was called before this ``step()``."""
+        """Horovod's context manager, which tells ``step()`` that ``synchronize()`` was called before it."""
         core = self._gradcomp
         core.skip_synchronize = True
         try:
@@ -242,7 +253,10 @@ class Distributed(Readers, Adopted):
             core.skip_synchronize = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum gradients over so many passes from the next exchange on. All ranks, between two steps."""
+        """Sum gradients over this many passes from the next exchange on.
+
+        All ranks must call it, between two steps.
+        """
         core = self._gradcomp
         timing = replace(core.exchange.timing, passes=passes)
         core.driver.rest()
@@ -250,14 +264,14 @@ class Distributed(Readers, Adopted):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without exchanging them; the next backward outside exchanges the sum."""
+        """Accumulate gradients without exchanging them; the next backward pass outside exchanges the sum."""
         with self._gradcomp.exchange.suspended():
             yield
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, collectively: all ranks add the same. Residuals of the others are kept.
+        """Add the same parameters on all ranks; residuals of the others are kept. Collective.
 
-        ``param_group["names"]`` may name them; else their position does.
+        ``param_group["names"]`` names them; without it, their position does.
         """
         names = param_group.pop("names", None)
         super().add_param_group(param_group)  # type: ignore[misc]
@@ -275,17 +289,19 @@ class Distributed(Readers, Adopted):
             raise
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
-        """Go over to another compression in mid-run: ``opt.set_compression("none")`` for exact gradients.
+        """Change the compression during training: ``opt.set_compression("none")`` for exact gradients.
 
-        The next step's headers tell whether all ranks called, with the same argument; the new compression applies from
-        the step after it. What residuals of layers hold whose new compressor keeps none is then sent with the gradient,
-        exactly and once: the sums of true and of applied means meet. Momentum of the old compression is dropped. A
-        controller ends. Steps of a schedule in ``compression`` count from the start of the run.
+        All ranks must call it, between the same two steps; the call sends nothing. The headers of the next
+        step show whether all ranks called it with the same argument, and the new compression applies from the step
+        after that one. Layers whose new compressor keeps no residual send the rest of theirs with the
+        gradient, exactly and once, so that the sums of true and of applied means agree. Momentum of the old
+        compression is dropped, and a controller ends. Steps of a schedule in ``compression`` count from the
+        start of the run.
 
-        All ranks, between the same two steps; nothing is sent in the call. In a world of one the argument is only
-        looked at. Raises ConfigError for a bad argument, and for ``"auto"``, StateError
-        while a step is open. If a rank did not call, or with another argument, the next step raises: a
-        PlanMismatchError on every rank that did, on the others this or the TransportError of the abort.
+        In a world of one the argument is only checked. Raises ConfigError for a bad argument and for ``"auto"``,
+        StateError while a step is open. If a rank did not call, or with
+        another argument, the next step raises: a PlanMismatchError on every rank that called, and on the
+        others this or the TransportError of the abort.
         """
         core = self._gradcomp
         policy, exchanger = as_policy(compression), self._exchanger_or_none()
@@ -296,21 +312,23 @@ class Distributed(Readers, Adopted):
             check_averages(self, policy)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's; unless compression state is loaded as well, the next step warns."""
+        """Load the wrapped optimizer's state; the next step warns unless compression state is loaded as well."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._gradcomp.checkpoint_manager.state_is_due()
 
     def compression_state(self) -> dict[str, Any]:
-        """This rank's residuals by layer name, step, plan, bucket order: copies, as tensors, numbers and strings.
+        """Return this rank's residuals by layer name, its step, plan and bucket order, as copies.
 
-        ``torch.load(weights_only=True)`` reads what ``torch.save`` makes of it. Local; StateError while a step is open.
+        All values are tensors, numbers and strings, so ``torch.load(weights_only=True)`` reads what
+        ``torch.save`` makes of them. Local. Raises StateError while a step is open.
         """
         return state_of(self._gradcomp.checkpoint_manager)
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`compression_state` gave on this rank of as many; all ranks must, from one moment.
+        """Resume from the result of :meth:`compression_state` on this rank, of a job with as many ranks.
 
-        Local. StateError, with nothing changed, if anything does not fit (the error lists it all) or a step is open.
+        All ranks must load states that were taken after the same step. Local. Raises StateError and changes
+        nothing if a step is open or anything does not fit; the error lists all of it.
         """
         load_state(self._gradcomp.checkpoint_manager, state)
 
@@ -318,7 +336,7 @@ class Distributed(Readers, Adopted):
 if TYPE_CHECKING:
 
     class DistributedTorchOptimizer(Distributed, torch.optim.Optimizer, Any):  # type: ignore[misc]
-        """For type checkers: an optimizer of any class with the methods of both; the wrapped class alone adds ``Any``.
+        """Tells type checkers that a wrapped optimizer has these methods beside those of its class.
 
-        Because of ``Any`` it may be assigned to a variable of the wrapped class.
+        ``Any`` allows the methods of the wrapped class, and assignment to a variable of that class.
         """

@@ -1,4 +1,4 @@
-"""Compression state as ``torch.save`` takes and ``torch.load(weights_only=True)`` gives it: with tensors."""
+"""Compression state in the form that ``torch.save`` and ``torch.load(weights_only=True)`` take: with tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gradcomp.job.plain import from_plain, to_plain
 
 
 def state_of(checkpoint_manager: CheckpointManager) -> dict[str, Any]:
-    """The checkpoint manager's snapshot as tensors, numbers and strings."""
+    """Return the checkpoint manager's snapshot as tensors, numbers and strings."""
     plain: dict[str, Any] = _tensors(to_plain(checkpoint_manager.snapshot()))
     return plain
 
 
 def load_state(checkpoint_manager: CheckpointManager, plain: Any) -> None:
-    """Inverse of :func:`state_of`; StateError for anything else."""
+    """Restore a snapshot that :func:`state_of` returned; raise StateError for anything else."""
     checkpoint_manager.restore(from_plain(_arrays(plain)))
 
 

@@ -1,4 +1,4 @@
-"""Ranges of torch.profiler, with the names that the trace has."""
+"""Shows the phases of the trace as ranges of torch.profiler."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from gradcomp.core import trace
 
 
 def _begin(name: str) -> Callable[[], object] | None:
-    """Begin a range if a profile is being recorded: a range costs ten microseconds, a look at a flag nothing."""
-    # No public function says so for all threads; the flag has been there since torch 1.11.
+    """Begin a range if a profile is being recorded.
+
+    A range costs ten microseconds, reading the flag next to nothing.
+    """
+    # No public function covers all threads. The flag exists since torch 1.11.
     if not getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
         return None
     entered = torch.profiler.record_function(f"gradcomp: {name}")
@@ -21,5 +24,5 @@ def _begin(name: str) -> Callable[[], object] | None:
 
 
 def show_ranges() -> None:
-    """Give the phases to torch.profiler: ``wait`` on the training thread, kernels on the engine's."""
+    """Pass the phases to torch.profiler: ``wait`` on the training thread, kernels on the engine's."""
     trace.profile_with(_begin)

@@ -1,21 +1,21 @@
-"""Reductions of the user's own tensors over ranks, with Horovod's meanings.
+"""Reductions of the user's own tensors over ranks, with Horovod's semantics.
 
-Each call costs one small round in which the ranks compare what they call; then the data move. An allreduce of up to
-4,096 bytes (16,384 / N from 5 ranks on) needs the small round alone, of 48 + 4,096 bytes to every rank. d is the size
-of the tensors in bytes, N the number of ranks. In a world of one nothing moves.
+Each call costs one small round in which the ranks compare what they call; then the data move. An allreduce of
+up to 4,096 bytes (16,384 / N from 5 ranks on) needs the small round alone, of 48 + 4,096 bytes to every rank.
+d is the size of the tensors in bytes, N the number of ranks. In a world of one nothing moves.
 
-``op``: Average (default), Sum, Min, Max, Product, or Adasum. ``prescale_factor`` is applied before it,
-``postscale_factor`` after it. Dense tensors of any shape, of float16, bfloat16, float32, float64, bool and all integer
-dtypes; results have the tensor's dtype and device. float16 and bfloat16 are combined in float32, integers in int64: a
-sum that does not fit wraps, an average or a scaled value loses its fraction. Of bool, Sum and Max are "or", Product and
-Min "and".
+``op`` is Average (default), Sum, Min, Max, Product, or Adasum. ``prescale_factor`` is applied before it,
+``postscale_factor`` after it. Tensors are dense, of any shape, of float16, bfloat16, float32, float64, bool
+or any integer dtype; results have the tensor's dtype and device. float16 and bfloat16 are combined in
+float32, integers in int64: a sum that does not fit wraps, an average or a scaled value loses its fraction. On
+bool, Sum and Max are "or", Product and Min "and".
 
-``name``: what tells a call from others. Ranks may make named calls in any order; those without a name are matched in
-order. ``process_set``: the ranks that take part, if not all (see :class:`ProcessSet`).
+``name`` tells a call from others: ranks may make named calls in any order, and calls without a name are
+matched in order. ``process_set`` names the ranks that take part, if not all (see :class:`ProcessSet`).
 
-All of them raise StateError before ``init``, ConfigError for an argument that cannot be exchanged or a name that is in
-flight, PlanMismatchError if shape, dtype, op or factors differ, both on every rank, and TransportError if a rank is
-dead or stays away.
+All of them raise StateError before ``init``; on every rank ConfigError for an argument that cannot be
+exchanged or a name whose last call has not ended, and PlanMismatchError if shape, dtype, op or factors
+differ; and TransportError if a rank is dead or does not call in time.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: Members = None,
 ) -> torch.Tensor:
-    """``postscale * op(prescale * tensor)`` over ranks, as a new tensor; differentiable.
+    """Return ``postscale * op(prescale * tensor)`` over ranks as a new tensor; differentiable.
 
-    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``, in which the tensor travels, or an object with
-    functions ``compress`` and ``decompress``. ``average`` is Horovod's older spelling of ``op``; give one of them. The
-    gradient is that of the sum of all ranks' losses; Adasum has none. Wire: 2 d (N-1)/N bytes per rank, in one
-    allreduce or two rounds; Adasum d log2(N).
+    ``compression`` is ``Compression.none``, ``.fp16`` or ``.bf16``, the dtype in which the tensor travels, or
+    an object with functions ``compress`` and ``decompress``. ``average`` is Horovod's older spelling of
+    ``op``; pass one of them. The gradient is that of the sum of all ranks' losses; Adasum has none. Wire: 2 d
+    (N-1)/N bytes per rank, in one allreduce or two rounds; Adasum d log2(N).
     """
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return _compressed([tensor], name, compression, how, problem, process_set)[0]
@@ -67,7 +67,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Members = None,
 ) -> list[torch.Tensor]:
-    """As :func:`allreduce` of each tensor, in one message for each dtype; differentiable."""
+    """Reduce each tensor as :func:`allreduce` does, in one message for each dtype; differentiable."""
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return _compressed(tensors, name, compression, how, problem, process_set)
 
@@ -81,7 +81,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: Members = None,
 ) -> torch.Tensor:
-    """As :func:`allreduce`, in place and not differentiable; returns ``tensor``."""
+    """Reduce as :func:`allreduce` does, in place and not differentiable; returns ``tensor``."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     result: torch.Tensor = handle.wait()
     return result
@@ -96,7 +96,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: Members = None,
 ) -> list[torch.Tensor]:
-    """As :func:`grouped_allreduce`, in place and not differentiable; returns the tensors."""
+    """Reduce as :func:`grouped_allreduce` does, in place and not differentiable; returns the tensors."""
     handle = grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -113,7 +113,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Members = None,
 ) -> Handle:
-    """Begin an :func:`allreduce` of the values that ``tensor`` has now; not differentiable."""
+    """Start an :func:`allreduce` of the values that ``tensor`` has now; not differentiable."""
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return begin_allreduce([tensor], name, how, problem, process_set).one()
 
@@ -127,7 +127,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: Members = None,
 ) -> Handle:
-    """Begin a :func:`grouped_allreduce` of the values that the tensors have now; not differentiable."""
+    """Start a :func:`grouped_allreduce` of the values that the tensors have now; not differentiable."""
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return begin_allreduce(tensors, name, how, problem, process_set)
 
@@ -141,7 +141,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Members = None,
 ) -> Handle:
-    """Begin an :func:`allreduce_`; ``tensor`` may not be touched before :func:`synchronize` has returned."""
+    """Start an :func:`allreduce_`; ``tensor`` must not be touched before :func:`synchronize` has returned."""
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return begin_allreduce([tensor], name, how, problem, process_set, in_place=True).one()
 
@@ -155,7 +155,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: Members = None,
 ) -> Handle:
-    """Begin a :func:`grouped_allreduce_`; no tensor may be touched before :func:`synchronize` has returned."""
+    """Start a :func:`grouped_allreduce_`; no tensor may be touched before :func:`synchronize` has returned."""
     how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
     return begin_allreduce(tensors, name, how, problem, process_set, in_place=True)
 
@@ -172,11 +172,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's rows of the reduction of ``tensor`` over ranks; differentiable for Average and Sum.
+    """Return this rank's rows of the reduction of ``tensor`` over ranks; differentiable for Average and Sum.
 
-    The first dimension is split over the ranks in rank order, in parts whose sizes differ by at most one, the larger
-    ones first. Any op but Adasum. Values are combined in rank order, so the bytes do not depend on the transport. The
-    gradient of a row is that of the rank that has it, N times it for Sum. Wire: d (N-1)/N bytes per rank.
+    The first dimension is split over the ranks in rank order, in parts whose sizes differ by at most one, the
+    larger ones first. Any op but Adasum is allowed. Values are combined in rank order, so the bytes do not
+    depend on the transport. The gradient of a row is that of the rank that holds it, N times that for Sum.
+    Wire: d (N-1)/N bytes per rank.
     """
     how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
     return _compressed([tensor], name, compression, how, problem, process_set, scatters=True)[0]
@@ -191,7 +192,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """As :func:`reducescatter` of each tensor, in one message for each dtype; differentiable."""
+    """Reduce each tensor as :func:`reducescatter` does, in one message for each dtype; differentiable."""
     how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
     return _compressed(tensors, name, compression, how, problem, process_set, scatters=True)
 
@@ -204,7 +205,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin a :func:`reducescatter`; not differentiable. ``tensor`` may not be written before it is synchronized."""
+    """Start a :func:`reducescatter`; not differentiable.
+
+    ``tensor`` must not be written before :func:`synchronize` has returned.
+    """
     how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
     return begin_reducescatter([tensor], name, how, problem, process_set).one()
 
@@ -217,7 +221,10 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin a :func:`grouped_reducescatter`; not differentiable. No tensor may be written before."""
+    """Start a :func:`grouped_reducescatter`; not differentiable.
+
+    No tensor may be written before :func:`synchronize` has returned.
+    """
     how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
     return begin_reducescatter(tensors, name, how, problem, process_set)
 
@@ -235,7 +242,7 @@ def _compressed(
     *,
     scatters: bool = False,
 ) -> list[torch.Tensor]:
-    """The blocking reduction of what ``compression`` makes of the tensors."""
+    """Reduce the compressed tensors, wait, and decompress the results."""
     (compress, decompress), wrong = coder_of(compression)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         coded = [(tensors, None)]

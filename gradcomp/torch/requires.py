@@ -1,4 +1,4 @@
-"""Imported first: says which extra to install where PyTorch is missing."""
+"""Raises an error that names the extra to install where PyTorch is missing; imported first."""
 
 from gradcomp.core.requires import need
 

@@ -24,22 +24,27 @@ def init(
 ) -> None:
     """Join the job. Collective; a second call is allowed and changes nothing.
 
-    Under torchrun, mpirun, horovodrun or Slurm the ranks find each other by the launcher's environment; a plain
-    ``python`` is a world of one. With torch.distributed already initialised, its default group's ranks, or those of
-    ``process_group``, are used; gradcomp never runs its own collectives on that group.
+    Under torchrun, mpirun, horovodrun or Slurm the ranks find each other by the launcher's environment; a
+    plain ``python`` is a world of one. If torch.distributed is initialised already, its default group's
+    ranks, or those of ``process_group``, are used; gradcomp never runs its own collectives on that group.
 
-    ``comm``: the ranks of the world that are the job, as a list or a communicator of mpi4py, if not all. Some only are
-    possible where torch.distributed is initialised; those that are not in it do not call. ``process_sets``: those that
-    will have optimizers of their own, as lists of ranks or :class:`ProcessSet`; only the horovod transport needs to be
-    told, for Horovod's sets are made by all ranks together. ``"dynamic"`` means none: sets may always be added later.
-    ``settings``: the fields of :class:`gradcomp.Config`; see the configuration page. Raises ConfigError for a bad
-    argument or setting or a half-set launch environment, TransportError if the ranks do not meet in time.
+    Args:
+        comm: the ranks of the world that form the job, as a list or a communicator of mpi4py, if not all. A part of
+            the world is possible only where torch.distributed is initialised; ranks outside it do not call ``init``.
+        process_sets: sets that will have optimizers of their own, as lists of ranks or :class:`ProcessSet`. Only
+            the horovod transport needs them here, because all ranks make Horovod's sets together. ``"dynamic"``
+            means none: sets may always be added later.
+        process_group: the group of torch.distributed whose ranks form the job, if not the default group.
+        settings: the fields of :class:`gradcomp.Config`; see the configuration page.
+
+    Raises ConfigError for a bad argument or setting or an incomplete launch environment, TransportError if
+    the ranks do not meet in time.
     """
     if isinstance(comm, ProcessGroup):  # torch.distributed's communicator
         comm, process_group = None, process_group or comm
     chosen = ranks_of(comm)
     if chosen is not None and process_group is not None:
-        raise ConfigError("comm and process_group both say who is the job; give one")
+        raise ConfigError("comm and process_group both name the ranks of the job; give one")
     if runtime.is_initialized() and (chosen is not None or process_group is not None):
         raise StateError("gradcomp is already initialised; call shutdown() before init() with other ranks")
     if isinstance(process_sets, str) and process_sets.lower() == "dynamic":

@@ -1,4 +1,4 @@
-"""``save`` and ``load``: compression state, model, optimizer and what the user adds, of one moment."""
+"""``save`` and ``load``: checkpoints of compression state, model, optimizer and the user's own values."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def save(
     extra: dict[str, Any] | None = None,
     keep: int = KEEP,
 ) -> None:
-    """Write a new checkpoint to ``directory``: residuals, step, plan, bucket order, and what else is given.
+    """Write a new checkpoint to ``directory``: residuals, step, plan, bucket order, and the arguments below.
 
-    It counts once all ranks' files are on disk: a job that is killed at any moment finds this checkpoint whole, or the
-    one before.
+    A checkpoint is complete once all ranks' files are on disk. A job that is killed at any moment finds this one
+    complete, or else the one before.
 
     Args:
-        directory: on storage that all ranks share; for one optimizer.
-        opt: what :func:`DistributedOptimizer` returned, or the state of :func:`ddp_comm_hook`.
+        directory: a directory on storage that all ranks share, used for one optimizer.
+        opt: the optimizer that :func:`DistributedOptimizer` returned, or the state of :func:`ddp_comm_hook`.
         model: its ``state_dict()`` on rank 0 is saved, and with it that of the wrapped optimizer.
         optimizer: the optimizer beside a :func:`ddp_comm_hook`, whose ``state_dict()`` on rank 0 is saved.
         extra: each rank's own tensors, numbers, strings and containers of them; :func:`load` returns them.
         keep: how many older checkpoints stay.
 
     Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank, and 10 per parameter.
-    Disk: 4 bytes for each element with feedback per rank, 4/N for the chunk owner's; model and optimizer once.
+    Disk: 4 bytes per rank for each element with feedback, and 4/N for the chunk owner's; model and optimizer once.
     Raises StateError on every rank if a step is open, parameters differ between ranks, a value is not one that
     ``torch.load(weights_only=True)`` reads, or a file cannot be written; the older checkpoints are then untouched.
-    ConfigError for wrong arguments, PlanMismatchError if the ranks call different things.
+    Raises ConfigError for wrong arguments, PlanMismatchError if the ranks' calls differ.
     """
 
     def parts(rank: int, world: int) -> dict[str, Writer]:
@@ -77,24 +77,24 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     missing_ok: bool = False,
 ) -> dict[str, Any] | None:
-    """Go on from the last complete checkpoint that :func:`save` wrote to ``directory``; returns its ``extra``, or {}.
+    """Resume from the last complete checkpoint that :func:`save` wrote to ``directory``; returns its ``extra``, or {}.
 
-    With the number of ranks that saved, training then continues bit for bit. With another, every rank gets the mean
-    over the old ranks of what they had not sent, and rank 0's ``extra``.
+    With as many ranks as saved, training then continues bit for bit. With another number, every rank gets the mean over
+    the old ranks of their residuals, and rank 0's ``extra``.
 
     Args:
-        directory: that of :func:`save`; or one of the checkpoints in it.
+        directory: the directory given to :func:`save`, or one of the checkpoints in it.
         opt: as for :func:`save`, wrapped anew with the same layers.
-        model: gets what was saved, and with it the optimizer in ``opt``. If no model was saved, you have loaded it.
+        model: the model to load, and with it the optimizer in ``opt``. If no model was saved, load it before the call.
         optimizer: as for :func:`save`.
         missing_ok: return None, on every rank, if there is no complete checkpoint.
 
     Without ``model`` or ``optimizer``, load these yourself, before or after. The parameters are compared with those at
-    the save: at once if you gave a model that was not saved here, else when the next step begins.
+    the save: at once if you pass a model that was not saved here, else when the next step begins.
     Collective, between two steps. Rank 0 reads the manifest for all; every rank reads its own file, and the model's.
-    Raises StateError on every rank, with nothing changed, if there is no checkpoint, a file is missing or damaged, a
-    layer is unknown, missing or misshapen, a parameter is of another step, the format is another version's, or a step
-    is open. ConfigError and PlanMismatchError as for :func:`save`.
+    Raises StateError on every rank, and changes nothing, if there is no checkpoint, a file is missing or damaged, a
+    layer is unknown, missing or of another shape, a parameter is of another step, the format is another version's, or a
+    step is open. Raises ConfigError and PlanMismatchError as :func:`save` does.
     """
 
     def prepare(found: Found) -> Callable[[], dict[str, Any]]:
@@ -124,7 +124,7 @@ def load(
 
 
 class _Job:
-    """Model and optimizer beside a compression state, if they are to be saved or loaded."""
+    """The model and the optimizer to save or load beside a compression state."""
 
     def __init__(self, opt: Any, model: Any, optimizer: Any) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):
@@ -146,7 +146,10 @@ class _Job:
                 raise ConfigError(f"model= does not have the parameter {strangers[0]!r} that is exchanged")
 
     def state_dicts(self) -> dict[str, Any]:
-        """What is saved; the class of the optimizer because others load its state without a word."""
+        """Return the state dicts to save, and the optimizer's class name.
+
+        The name is checked when loading, because optimizers of other classes load a state without complaint.
+        """
         states: dict[str, Any] = {}
         if self._model is not None:
             states["model"] = self._model.state_dict()
@@ -156,7 +159,7 @@ class _Job:
         return states
 
     def check(self, held: Mapping[str, Any]) -> None:
-        """StateError if what was saved does not fit. Changes nothing."""
+        """Raise StateError if the saved state does not fit. Changes nothing."""
         if self._model is not None and "model" in held:
             _check_model(self._model.state_dict(), held["model"])
         if self._optimizer is not None and "optimizer" in held:
@@ -165,7 +168,6 @@ class _Job:
             raise ConfigError("the checkpoint has the state of an optimizer: pass it as optimizer=")
 
     def restore(self, held: Mapping[str, Any]) -> None:
-        """Go on from what was saved."""
         if self._model is not None and "model" in held:
             self._model.load_state_dict(held["model"])
         if self._optimizer is not None and "optimizer" in held:
@@ -204,7 +206,7 @@ def _check_optimizer(mine: torch.optim.Optimizer, saved: Mapping[str, Any], name
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    """The same before and after an optimizer became a distributed one."""
+    """Return the name of an optimizer's class, which wrapping does not change."""
     return type(optimizer).__name__
 
 
@@ -213,7 +215,7 @@ def _extra_name(rank: int, world: int) -> str:
 
 
 def _write(value: dict[str, Any], sink: Sink) -> None:
-    """Into the file, which must then load without running what a pickle names."""
+    """Write a value to the file, and check that it loads without running code that a pickle names."""
     try:
         torch.save(value, cast(IO[bytes], sink))
         if sink.flush():

@@ -1,4 +1,4 @@
-"""Numbers that a device holds, on their way to the host."""
+"""Reads numbers from a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradcomp.torch.streams import HostStreams, Streams, streams_of
 
 
 class _Copied:
-    """A number of a device as it was in the order of the current stream; see :class:`gradcomp.pipeline.Soon`."""
+    """A number of a device as of this point of the current stream; implements :class:`gradcomp.pipeline.Soon`."""
 
     def __init__(self, number: torch.Tensor, factor: float, streams: Streams) -> None:
         self._streams = streams
@@ -19,18 +19,17 @@ class _Copied:
         self._event = streams.mark()
 
     def done(self) -> bool:
-        """Whether the copy has come."""
         return self._streams.reached(self._event)
 
     def result(self) -> float:
-        """Once it is done."""
         return self._factor * float(self._host[0])
 
 
 def number_of(value: float | torch.Tensor, factor: float = 1.0) -> Number:
-    """``factor`` times a number, which may be a tensor: one of a device is copied here, and nobody waits for it.
+    """Return ``factor`` times a number; a tensor on a device is copied to the host without waiting for it.
 
-    It is what the tensor holds when the current stream comes to this point, whatever it is set to afterwards.
+    The value is that of the tensor at this point of the current stream, whatever the tensor is set to
+    afterwards.
     """
     if isinstance(value, torch.Tensor):
         streams = streams_of(value.device)

@@ -1,4 +1,4 @@
-"""Sparse embedding gradients of torch, by their rows."""
+"""Converts torch's sparse embedding gradients to rows and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradcomp.job.sparse import Array, Rows
 
 
 def rows_of(name: str, gradient: torch.Tensor) -> tuple[Array, Array]:
-    """Numbers and values of the rows of a layer's sparse gradient, on the host and in the dtype that travels."""
+    """Return the indices and values of the rows of a layer's sparse gradient, on the host, in the wire's dtype."""
     gradient = gradient.coalesce()
     if gradient.sparse_dim() != 1:
         raise StateError(f"layer {name!r}: sparse gradients must be sparse in their rows only")
@@ -18,6 +18,6 @@ def rows_of(name: str, gradient: torch.Tensor) -> tuple[Array, Array]:
 
 
 def tensor_of(rows: Rows, like: torch.Tensor) -> torch.Tensor:
-    """The sparse tensor with these rows, of the shape, dtype and device of ``like``."""
+    """Return the sparse tensor with these rows, and with the shape, dtype and device of ``like``."""
     index, values = (torch.from_numpy(array).to(like.device) for array in rows)
     return torch.sparse_coo_tensor(index[None], values.to(like.dtype), like.shape, is_coalesced=True)

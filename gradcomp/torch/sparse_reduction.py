@@ -1,4 +1,4 @@
-"""Reductions of sparse tensors: their entries are gathered."""
+"""Reduces sparse tensors by gathering their entries."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from gradcomp.torch.wire import bytes_view, host, tensor_of
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: ReduceOp, process_set: Members = None
 ) -> Handle:
-    """Begin the sum or mean over ranks of a sparse COO tensor; the result is one too, coalesced. Not differentiable.
+    """Start the sum or mean over ranks of a sparse COO tensor; not differentiable.
 
-    Any dtype for the sum, a floating-point one for the mean. Shape, dtype and number of sparse dimensions must be the
-    same on all ranks, the number of entries need not. Equal indices are added in the tensor's own dtype. The handle may
-    be called, as Horovod's. Wire: (N-1) (8 s + v) bytes an entry for s sparse dimensions and v bytes of values.
+    The result is a coalesced sparse tensor. The sum takes any dtype, the mean a floating-point one. Shape,
+    dtype and number of sparse dimensions must be the same on all ranks, the number of entries need not. Equal
+    indices are added in the tensor's own dtype. As Horovod's, the handle can be called. Wire: (N-1) (8 s + v)
+    bytes an entry for s sparse dimensions and v bytes of values.
     """
     reduce_op, problem = reduce_op_of(None, op)
     ranks = members(process_set)

@@ -1,4 +1,4 @@
-"""What the optimizer's wrapper and the DDP hook have in common: which layers, and whether parameters stay equal."""
+"""Common parts of DistributedOptimizer and ddp_comm_hook: proposals of plans, takeovers, and parameter digests."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ from gradcomp.torch.streams import streams_of
 
 logger = logging.getLogger("gradcomp")
 
-#: What follows where some ranks stepped and others did not.
+#: Advice that ends the error about ranks of which only some stepped.
 SKIP_TOGETHER = (
     ', or let a rank that gives up skip the step everywhere by DistributedOptimizer(on_skip="agree")'
 )
 
 
 class Exchange(Protocol):
-    """What exchanges the gradients of parameters when autograd has computed them."""
+    """Exchanges the gradients of some parameters as autograd computes them."""
 
     @property
     def named(self) -> Named:
-        """The parameters, with their names."""
+        """The exchanged parameters, with their names."""
         ...
 
     def retire(self, why: str) -> None:
-        """Exchange nothing from now on; who asks for it is told why, by a StateError."""
+        """Exchange nothing from now on; further use raises a StateError with the text ``why``."""
         ...
 
 
-#: In the order in which they were made, which all ranks share. One that nobody holds, parameters included, is gone.
+#: Live exchanges in the order in which they were made, which is the same on all ranks. References are weak.
 _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 _numbers = count()
 
 
 def take_over(exchange: Exchange, title: str, before: Exchange | None = None) -> None:
-    """Of exchanges over the same parameters the last one goes on; ``before`` is left to its caller.
+    """Retire earlier exchanges that share parameters with this one, except ``before``, which the caller ends.
 
-    All would read a gradient and write its mean to the same memory at the same time. The earlier one is not always an
-    error: a notebook's cell that is run again wraps a new optimizer while the old one still has its name, and training
-    in phases holds optimizers that are no longer used. It is one where the earlier one is used again, and is said
-    there, on all ranks alike: they make exchanges in the same order.
+    Both would read a gradient and write its mean to the same memory at the same time. An earlier exchange is
+    not an error in itself: a notebook cell that runs again wraps a new optimizer while the old one still has
+    its name, and training in phases keeps optimizers that it no longer uses. It is an error to use the
+    earlier one again. That use raises the error, on all ranks alike, because they make exchanges in the same
+    order.
     """
     ours = {id(parameter) for _, parameter in exchange.named}
     for earlier in list(_exchanges.values()):
@@ -60,11 +61,11 @@ def take_over(exchange: Exchange, title: str, before: Exchange | None = None) ->
             continue
         more = f", ... ({len(shared)} layers)" if len(shared) > 3 else ""
         what = f"layers {', '.join(map(repr, shared[:3]))}{more}"
-        logger.info("%s are exchanged by this %s from now on, and no longer by one before", what, title)
+        logger.info("%s are exchanged by this %s from now on, and no longer by an earlier one", what, title)
         earlier.retire(
             f"{what} are exchanged by a {title} that was made after this one, which exchanges nothing any more: a "
             "gradient can be averaged once only. Give every optimizer parameters of its own, or wrap an optimizer when "
-            "those before it are done"
+            "earlier ones are no longer used"
         )
     _exchanges[next(_numbers)] = exchange
 
@@ -72,25 +73,25 @@ def take_over(exchange: Exchange, title: str, before: Exchange | None = None) ->
 def propose(
     policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None
 ) -> Proposal:
-    """The plan for these parameters at a step; ConfigError for what cannot be exchanged."""
+    """Return the plan for these parameters at a step; raise ConfigError for layers that cannot be exchanged."""
     return start.propose(policy, [spec(name, parameter) for name, parameter in named], step, controller)
 
 
 def digests_of(named: Named) -> Digests:
-    """What the parameters hold."""
+    """Compute a checksum of each parameter's bytes."""
     return Digests(CRC32C, {name: _digest(parameter) for name, parameter in named})
 
 
 def digests_behind(named: Named) -> Callable[[], Digests]:
-    """What makes, on any thread, the digests of what the parameters hold when the current stream comes to this point.
+    """Return a function for any thread that computes the digests as of this point of the current stream.
 
-    They must not change before it has returned.
+    The parameters must not change before it returns.
     """
     streams = streams_of(named[0][1].device)
     begun = streams.mark()
 
     def work() -> Digests:
-        with streams.on(streams.another()):  # the thread's own would not wait for the script's
+        with streams.on(streams.another()):  # the thread's current stream is not ordered behind the script's
             streams.follow(begun)
             return digests_of(named)
 

@@ -1,6 +1,7 @@
-"""The root's parameters, optimizer state and objects on every rank; what holds for all calls is in ``reductions``.
+"""Broadcasts the root's parameters, optimizer state and objects; gathers objects.
 
-``root_rank`` is a number of the job, also where a process set takes part.
+:mod:`gradcomp.torch.reductions` describes what all calls share. ``root_rank`` is a rank of the job, also if a
+process set takes part.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters and buffers on every rank with those of ``root_rank``, in place, bit for bit.
 
-    ``params``: a module, with its extra state (``get_extra_state``) and buffers that are not persistent; a
-    ``state_dict()``; ``(name, tensor)`` pairs such as ``named_parameters()``; tensors such as ``parameters()``, whose
-    names are their positions. Names, shapes and dtypes must be the same on all ranks; the order of pairs need not.
-    Extra state, and entries of a dict that are not tensors, are replaced, as by :func:`broadcast_object`. A
-    ``state_dict()`` cannot give a module its extra state: a warning says so. Nothing happens on a rank that is no
-    member of ``process_set``. Wire: broadcasts of up to 64 MiB, d bytes in all.
+    ``params`` is a module, with its extra state (``get_extra_state``) and buffers that are not persistent; a
+    ``state_dict()``; ``(name, tensor)`` pairs such as ``named_parameters()``; or tensors such as ``parameters()``,
+    whose names are their positions. Names, shapes and dtypes must be the same on all ranks; the order of pairs not.
+    Extra state, and entries of a dict that are not tensors, are replaced as by :func:`broadcast_object`. A
+    ``state_dict()`` cannot give a module its extra state; a warning says so. Nothing happens on a rank outside
+    ``process_set``. Wire: broadcasts of up to 64 MiB, d bytes in all.
     """
     if runtime.rank() not in ranks_of(process_set):
         return
@@ -76,7 +77,7 @@ def broadcast_parameters(
 
 
 def _has_extra_state(module: torch.nn.Module) -> bool:
-    """As ``state_dict()`` decides: whether its class says what it is."""
+    """Return True if the module's class defines extra state, as ``state_dict()`` decides it."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
@@ -99,10 +100,10 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank's optimizer the state and the hyperparameters of ``root_rank``'s, bit for bit.
 
-    Any optimizer, LBFGS too. Also where only the root has state, or the others have more: no step is taken to make
-    state, and gradients stay as they are. The optimizers must be of one class, with groups of the same parameter shapes
-    and dtypes. ``model``: Horovod's argument, by which it finds sparse parameters; nothing depends on it here. Nothing
-    happens on a rank that is no member of ``process_set``. Wire: as :func:`broadcast_object` of
+    This works for any optimizer, including LBFGS, also where only the root has state or other ranks have more: no step
+    is taken to make state, and gradients do not change. The optimizers must be of one class, with groups of the same
+    parameter shapes and dtypes. ``model`` is Horovod's argument, which finds sparse parameters there and has no effect
+    here. Nothing happens on a rank outside ``process_set``. Wire: a :func:`broadcast_object` of
     ``optimizer.state_dict()``.
     """
     if runtime.rank() not in ranks_of(process_set):
@@ -134,7 +135,7 @@ def broadcast_optimizer_state(
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
-    """``load_state_dict`` casts state to its parameter's dtype, which the root's did not go through."""
+    """Undo the casts of ``load_state_dict`` to the parameters' dtypes, which the root's state did not undergo."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in saved.items():
         held = optimizer.state[parameters[index]]
@@ -146,11 +147,11 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: Members = None
 ) -> Any:
-    """``root_rank``'s object on every rank; what the others pass is ignored.
+    """Return ``root_rank``'s object on every rank; the other ranks' argument is ignored.
 
-    Tensors (received on the CPU), numbers, strings, bytes, None, and lists, tuples, dicts and sets of them. Unlike
-    Horovod's, never a pickle of arbitrary classes: anything else is a ConfigError on every rank. Wire: one broadcast
-    of the object as ``torch.save`` writes it.
+    Objects are tensors (received on the CPU), numbers, strings, bytes, None, and lists, tuples, dicts and
+    sets of them. Unlike Horovod, gradcomp never unpickles arbitrary classes: anything else is a ConfigError
+    on every rank. Wire: one broadcast of the object as ``torch.save`` writes it.
     """
     channel, root, problem = _meet(process_set, root_rank)
     payload, number = b"", 0
@@ -172,9 +173,9 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Members = None) -> list[Any]:
-    """Every rank's object, in rank order, on every rank.
+    """Return every rank's object, in rank order.
 
-    What objects may be is said at :func:`broadcast_object`; one that cannot be sent is a ConfigError on every rank.
+    :func:`broadcast_object` lists the objects that can be sent; another one is a ConfigError on every rank.
     Wire: one all-to-all of the objects as ``torch.save`` writes them.
     """
     channel = current_channel(process_set)
@@ -196,12 +197,12 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Members = N
 
 
 def _meet(process_set: Members, root_rank: Any) -> tuple[Channel | None, int, str | None]:
-    """The channel, the root's number in it, and why there is none."""
+    """Return the channel, or None for one rank; the root's rank in it; and a problem with ``root_rank``."""
     return current_channel(process_set), *root_of(root_rank, process_set)
 
 
 def _encode(obj: Any) -> tuple[bytes, int]:
-    """The object's bytes and their number; or a complaint and minus the number of its bytes."""
+    """Return the object's bytes and their number; or an error text and minus the number of its bytes."""
     try:
         buffer = io.BytesIO()
         torch.save(obj, buffer)
@@ -219,7 +220,7 @@ def _encode(obj: Any) -> tuple[bytes, int]:
 
 
 def _refuse_wrapped(value: Any) -> None:
-    """Torch reads back DTensors too: of those, the others would get the root's part."""
+    """Raise TypeError for DTensors, which torch would read back, with the root's part only."""
     if isinstance(value, torch.Tensor) and not has_memory(value):
         raise TypeError("a tensor whose values are in others; use to_local() or full_tensor()")
     if isinstance(value, Mapping):
@@ -237,7 +238,7 @@ def _decode(data: bytes) -> Any:
 
 
 def _entries(params: Any) -> tuple[list[tuple[str, Any]], str | None]:
-    """Named values in order of name, and what is wrong with them."""
+    """Return the named values in order of name, and a problem with them if there is one."""
     try:
         given = list(params.items() if isinstance(params, Mapping) else params)
         if given and all(isinstance(each, torch.Tensor) for each in given):
@@ -267,7 +268,7 @@ def _entries(params: Any) -> tuple[list[tuple[str, Any]], str | None]:
 
 
 def _broadcast_chunk(channel: Channel, tensors: list[torch.Tensor], root: int) -> None:
-    """One broadcast of the bytes of all tensors, each at a multiple of 16."""
+    """Broadcast the bytes of all tensors at once, each at a multiple of 16."""
     buffer = torch.zeros(sum(_aligned(t.nbytes) for t in tensors), dtype=torch.uint8)
     parts, start = [], 0
     for tensor in tensors:

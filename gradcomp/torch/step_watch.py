@@ -1,4 +1,4 @@
-"""The steps of optimizers on parameters whose gradients are exchanged, for those whom no optimizer tells."""
+"""Watches the steps of optimizers on parameters whose gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -17,44 +17,42 @@ from gradcomp.torch.fingerprint import scalars_of
 from gradcomp.torch.modules import opaque
 
 _INSIDE = (
-    "an optimizer steps inside backward(), as from a hook by register_post_accumulate_grad_hook(): there, gradients "
-    "are this rank's alone, and their means are exchanged until backward() returns. Take the hook away, and call "
-    "step() behind backward()"
+    "an optimizer steps inside backward(), perhaps from a register_post_accumulate_grad_hook(). Until backward() "
+    "returns, gradients are this rank's alone and their means are being exchanged: remove the hook, and call step() "
+    "after backward()"
 )
 
 
 def refuse_inside_backward() -> None:
-    """StateError where autograd runs a backward pass on this thread."""
+    """Raise StateError if autograd runs a backward pass on this thread."""
     if torch._C._current_graph_task_id() != -1:
         raise StateError(_INSIDE)
 
 
 class Listener(Protocol):
-    """Who hears of the steps of optimizers that hold some of the parameters."""
+    """Learns of the steps of optimizers that hold some of the watched parameters."""
 
     def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
-        """One is seen for the first time. ``had_stepped``: before this object was made, or it was loaded."""
+        """Called when an optimizer is first seen; ``had_stepped`` if it stepped earlier, or loaded such a state."""
         ...
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It is about to step; what is raised is raised in its ``step()``."""
+        """Called before the optimizer steps; an exception propagates from its ``step()``."""
         ...
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has stepped."""
-        ...
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
 
 class StepWatch:
-    """Hears of the steps of all optimizers, and counts those of optimizers that hold some of the parameters."""
+    """Counts the steps of all optimizers that hold some of the parameters, and tells the listener of them."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], listener: Listener | None = None) -> None:
-        #: How often one of them has stepped.
+        #: The number of steps of all these optimizers together.
         self.steps = 0
         self._told = 0
         self._parameters = {id(parameter) for parameter in parameters}
         self._listener = listener
-        #: How many groups of parameters an optimizer had when it was looked at: further ones may have ours.
+        #: Number of parameter groups when an optimizer was looked at; groups that are added may hold our parameters.
         self._groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         me = weakref.ref(self)  # the hooks must not keep the model's state alive
@@ -80,16 +78,15 @@ class StepWatch:
             for handle in handles:
                 handle.remove()
 
-        #: Hear of no further step.
+        #: Stops watching.
         self.end = weakref.finalize(self, end)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that have been seen."""
         return list(self._ours)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it has some of the parameters; the first time that it does, the listener hears of it."""
+        """Return True if the optimizer holds some of the parameters; the first time, tell the listener."""
         if self._groups.get(optimizer) == len(optimizer.param_groups):
             return optimizer in self._ours
         self._groups[optimizer] = len(optimizer.param_groups)
@@ -100,21 +97,27 @@ class StepWatch:
         return optimizer in self._ours
 
     def held_by(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        """Those of the parameters that it has."""
+        """Yield the watched parameters that the optimizer holds."""
         return (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters)
 
     def scalars(self) -> str:
-        """The settings of those that have been seen, as text; they have no order of their own."""
+        """Return the settings of the optimizers as text, sorted because their order differs between ranks."""
         return f"[{', '.join(sorted(scalars_of([optimizer])[1:-1] for optimizer in self._ours))}]"
 
     def stepped(self) -> bool | None:
-        """Whether one has stepped since the last call; None if parameters change without optimizers, or did so far."""
+        """Return True if an optimizer has stepped since the last call; None if none was ever seen.
+
+        Parameters may change without an optimizer.
+        """
         stepped, self._told = self.steps > self._told, self.steps
         return stepped if self._ours else None
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """By what it keeps: where that counts steps (some optimizers make it when they are made) by their number."""
+    """Infer from its state whether an optimizer has stepped.
+
+    A step count decides where there is one, because some optimizers make their state when they are made.
+    """
     for state in optimizer.state.values():
         if isinstance(state, dict):
             steps = state.get("step")
@@ -125,7 +128,11 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass
 class _Seen:
-    """An optimizer. ``unexchanged``: steps since ``signs`` on ``gradients`` of this rank alone."""
+    """The checks of one optimizer.
+
+    ``unexchanged`` counts its steps since ``signs`` on gradients that were not exchanged; ``gradients``
+    describes the last of these.
+    """
 
     signs: int = 0
     unexchanged: int = 0
@@ -133,12 +140,12 @@ class _Seen:
 
 
 class UnexchangedSteps:
-    """Refuses steps on gradients that nobody has exchanged.
+    """Refuses steps on gradients that were not exchanged.
 
-    StateError before a step inside of a backward pass, and before the second in a row on gradients that are new and
-    were not exchanged. Whoever exchanges adds to ``signs`` what shows that gradients come to it: an exchange, or an
-    accumulation without one that the user asked for. ``excused()`` is asked before the error: whether the user has said
-    that gradients stay local, or that was not known so far.
+    Raises StateError before a step inside a backward pass, and before the second step in a row on new
+    gradients that were not exchanged. The owner adds to ``signs`` when gradients reach it: by an exchange, or
+    by an accumulation without one that the user asked for. ``excused()`` is called before the error. It
+    returns True if the user keeps gradients local on purpose, or if that could not be known before.
     """
 
     def __init__(self, driver: StepDriver, excused: Callable[[], bool]) -> None:
@@ -148,16 +155,19 @@ class UnexchangedSteps:
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
 
     def check(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-        """The optimizer is about to step on these; more than once makes no difference."""
+        """Check an optimizer that is about to step on these parameters.
+
+        A repeated check of one step has no effect.
+        """
         refuse_inside_backward()
         seen = self._seen.setdefault(optimizer, _Seen())
         if seen.signs != self.signs:
             seen.signs, seen.unexchanged, seen.gradients = self.signs, 0, ""
             return
-        # To the end of this function nothing is cheap, and no training comes here twice.
+        # The rest of this function is slow, and a training that exchanges its gradients does not reach it twice.
         gradients = _described(parameters)
         if not gradients or gradients == seen.gradients or self._driver.error is not None:
-            return  # nothing was set since
+            return  # no gradient has changed since the last check
         seen.unexchanged += 1
         seen.gradients = gradients
         if self._excused() or seen.unexchanged < 2:
@@ -166,13 +176,13 @@ class UnexchangedSteps:
             f"{type(optimizer).__name__} steps a second time on gradients that were not exchanged: parameters of "
             "different ranks drift apart. Either the wrapper is bypassed, as by ddp.module(x) in place of ddp(x), or "
             "by a plain optimizer beside the DistributedOptimizer. Or the loop trains a model that the optimizer does "
-            "not hold, from which gradients are copied. If they are averaged in another way, step under no_sync()"
+            "not hold, and copies its gradients. If they are averaged in another way, step under no_sync()"
         )
         self._driver.fail(error)
         raise error
 
 
 def _described(parameters: Iterable[torch.Tensor]) -> str:
-    """The gradients' norms, coarsely; empty if there is none but zeros."""
+    """Describe the gradients by their norms, to three digits; empty if all are zero or None."""
     norms = [float(p.grad.detach().float().norm()) for p in parameters if p.grad is not None]
     return ", ".join(f"{norm:.3g}" for norm in norms) if any(norms) else ""

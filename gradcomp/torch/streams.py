@@ -1,4 +1,4 @@
-"""The order of work on a device, as torch keeps it: streams, events, and copies that this program does not wait for."""
+"""The order of work on a device: streams, events, and copies that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -12,111 +12,104 @@ from gradcomp.core.errors import DeviceError, StateError
 
 
 class Streams(Protocol):
-    """The streams of one device. Each thread has a current one, on which the work that it starts is done."""
+    """The streams of one device; each thread has a current one, which does the work that the thread starts."""
 
     def refuse_capture(self) -> None:
-        """StateError while the current stream is captured into a graph: what is started then does not run."""
+        """Raise StateError while the current stream is captured into a graph: work started then would not run."""
         ...
 
-    def current(self) -> Any:
-        """This thread's current stream."""
-        ...
+    def current(self) -> Any: ...
 
     def handle(self) -> int:
-        """CUDA's handle of it."""
+        """Return CUDA's handle of the current stream."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream this thread's current one, for a ``with`` block."""
+        """Make a stream this thread's current one within a ``with`` block."""
         ...
 
     def another(self) -> Any:
-        """A stream beside those that the script uses."""
+        """Return a stream other than those that the script uses."""
         ...
 
     def external(self, handle: int) -> Any:
-        """The stream that CUDA knows by this handle."""
+        """Return the stream with this CUDA handle."""
         ...
 
     def mark(self) -> Any:
-        """An event behind what the current stream holds by now."""
+        """Record an event behind the work that the current stream has so far."""
         ...
 
     def reached(self, event: Any) -> bool:
-        """Whether the event has come; does not wait. DeviceError, with the device's own text, if the device failed."""
+        """Return True if the event is reached, without waiting.
+
+        Raises DeviceError, with the device's own text, if the device failed.
+        """
         ...
 
     def follow(self, event: Any) -> None:
-        """What this thread starts on the current stream from now on begins behind the event."""
+        """Make later work on this thread's current stream wait for the event."""
         ...
 
     def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Flat memory of the host, of undefined content, for :meth:`copy`."""
+        """Return uninitialised flat host memory, for :meth:`copy`."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between the device and pinned memory, on the current stream, without a wait.
+        """Copy between the device and pinned memory on the current stream, without waiting.
 
-        Both are dense, with elements in the same order in memory. Memory of the device that either gives back meanwhile
-        is not used for anything else before the copy is done.
+        Both are dense, with elements in the same order in memory. Device memory that is freed meanwhile is
+        not reused before the copy has ended.
         """
         ...
 
 
 class HostStreams:
-    """The CPU's: work is done when a call returns."""
+    """The CPU as a device without streams: work has ended when a call returns."""
 
     def refuse_capture(self) -> None:
-        """There are no graphs."""
+        """Do nothing: the CPU captures no graphs."""
 
     def current(self) -> Any:
-        """None."""
         return None
 
     def handle(self) -> int:
-        """0."""
         return 0
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Changes nothing."""
         return nullcontext(stream)
 
     def another(self) -> Any:
-        """None."""
         return None
 
     def external(self, handle: int) -> Any:
-        """None."""
         return None
 
     def mark(self) -> Any:
-        """None."""
         return None
 
     def reached(self, event: Any) -> bool:
-        """True."""
         return True
 
     def follow(self, event: Any) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: the work has ended."""
 
     def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Plain memory."""
+        """Return plain memory, because nothing copies from it asynchronously."""
         return torch.empty(elements, dtype=dtype)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Done on return."""
         flat(target).copy_(flat(source))
 
 
 class CudaStreams:
-    """Those of a CUDA device."""
+    """The streams of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def refuse_capture(self) -> None:
-        """Asked of the thread's current device: in a hook it is the gradient's."""
+        """Check the thread's current device, which in a hook is the gradient's."""
         if torch.cuda.is_current_stream_capturing():
             raise StateError(
                 "a CUDA graph is being captured, and an exchange cannot be a part of one: leave backward() out of the "
@@ -124,31 +117,31 @@ class CudaStreams:
             )
 
     def current(self) -> Any:
-        """torch's own object, which keeps the stream alive."""
+        """Return torch's own object, which keeps the stream alive."""
         return torch.cuda.current_stream(self._device)
 
     def handle(self) -> int:
-        """0 is the default stream's."""
+        """Return the current stream's handle; 0 is the default stream."""
         return int(self.current().cuda_stream)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """The device becomes the current one too."""
+        """Make the stream and its device current."""
         return torch.cuda.stream(stream)
 
     def another(self) -> Any:
-        """From torch's pool; it does not wait for the default stream."""
+        """Take a stream from torch's pool; such streams do not wait for the default stream."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def external(self, handle: int) -> Any:
-        """Whoever made it keeps it alive."""
+        """Wrap a stream by its handle; the stream's owner keeps it alive."""
         return torch.cuda.ExternalStream(handle, self._device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Any:
-        """Without a time."""
+        """Record an event without timing."""
         return self.current().record_event()
 
     def reached(self, event: Any) -> bool:
-        """Asked with the device as the current one: a thread of ours must not begin a context on device 0."""
+        """Query the event with its device as the current one, so that no context is created on device 0."""
         try:
             with torch.cuda.device(self._device):
                 return bool(event.query())
@@ -156,16 +149,16 @@ class CudaStreams:
             raise DeviceError(f"{self._device} failed: {error}") from error
 
     def follow(self, event: Any) -> None:
-        """The stream waits, the program does not."""
+        """Make the stream wait for the event; the host does not wait."""
         self.current().wait_event(event)
 
     def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """From torch's cache, which gives nothing out again before the copies that use it are done."""
+        """Allocate from torch's cache, which reuses no memory before the copies from or to it have ended."""
         with torch.cuda.device(self._device):
             return torch.empty(elements, dtype=dtype, pin_memory=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """torch's allocator hears which stream uses memory that it made for another one."""
+        """Copy, and tell torch's allocator which stream uses memory that was allocated for another one."""
         stream = self.current()
         with torch.cuda.stream(stream):
             flat(target).copy_(flat(source), non_blocking=True)
@@ -181,10 +174,10 @@ def _cuda(device: torch.device) -> Streams:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The device's streams; a CUDA device has a number here."""
+    """Return the device's streams; a CUDA device must have an index."""
     return _cuda(device) if device.type == "cuda" else _HOST
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor, in the order in which they lie in memory."""
+    """View the elements of a dense tensor in the order in which they lie in memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

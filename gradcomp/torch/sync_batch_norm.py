@@ -20,15 +20,16 @@ class SyncBatchNorm(_BatchNorm):
         y = (x - mean) / sqrt(var + eps) * weight + bias, by channel, the second dimension
         n = sum of n_k;  mean = sum of n_k mean_k / n;  n var = sum of n_k (var_k + (mean_k - mean)^2), in rank order
 
-    A drop-in for BatchNorm1d, 2d and 3d: inputs of two dimensions or more, float16, bfloat16, float32 or float64, on
-    any device. Batches may differ in size between ranks, and be empty on some. Statistics are float32, or float64 with
-    such inputs, and the same bits on all ranks. Gradients of weight and bias are of the rank's own batch, for the
-    optimizer averages them. In evaluation with running statistics, and in a world of one, nothing is exchanged.
+    It replaces BatchNorm1d, 2d and 3d: inputs have two dimensions or more, are float16, bfloat16, float32 or float64,
+    and on any device. Batches may differ in size between ranks, and be empty on some. Statistics are float32, or
+    float64 with such inputs, and the same bits on all ranks. Gradients of weight and bias are those of the rank's own
+    batch, because the optimizer averages them. In evaluation with running statistics, and in a world of one, nothing is
+    exchanged.
 
     Wire: an allgather of 2 C + 1 numbers in forward and an allreduce of 2 C in backward, for C channels. All ranks of
     ``process_set`` must run it alike.
-    Errors: ValueError for an input of less than two dimensions or another number of channels, and on all ranks where
-    they have one value per channel together. Otherwise those of the collectives.
+    Errors: ValueError for an input of less than two dimensions or another number of channels, and on all ranks if
+    together they have at most one value per channel. Other errors are those of the collectives.
     Source: Ioffe and Szegedy 2015; variances are merged as Chan et al. 1979 do.
     """
 
@@ -54,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected {self.num_features} channels, got {x.shape[1]}")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise ``x``, (batch, channels, ...)."""
+        """Normalise ``x``, of shape (batch, channels, ...)."""
         self._check_input_dim(x)
         of_batch = self.training or self.running_mean is None
         if not of_batch or len(members(self.process_set)) == 1:
@@ -74,8 +75,8 @@ class SyncBatchNorm(_BatchNorm):
         return batch_norm(x, mean, variance, self.weight, self.bias, of_batch, momentum, self.eps)
 
     def _momentum(self) -> float:
-        """That of this step; without one, running statistics are means over all steps."""
-        assert self.num_batches_tracked is not None, "it is there with the running statistics"
+        """Count the step and return its momentum; with ``momentum=None`` running statistics are means over steps."""
+        assert self.num_batches_tracked is not None, "it exists where running statistics do"
         self.num_batches_tracked.add_(1)
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
@@ -83,17 +84,17 @@ class SyncBatchNorm(_BatchNorm):
     def _update(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         momentum = self._momentum()
         for kept, fresh in ((self.running_mean, mean), (self.running_var, variance)):
-            assert kept is not None, "they come together"
+            assert kept is not None, "the running mean and variance exist together"
             kept.lerp_(fresh.to(kept.dtype), momentum)
 
 
 def _others(x: torch.Tensor) -> list[int]:
-    """All dimensions but the channels'."""
+    """Return all dimensions but that of the channels."""
     return [0, *range(2, x.dim())]
 
 
 def _along(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Values by channel in the shape that broadcasts over ``x``."""
+    """Reshape values by channel so that they broadcast over ``x``."""
     return values.view(1, -1, *(1,) * (x.dim() - 2))
 
 
@@ -103,7 +104,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _statistics(x: torch.Tensor, process_set: Members) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Mean and variance by channel over all ranks, and the number of values per channel."""
+    """Compute mean and variance by channel over all ranks, and the number of values per channel."""
     wide, channels = _wide(x), x.shape[1]
     count = x.numel() // channels if channels else 0
     own = torch.zeros(1, 2 * channels + 1, dtype=wide.dtype, device=x.device)
@@ -125,7 +126,10 @@ def _statistics(x: torch.Tensor, process_set: Members) -> tuple[torch.Tensor, to
 
 
 class _Normalise(torch.autograd.Function):
-    """With x' = (x - mean) / std: dx = weight / std * (dy - mean of dy - x' * mean of dy x'), means over all ranks."""
+    """Normalises with given statistics, through which gradients flow.
+
+    x' = (x - mean) / std;  dx = weight / std * (dy - mean of dy - x' * mean of dy x'), means over all ranks
+    """
 
     @staticmethod
     def forward(
@@ -151,7 +155,7 @@ class _Normalise(torch.autograd.Function):
         normal = (_wide(x) - _along(mean, x)) * _along(inverse, x)
         own = torch.stack([dy.sum(_others(x)), (dy * normal).sum(_others(x))])
         dx = None
-        # All ranks need the sums, whether or not this one's input has a gradient.
+        # All ranks need the sums, even if this rank's input requires no gradient.
         sums = allreduce(own, op=Sum, process_set=ctx.process_set) / ctx.count
         if ctx.needs_input_grad[0]:
             scale = inverse if weight is None else inverse * _wide(weight)

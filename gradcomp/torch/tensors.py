@@ -1,4 +1,4 @@
-"""What the user's collectives ask about a tensor."""
+"""Properties of tensors that decide whether and how they can be exchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 
 
 def dense_problem(tensor: Any, dtypes: Iterable[torch.dtype] | None = None) -> str | None:
-    """Why this is not a tensor whose values can be exchanged; None if it is. ``dtypes``: those allowed, if not all."""
+    """Return why this is not a tensor whose values can be exchanged, or None if it is.
+
+    ``dtypes`` lists the dtypes that are allowed, if not all are.
+    """
     if not isinstance(tensor, torch.Tensor):
         return f"not a tensor but {type(tensor).__name__}"
     if torch.nn.parameter.is_lazy(tensor):
@@ -33,21 +36,21 @@ def dense_problem(tensor: Any, dtypes: Iterable[torch.dtype] | None = None) -> s
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values are in memory of the tensor's own, and not in tensors that its class wraps."""
+    """Return True if the values are in the tensor's own memory, and not in tensors that its class wraps."""
     kind = type(tensor)
     return kind is torch.Tensor or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; asks without the import of its package, which takes long."""
+    """Return True for a DTensor, without importing its package, which takes long."""
     return not has_memory(tensor) and any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a layer's gradient is like, as the ranks agreed: its values and where they are.
+    """The dtype, shape and device of a layer's gradient, as the ranks agreed, and its layout in memory.
 
-    ``strides``: those of a dense tensor, which a gradient has where its memory can be exchanged as it lies.
+    A gradient with these ``strides``, those of a dense tensor, can be exchanged without a copy.
     """
 
     dtype: torch.dtype
@@ -57,12 +60,12 @@ class Form:
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> Form:
-        """The form of a parameter's gradients."""
+        """Return the form of a parameter's gradients."""
         dense = torch.empty_like(parameter, device="meta")
         return cls(parameter.dtype, parameter.shape, parameter.device, dense.stride())
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether it has these values, in whatever order; rows alone are possible."""
+        """Return True if the tensor has this form, apart from its strides; it may be sparse."""
         return (
             (type(tensor) is torch.Tensor or has_memory(tensor))
             and tensor.dtype is self.dtype
@@ -72,15 +75,13 @@ class Form:
         )
 
     def zeros(self) -> torch.Tensor:
-        """A gradient of zeros."""
         return self.empty().zero_()
 
     def empty(self) -> torch.Tensor:
-        """A gradient without values."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy whose memory can be exchanged."""
+        """Copy a tensor into memory that can be exchanged."""
         return self.empty().copy_(tensor)
 
     def __str__(self) -> str:
@@ -88,21 +89,21 @@ class Form:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The values' bytes in host memory, flat."""
+    """Return the values' bytes as a flat tensor in host memory."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def form(value: Any) -> str:
-    """Dtype and shape, such as "float32 [3, 4]"; "object" for what is not a tensor."""
+    """Return dtype and shape as text, such as "float32 [3, 4]", or "object" for anything but a tensor."""
     return f"{dtype_name(value.dtype)} {list(value.shape)}" if isinstance(value, torch.Tensor) else "object"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name without its module."""
+    """Return the dtype's name without its module."""
     return str(dtype).removeprefix("torch.")
 
 
 def culprit(error: Exception, obj: Any) -> str:
-    """What in an object is neither a tensor nor a plain value, by the error that saving or loading it has raised."""
+    """Name the part of an object that can be neither saved nor loaded, from the error that torch raised."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return found[1] if found else f"{type(obj).__name__}: {str(error).partition(chr(10))[0]}"

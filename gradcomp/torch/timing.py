@@ -1,4 +1,4 @@
-"""``Timing``: when gradients are exchanged."""
+"""``Timing`` tells when gradients are exchanged; ``Windows`` warns of accumulation that was not declared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradcomp.core.errors import ConfigError
 
 logger = logging.getLogger("gradcomp")
 
-#: So many steps in a row that took several exchanges, always as many, are no accident.
+#: A warning needs this many steps in a row that took the same number of exchanges, more than one.
 _LIMIT = 3
 
 Finish = Literal["backward", "step"]
@@ -19,12 +19,12 @@ OnSkip = Literal["raise", "agree"]
 
 @dataclass(frozen=True)
 class Timing:
-    """When gradients are exchanged.
+    """The number of backward passes in an exchange, and the moment when its means must be there.
 
-    ``passes``: backward passes per exchange. ``finish="backward"``: when the last of them returns, gradients are means;
-    ``"step"``: when ``synchronize()`` or ``step()`` returns, for several backward passes over disjoint parameters.
-    ``on_skip``: what follows when a rank does not step on means that others step on: an error on all ranks, or all ask
-    each other before they step.
+    ``passes`` is the number of backward passes per exchange. With ``finish="backward"`` gradients are means
+    when the last of these passes returns; with ``"step"`` when ``synchronize()`` or ``step()`` returns, for
+    several backward passes over disjoint parameters. ``on_skip`` tells what happens when a rank skips a step
+    that others take: ``"raise"`` an error on all ranks, or ``"agree"`` on each step before it is taken.
     """
 
     passes: int = 1
@@ -43,9 +43,9 @@ class Timing:
 
 
 class Windows:
-    """Notices windows of accumulation whose passes were not declared, so that each is an exchange; warns once.
+    """Warns once if accumulation windows are exchanged pass by pass because their passes were not declared.
 
-    ``kept``: exchanges since the last step whose means were added to.
+    ``kept`` counts exchanges since the last step whose means were added to.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Windows:
         self._warned = False
 
     def stepped(self, timing: Timing, *, speaks: bool) -> None:
-        """The window ends with a step on means; ``speaks``: this rank may warn."""
+        """End the window with a step on means; ``speaks`` if this rank may warn."""
         exchanges, self.kept = self.kept + 1, 0
         self._alike = self._alike + 1 if exchanges == self._before else 1
         self._before = exchanges

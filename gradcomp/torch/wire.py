@@ -1,4 +1,4 @@
-"""Tensors as what the collectives over arrays take, and back."""
+"""Converts tensors to the arrays that collectives take, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradcomp.torch.tensors import dense_problem, dtype_name
 
 Array = npt.NDArray[Any]
 
-#: What can be reduced.
+#: Dtypes that can be reduced.
 REDUCIBLE = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -26,7 +26,10 @@ REDUCIBLE = (
 
 
 def host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """The values in host memory, flat: the tensor's own memory if they lie there so and no copy is asked for."""
+    """Return the values as a flat tensor in host memory.
+
+    It is the tensor's own memory if that is contiguous on the host and ``copy`` is false.
+    """
     flat = tensor.detach()
     if not flat.is_cpu or flat.is_conj() or flat.is_neg():
         flat = flat.cpu().resolve_conj().resolve_neg()
@@ -35,12 +38,12 @@ def host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
 
 
 def shares_memory(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether what is written to ``flat`` is written to ``tensor``."""
+    """Return True if writing to ``flat`` writes to ``tensor``."""
     return tensor.device.type == "cpu" and flat.data_ptr() == tensor.data_ptr()
 
 
 def array_of(flat: torch.Tensor) -> Array:
-    """The same memory as an array of the same dtype."""
+    """View the memory as an array of the same dtype."""
     if flat.dtype is torch.bfloat16:
         return flat.view(torch.int16).numpy().view(dtype_of("bfloat16"))
     array: Array = flat.numpy()
@@ -48,15 +51,14 @@ def array_of(flat: torch.Tensor) -> Array:
 
 
 def bytes_view(flat: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The same memory as bytes."""
-    if len(flat) == 0:  # may have a stride that torch cannot view as another dtype
+    if len(flat) == 0:  # an empty tensor may have a stride that torch cannot view as another dtype
         return np.empty(0, np.uint8)
     array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array
 
 
 def tensor_of(values: Array, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Bytes, or values of the dtype of ``like``, as a tensor of that dtype, on its device."""
+    """Return bytes, or values of the dtype of ``like``, as a tensor of that dtype, on its device."""
     if values.size == 0:  # an empty array may have a stride that torch cannot view as another dtype
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     flat = torch.from_numpy(values.view(np.uint8)).view(like.dtype)
@@ -73,9 +75,9 @@ def descriptors(
     root: int | None = None,
     problem: str | None = None,
 ) -> tuple[list[Descriptor], str | None]:
-    """What is called with these tensors, and why it cannot be. ``tensors``: one or more.
+    """Return descriptors of the call on one or more tensors, and the reason why it is impossible, or None.
 
-    ConfigError for a name that is in flight.
+    Raises ConfigError for a name whose last call has not ended.
     """
     ranks = members(process_set)
     check_free(kind, ranks, name)

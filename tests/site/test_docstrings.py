@@ -69,7 +69,6 @@ LATER = {
     "control",
     "torch",
     "engine",
-    "tf",
     "core",
     "testing",
     "analysis",

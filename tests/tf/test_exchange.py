@@ -452,7 +452,7 @@ def test_after_a_step_that_was_interrupted_there_is_no_other() -> None:
         exchange._steps.landing.wait = interrupt
         with pytest.raises(KeyboardInterrupt):
             exchange.exchange(gradients)
-        with pytest.raises(StateError, match="did not come to its end"):
+        with pytest.raises(StateError, match="the last exchange did not end"):
             exchange.exchange(gradients)
     else:
         with pytest.raises(TransportError):

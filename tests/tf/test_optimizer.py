@@ -214,7 +214,7 @@ def test_passes_are_summed() -> None:
         )
     built = keras.optimizers.SGD(0.1)
     built.build(ours.trainable_variables)
-    with pytest.raises(ConfigError, match="no room to accumulate"):
+    with pytest.raises(ConfigError, match="built without accumulators"):
         DistributedOptimizer(built, backward_passes_per_step=2)
 
 

@@ -611,7 +611,7 @@ def test_an_optimizer_that_steps_inside_backward_is_refused_before_its_first_ste
     model = STEPS_INSIDE[case]()
     before = weights(model)
     with pytest.raises(
-        gc.StateError, match=r"an optimizer steps inside backward.*call step\(\) behind backward"
+        gc.StateError, match=r"an optimizer steps inside backward.*call step\(\) after backward"
     ):
         loss(model).backward()
     assert torch.equal(weights(model), before)
@@ -632,7 +632,7 @@ def test_an_update_by_hand_inside_backward_is_an_error_of_that_backward(wrapped_
     if not wrapped_first:
         optimizer = wrap(model)
     with pytest.raises(
-        gc.GradcompError, match=r"was set to None inside backward.*call step\(\) behind backward"
+        gc.GradcompError, match=r"was set to None inside backward.*call step\(\) after backward"
     ):
         loss(model).backward()
     with pytest.raises(gc.GradcompError, match="inside backward"):

@@ -1,4 +1,4 @@
-"""Callbacks for ``keras.Model.fit``: ``gc.callbacks``."""
+"""Callbacks for ``keras.Model.fit``, available as ``gc.callbacks``."""
 
 from gradcomp.tf.callbacks.backup import BackupAndRestore
 from gradcomp.tf.callbacks.broadcast import BroadcastGlobalVariables

@@ -1,4 +1,4 @@
-"""``BackupAndRestore``: go on after a kill, with what compression remembers."""
+"""``BackupAndRestore``: resumes training after a kill, with the compression state."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from gradcomp.tf.objects import broadcast_object
 from gradcomp.tf.variables import broadcast_variables
 
 _LATEST = "latest"
-_WEIGHTS = "latest.weights.h5"  # Keras' own names: its BackupAndRestore reads a backup's directory too
+_WEIGHTS = "latest.weights.h5"  # the names of Keras, whose BackupAndRestore can read a backup's directory
 _METADATA = "training_metadata.json"
 _COMPRESSION = "compression"
 _NAME = re.compile(r"epoch-[0-9]+-iteration-[0-9]+")
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Back the training state up, and go on from the last backup when ``fit`` is called again after a kill.
+    """Back the training state up, and resume from the last backup when ``fit`` is called again after a kill.
 
-    The first rank writes weights, optimizer and epoch as ``keras.callbacks.BackupAndRestore`` does; all ranks write
-    their compression state (:func:`gradcomp.tf.save`) and the states of their random layers beside it, at the same
-    moment. A backup is a directory of its own; it counts once all ranks are done, in one rename, so that a kill at any
-    moment leaves the one before. On as many ranks, training that starts epochs from the same data then continues bit
-    for bit. With ``save_freq`` in batches it continues from the beginning of the epoch, as with Keras' callback.
+    The first rank writes weights, optimizer and epoch as ``keras.callbacks.BackupAndRestore`` does. After the same step
+    all ranks write their compression state (:func:`gradcomp.tf.save`) and the states of their random layers beside it.
+    A backup is a directory of its own. One rename makes it the last one when all ranks have written, so a kill at any
+    moment leaves it or the one before. On as many ranks, training that starts epochs from the same data then continues
+    bit for bit. With ``save_freq`` in batches it continues from the beginning of the epoch, as with Keras' callback.
 
     Args:
-        backup_dir: a directory that all ranks see, for this run alone.
+        backup_dir: a directory that all ranks share, for this run alone.
         save_freq: ``"epoch"``, or a number of batches.
-        delete_checkpoint: remove the backup when training ends by itself.
+        delete_checkpoint: remove the backup when training ends without an error.
 
     Collective. Wire: all variables once, on restoring. Raises ConfigError for bad arguments, a model that is not built
     or has no distributed optimizer, and several optimizers that are not built; StateError on every rank if a backup
-    cannot be written or read, or its parts are not of one moment.
+    cannot be written or read, or its parts are not of one step.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if not str(backup_dir):
-            raise ConfigError("backup_dir is empty")
+            raise ConfigError("backup_dir is empty; pass a directory that all ranks share")
         if save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
             raise ConfigError(f'save_freq must be "epoch" or a number of batches, got {save_freq!r}')
         self.backup_dir = Path(backup_dir)
@@ -75,16 +75,16 @@ class BackupAndRestore(keras.callbacks.Callback):
     # ------------------------------------------------------------------------------------------ Keras calls
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore, if there is something to restore."""
+        """Restore the last backup, if there is one."""
         require_distributed(self.model, self)
         if not self.model.built or not build_optimizers(self.model):
             raise ConfigError(
-                "BackupAndRestore needs a model that is built before fit(); Keras saves no other. A model without a "
-                "call of its own is built by model.built = True"
+                "BackupAndRestore needs a model that is built before fit(), because Keras saves no other. A model "
+                "without a call() of its own is built by model.built = True"
             )
         if unbuilt := [name for name, one in optimizers_of(self.model).items() if not one.built]:
             raise ConfigError(
-                "BackupAndRestore needs optimizers that are built before fit(), where a model has several: call "
+                "BackupAndRestore needs optimizers that are built before fit() if a model has several: call "
                 f"build(variables) of {', '.join(unbuilt)}"
             )
         found = self._of_root("read", self._read_latest)
@@ -92,11 +92,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._restore(self._directory(found["name"]), found)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch."""
+        """Remember the epoch for backups within it."""
         self._epoch, self._last_batch = epoch, -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Back up if it is due."""
+        """Write a backup after every ``save_freq`` batches."""
         if self.save_freq == "epoch":
             return
         self._since += batch - self._last_batch
@@ -106,12 +106,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._backup(self._epoch, batch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Back up if it is due."""
+        """Write a backup if ``save_freq`` is ``"epoch"``."""
         if self.save_freq == "epoch":
             self._backup(epoch + 1, 0)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Nothing is left to be restored."""
+        """Remove the backup if ``delete_checkpoint`` is set."""
         if self.delete_checkpoint:
             self._of_root("removed", lambda: self._remove_all_but(None))
 
@@ -141,7 +141,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if states:
             np.savez(self._file_of_rank(directory), *states)
         for path, optimizer in self._compressions(directory):
-            save(path, optimizer)  # returns when all ranks are here
+            save(path, optimizer)  # returns when all ranks have written their files
         self._of_root("written", publish)
 
     def _restore(self, directory: Path, found: dict[str, Any]) -> None:
@@ -172,7 +172,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         return {"name": name, "epoch": int(found["epoch"]), "step": int(found["step"])}
 
     def _directory(self, name: str) -> Path:
-        """A backup's; WireFormatError for names that no backup has: they could lead elsewhere."""
+        """Return a backup's directory.
+
+        Raises WireFormatError for other names than those of backups, because they could lead outside
+        ``backup_dir``.
+        """
         if not _NAME.fullmatch(name):
             raise WireFormatError(f"{name!r:.80} is not the name of a backup")
         return self.backup_dir / name
@@ -189,11 +193,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.backup_dir.rmdir()
 
     def _steps(self) -> int:
-        """How many exchanges there were, of all optimizers together."""
+        """Return the number of exchanges of all optimizers together."""
         return sum(checkpoint_manager_of(one).step for one in optimizers_of(self.model).values())
 
     def _compressions(self, directory: Path) -> list[tuple[Path, Any]]:
-        """Where the compression state of each optimizer is in a backup."""
+        """Return the path of each optimizer's compression state in a backup."""
         return [
             (directory / (_COMPRESSION if name == "optimizer" else f"{_COMPRESSION}-{name}"), optimizer)
             for name, optimizer in optimizers_of(self.model).items()
@@ -203,12 +207,15 @@ class BackupAndRestore(keras.callbacks.Callback):
         return directory / f"random-{runtime.rank()}-of-{runtime.size()}.npz"
 
     def _random_states(self) -> list[Any]:
-        """What random layers have drawn so far; every rank draws its own."""
+        """Return the states of random layers, which differ between ranks."""
         known = {id(variable) for variable in [*self.model.weights, *self.model.metrics_variables]}
         return [variable for variable in self.model.variables if id(variable) not in known]
 
     def _of_root(self, what: str, work: Callable[[], Any]) -> Any:
-        """What the first rank's ``work`` returns, on every rank; StateError on every rank if it fails."""
+        """Run ``work`` on the first rank, and return its result on every rank.
+
+        Raises StateError on every rank if it fails.
+        """
         ranks = ranks_of(self.model)
         told: dict[str, Any] = {}
         cause: Exception | None = None

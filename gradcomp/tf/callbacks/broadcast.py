@@ -1,4 +1,4 @@
-"""``BroadcastGlobalVariables``: all ranks begin with one rank's variables."""
+"""``BroadcastGlobalVariables``: all ranks start with one rank's variables."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gradcomp.tf.variables import broadcast_variables
 class BroadcastGlobalVariables(keras.callbacks.Callback):
     """Give all ranks the weights and the optimizer's variables of ``root_rank`` when training begins.
 
-    With a model that is not built yet, at the end of its first batch, for there is nothing to send before. States of
-    random layers stay each rank's own, as do ``local_variables``, a variable or a list. Wire: all other variables once.
-    Of a model with several optimizers, which may be in any of its attributes, all that are distributed are broadcast.
-    Collective. Raises ConfigError if the model has no distributed optimizer, and for a model that is not built with
+    If the model is not built yet, it has nothing to send before the end of its first batch, and broadcasts then. States
+    of random layers stay each rank's own, as do ``local_variables``, a variable or a list. Wire: all other variables
+    once. If a model has several optimizers, in any of its attributes, all distributed ones are broadcast. Collective.
+    Raises ConfigError if the model has no distributed optimizer, and for a model that is not built with
     ``steps_per_execution`` of more than 1: its ranks would take several steps from different weights.
     """
 
@@ -36,19 +36,19 @@ class BroadcastGlobalVariables(keras.callbacks.Callback):
         self._due = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast now, or say that it is due."""
+        """Broadcast now, or after the first batch if the model is not built."""
         require_distributed(self.model, self)
         self._due = not build_optimizers(self.model)
         if not self._due:
             self._broadcast()
         elif self.model.steps_per_execution > 1 and runtime.size() > 1:
             raise ConfigError(
-                "BroadcastGlobalVariables: the model is not built, and takes several steps before a callback hears of "
-                "them; build it before fit(), or set steps_per_execution=1"
+                "BroadcastGlobalVariables: the model is not built, and takes several steps before a callback is "
+                "called; build it before fit(), or set steps_per_execution=1"
             )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """The first batch has built the model."""
+        """Broadcast if the model was not built before its first batch."""
         if self._due:
             self._due = False
             self._broadcast()

@@ -1,4 +1,4 @@
-"""Learning rates that follow epochs: a schedule, and the warm-up of large batches (Goyal et al., 2017)."""
+"""Learning rates that follow epochs: a schedule, and the warm-up for large batches (Goyal et al., 2017)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     Args:
         initial_lr: the learning rate where the multiplier is 1.
-        multiplier: a function of the epoch, or a number; then ``staircase`` holds.
+        multiplier: a function of the epoch, or a number, with which ``staircase`` is always true.
         start_epoch: the first epoch in which this callback acts.
-        end_epoch: the first in which it acts no more; None: it always does.
+        end_epoch: the first epoch in which it acts no more; None if it always does.
         staircase: set the rate at the beginning of epochs; else before every batch, for an epoch with a fraction.
-        momentum_correction: where the rate changes, scale SGD's velocity, which holds the old one, by new / old.
-        steps_per_epoch: batches of an epoch, if Keras cannot know.
+        momentum_correction: when the rate changes, scale SGD's velocity, which contains the old rate, by new / old.
+        steps_per_epoch: number of batches in an epoch, if Keras cannot know it.
 
-    Horovod's meaning of the arguments. Differs in what is scaled: Horovod changes ``momentum`` for one batch, which a
-    traced function would not notice; scaling the velocity is the same step. Local, and the same on all ranks.
-    Raises ConfigError if the learning rate is a ``LearningRateSchedule`` of Keras, or the steps are not known.
+    Arguments mean what they mean in Horovod. Differs in what is scaled: Horovod changes ``momentum`` for one batch,
+    which a traced function would not notice; scaling the velocity makes the same step. Local, and the same on all
+    ranks. Raises ConfigError if the learning rate is a ``LearningRateSchedule`` of Keras, or the number of steps is not
+    known.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Look at what there is to steer."""
+        """Check that the learning rate can be set, and find the number of steps in an epoch."""
         _settable(self.model.optimizer, self)
         if not self.staircase and self.steps_per_epoch is None:
             self.steps_per_epoch = (self.params or {}).get("steps")
@@ -66,11 +67,11 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch."""
+        """Remember the epoch for the multiplier."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate if it is due."""
+        """Set the rate, at every batch or at the first of an epoch."""
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if not self.staircase:
@@ -80,7 +81,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
             self._set(self._epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate as ``learning_rate``."""
+        """Log the rate under the name ``learning_rate``."""
         if logs is not None:
             logs["learning_rate"] = float(self.model.optimizer.learning_rate)
 
@@ -99,16 +100,17 @@ class LearningRateSchedule(keras.callbacks.Callback):
 class LearningRateWarmup(LearningRateSchedule):
     """Raise the learning rate from ``initial_lr`` / N to ``initial_lr`` within ``warmup_epochs``, batch by batch.
 
-    With N ranks and e epochs since the start, after each batch: lr = initial_lr / N * (e (N - 1) / warmup_epochs + 1).
+        lr = initial_lr / N * (e (N - 1) / warmup_epochs + 1),  N ranks, e epochs since the start, after each batch
 
     Args:
-        initial_lr: the rate at the end of the warm-up, as a rule N times that of one rank.
-        warmup_epochs: how long it takes.
+        initial_lr: the rate at the end of the warm-up, usually N times that of one rank.
+        warmup_epochs: the length of the warm-up.
         momentum_correction: see :class:`LearningRateSchedule`.
-        steps_per_epoch: batches of an epoch, if Keras cannot know.
-        verbose: 1: log a line when it is over.
+        steps_per_epoch: number of batches in an epoch, if Keras cannot know it.
+        verbose: 1 to log a line at the end of the warm-up.
 
-    Horovod's meaning of the arguments. Local, and the same on all ranks. Raises as :class:`LearningRateSchedule`.
+    Arguments mean what they mean in Horovod. Local, and the same on all ranks. Raises as
+    :class:`LearningRateSchedule` does.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class LearningRateWarmup(LearningRateSchedule):
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch == self.warmup_epochs - 1:
             logger.info(
-                "epoch %d: the learning rate is warm at %g",
+                "epoch %d: the warm-up of the learning rate has ended at %g",
                 epoch + 1,
                 float(self.model.optimizer.learning_rate),
             )
@@ -144,16 +146,16 @@ class LearningRateWarmup(LearningRateSchedule):
     def _rising(self, epoch: float) -> float:
         size = len(ranks_of(self.model))
         assert self.steps_per_epoch is not None, "on_train_begin comes first"
-        done = epoch + 1 / self.steps_per_epoch  # so that epochs end with round numbers
+        done = epoch + 1 / self.steps_per_epoch  # e after this batch, so that epochs end with whole numbers
         return (done * (size - 1) / self.warmup_epochs + 1) / size
 
 
 def _settable(optimizer: Any, callback: Any) -> None:
-    """ConfigError if the rate is not a plain number."""
+    """Raise ConfigError if the rate is not a plain number."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rate = inner._learning_rate
     if not isinstance(rate, keras.Variable):
         raise ConfigError(
-            f"{type(callback).__name__}: the optimizer's learning rate is a {type(rate).__name__}, which decides for "
-            "itself; give it a number"
+            f"{type(callback).__name__}: the optimizer's learning rate is a {type(rate).__name__}, which cannot be "
+            "set; give it a number"
         )

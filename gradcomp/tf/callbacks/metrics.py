@@ -1,4 +1,4 @@
-"""``MetricAverage``: what callbacks behind it see is the mean over ranks."""
+"""``MetricAverage``: callbacks after it see means over ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from gradcomp.tf.callbacks.common import ranks_of
 
 
 class MetricAverage(keras.callbacks.Callback):
-    """Replace the numbers in every epoch's logs by their means over ranks, for this callback's successors.
+    """Replace the numbers in every epoch's logs by their means over ranks, for the callbacks after this one.
 
-    Put it before those that act on metrics, such as ReduceLROnPlateau, EarlyStopping and ModelCheckpoint: all ranks
-    then decide alike. Every rank counts the same, whatever it has seen. Wire: 8 bytes per metric and epoch, in one sum.
-    Collective. Raises PlanMismatchError on every rank if they log different names.
+    Put it before those that act on metrics, such as ReduceLROnPlateau, EarlyStopping and ModelCheckpoint, so
+    that all ranks decide alike. Every rank has the same weight, however many samples it has seen. Wire: 8
+    bytes per metric and epoch, in one sum. Collective. Raises PlanMismatchError on every rank if they log
+    different names.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average in place."""
+        """Replace the numbers in ``logs`` by their means."""
         channel = channel_of(ranks_of(self.model))
         if channel is None:
             return

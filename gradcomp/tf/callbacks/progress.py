@@ -1,4 +1,4 @@
-"""``Progress``: what compression saves, while it does."""
+"""``Progress``: logs the bytes that compression saves during training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger("gradcomp")
 class Progress(keras.callbacks.Callback):
     """Log a line on the first rank after each epoch, and after every ``every_steps`` batches.
 
-    It says steps per second, MB sent per step and rank, what they would be uncompressed, and the ratio, since the line
-    before. The bytes of several optimizers are added up. Local. Raises ConfigError if the model has no distributed
-    optimizer.
+    It has steps per second, MB sent per step and rank, MB that would be sent uncompressed, and the ratio,
+    since the line before. The bytes of several optimizers are added up. Local. Raises ConfigError if the
+    model has no distributed optimizer.
     """
 
     def __init__(self, every_steps: int | None = None) -> None:
@@ -31,28 +31,28 @@ class Progress(keras.callbacks.Callback):
             raise ConfigError(f"every_steps must be at least 1, got {every_steps}")
         self.every_steps = every_steps
         self._epoch = 0
-        self._batches = 0  # of the epoch, so far
-        self._counted = 0  # of them, before the last line
+        self._batches = 0  # batches of this epoch so far
+        self._counted = 0  # batches of this epoch before the last line
         self._time = 0.0
         self._before = (0, 0, 0)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Start to count."""
+        """Check that the model has a distributed optimizer."""
         require_distributed(self.model, self)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to count anew."""
+        """Restart the counts."""
         self._epoch, self._batches, self._counted = epoch, 0, 0
         self._begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Say a line if it is due."""
+        """Log a line after every ``every_steps`` batches."""
         self._batches = batch + 1
         if self.every_steps and self._batches - self._counted >= self.every_steps:
             self._say(f"epoch {self._epoch + 1}, step {self._batches}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Say a line, unless the last one is of this moment."""
+        """Log a line, unless the last batch has logged one."""
         if self._batches > self._counted:
             self._say(f"epoch {epoch + 1}")
 

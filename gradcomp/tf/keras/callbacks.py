@@ -24,14 +24,14 @@ __getattr__ = refused.refusing(__name__, refused.CALLBACKS)
 
 
 class BroadcastGlobalVariablesCallback(BroadcastGlobalVariables):
-    """:class:`gradcomp.tf.callbacks.BroadcastGlobalVariables`; ``device`` changes nothing."""
+    """:class:`gradcomp.tf.callbacks.BroadcastGlobalVariables` under Horovod's name; ``device`` has no effect."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__(root_rank, local_variables)
 
 
 class MetricAverageCallback(MetricAverage):
-    """:class:`gradcomp.tf.callbacks.MetricAverage`; ``device`` changes nothing."""
+    """:class:`gradcomp.tf.callbacks.MetricAverage` under Horovod's name; ``device`` has no effect."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -48,9 +48,10 @@ class _LogsRate(LearningRateSchedule):
 
 
 class LearningRateScheduleCallback(_LogsRate):
-    """:class:`gradcomp.tf.callbacks.LearningRateSchedule`; a number as ``multiplier`` is a decay by epoch.
+    """:class:`gradcomp.tf.callbacks.LearningRateSchedule`, where a number as ``multiplier`` is a decay per epoch.
 
-    Then the learning rate is ``initial_lr * multiplier ** (epoch - start_epoch)``, by ``staircase`` as a function's.
+    The learning rate is then ``initial_lr * multiplier ** (epoch - start_epoch)``, and ``staircase`` applies
+    as it does to a function.
     """
 
     def __init__(
@@ -78,4 +79,4 @@ class LearningRateScheduleCallback(_LogsRate):
 
 
 class LearningRateWarmupCallback(LearningRateWarmup, _LogsRate):
-    """:class:`gradcomp.tf.callbacks.LearningRateWarmup`."""
+    """:class:`gradcomp.tf.callbacks.LearningRateWarmup` under Horovod's name."""

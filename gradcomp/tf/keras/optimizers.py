@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` with the order of arguments of ``horovod.keras``, and what loads a model with one."""
+"""``DistributedOptimizer`` and ``load_model`` with the arguments of ``horovod.keras``, in its order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     **arguments: Any,
 ) -> Optimizer:
-    """:func:`gradcomp.tf.DistributedOptimizer`; ``arguments`` are gradcomp's own, by keyword."""
+    """Wrap an optimizer as :func:`gradcomp.tf.DistributedOptimizer` does.
+
+    ``arguments`` are gradcomp's own, by keyword.
+    """
     return wrapped.DistributedOptimizer(
         optimizer, name, False, device_dense, device_sparse, compression, sparse_as_dense,
         backward_passes_per_step, op, gradient_predivide_factor, average_aggregated_gradients, num_groups,
@@ -58,9 +61,10 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
     **arguments: Any,
 ) -> Optimizer:
-    """As :func:`DistributedOptimizer`, but for the variables of ``local_layers``: those gradients stay each rank's.
+    """Wrap an optimizer, but keep the gradients of the variables of ``local_layers`` on each rank.
 
-    ``local_layers``: a layer of Keras or a list of them, built or not.
+    ``local_layers`` is a layer of Keras or a list of them, built or not. Otherwise this is
+    :func:`DistributedOptimizer`.
     """
     return wrapped.DistributedOptimizer(
         optimizer,
@@ -88,14 +92,17 @@ def load_model(
     legacy_opts: bool = False,
     **arguments: Any,
 ) -> Any:
-    """:func:`gradcomp.tf.load_model`, which makes the model's optimizer a distributed one, of a file of plain Keras.
+    """Load a Keras model and make its optimizer a distributed one, as :func:`gradcomp.tf.load_model` does.
 
-    ``custom_optimizers``: classes of optimizers that Keras does not know, found by their names. ``custom_objects``: all
-    other classes and functions that it does not know. ``arguments``: further ones of :func:`gradcomp.tf.load_model`.
-    ConfigError for ``legacy_opts=True``: Keras 3 has no such optimizers.
+    ``custom_optimizers`` are optimizer classes that Keras does not know, found by their names;
+    ``custom_objects`` are all other classes and functions that it does not know. ``arguments`` are further
+    ones of :func:`gradcomp.tf.load_model`. Raises ConfigError for ``legacy_opts=True``, because Keras 3 has
+    no such optimizers.
     """
     if legacy_opts:
-        raise ConfigError("legacy_opts=True: Keras 3 has no tf.keras.optimizers.legacy")
+        raise ConfigError(
+            "legacy_opts=True: Keras 3 has no tf.keras.optimizers.legacy; leave legacy_opts out"
+        )
     known = {kind.__name__: kind for kind in custom_optimizers or ()}
     known.update(custom_objects or {})
     return saving.load_model(filepath, compression, custom_objects=known or None, **arguments)

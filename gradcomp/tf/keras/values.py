@@ -1,4 +1,4 @@
-"""Collectives of values as ``horovod.keras`` has them: the arguments are fewer, and in another order."""
+"""Collectives with the arguments of ``horovod.keras``, which are fewer and in another order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """See :func:`gradcomp.tf.allreduce`; ``value`` is what becomes a tensor."""
+    """Reduce ``value``, converted to a tensor, as :func:`gradcomp.tf.allreduce` does."""
     return reductions.allreduce(
         value,
         average,
@@ -31,15 +31,15 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """See :func:`gradcomp.tf.allgather`; ``value`` is what becomes a tensor."""
+    """Gather ``value``, converted to a tensor, as :func:`gradcomp.tf.allgather` does."""
     return moves.allgather(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """See :func:`gradcomp.tf.broadcast`; ``value`` is what becomes a tensor."""
+    """Broadcast ``value``, converted to a tensor, as :func:`gradcomp.tf.broadcast` does."""
     return moves.broadcast(value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
-    """See :func:`gradcomp.tf.reducescatter`; ``value`` is what becomes a tensor."""
+    """Reduce and scatter ``value``, converted to a tensor, as :func:`gradcomp.tf.reducescatter` does."""
     return reductions.reducescatter(value, op=op, name=name)

@@ -1,4 +1,4 @@
-"""Models that are sharded with FSDP2: quantised weights and gradients (QSDP)."""
+"""Compression for models that FSDP2 has sharded: quantised weights and gradients (QSDP)."""
 
 from gradcomp.torch.sharded.compress import ShardedCompression, compress_fsdp
 

@@ -1,4 +1,4 @@
-"""A rank that uses a sharded model as it is, while others wait for it in ``compress_fsdp``, is told so."""
+"""Explains the failure of a rank that uses a sharded model while others wait for it in ``compress_fsdp``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 
 
 def explain_failures() -> None:
-    """Let the all-gather that ``fully_shard`` has by default, where it fails, say for what the other ranks wait.
+    """Make the default all-gather of ``fully_shard`` tell, where it fails, what the other ranks wait for.
 
-    A rank that does not call ``compress_fsdp`` calls nothing of ours from then on: the others are in no collective of
-    torch's, and its own ends in an error of the engine's that names neither. Only where ``fully_shard`` was imported
-    before ``init``: its modules take seconds to import.
+    A rank that does not call ``compress_fsdp`` makes no call to gradcomp from then on. The others are in no collective
+    of torch, so its own ends in an error of the backend that names neither. This works only where ``fully_shard`` was
+    imported before ``init``, because importing its modules takes seconds.
     """
     kind: Any = getattr(sys.modules.get(_COLLECTIVES), "DefaultAllGather", None)
     if kind is None or hasattr(kind.__call__, "__wrapped__"):
@@ -40,7 +40,7 @@ def explain_failures() -> None:
 
 
 def _reason(group: Any) -> str | None:
-    """What another rank of the job waits for; None if it is none of our business."""
+    """Return what another rank of the job waits for; None if the group is not within the job."""
     if not runtime.is_initialized():
         return None
     state = runtime.current()

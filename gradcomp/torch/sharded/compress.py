@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 
-#: What QSDP's experiments take (Markov 2024, sections 5.6 and 5.7), for weights and for gradients.
+#: The quantisers of QSDP's experiments (Markov 2024, sections 5.6 and 5.7), for weights and for gradients.
 WEIGHTS = Quantize(bits=8, bucket_size=1024, rounding="shift")
 GRADIENTS = Quantize(bits=8, bucket_size=1024)
 
 _REUSES = (None, "codes")
 _REDRAWS = ("step", "gather")
 
-#: By module that ``fully_shard`` was called on, the job in which it was compressed.
+#: Module that ``fully_shard`` was called on -> the job in which it was compressed.
 _compressed: WeakKeyDictionary[torch.nn.Module, Runtime] = WeakKeyDictionary()
 
 
@@ -66,40 +66,41 @@ def compress_fsdp(
 ) -> ShardedCompression:
     """Compress the all-gathers and reduce-scatters of a model that ``torch.distributed.fsdp.fully_shard`` has sharded.
 
-    In forward and in backward every rank computes with Q_w(x), x the shards of all ranks; the optimizer steps on x
-    itself, in its own dtype, with the mean over ranks of Q_g(g_i):
+    In forward and in backward every rank computes with Q_w(x), where x are the shards of all ranks. The optimizer steps
+    on x itself, in its own dtype, with the mean over ranks of Q_g(g_i):
 
         x_{t+1} = step(x_t, (1/N) sum over i of Q_g(gradient of f_i at Q_w(x_t))).
 
     Args:
-        model: every ``FSDPModule`` in it is compressed from now on.
-        weights: how shards travel to all ranks: a quantiser, its string form, or a :class:`gradcomp.Policy`.
+        model: the sharded model, of which every ``FSDPModule`` is compressed from now on.
+        weights: the quantiser with which shards travel to all ranks, its string form, or a :class:`gradcomp.Policy`.
             Biases, norms and small parameters travel uncompressed, as under ``DistributedOptimizer``.
-        gradients: how gradients travel to the owners of their shards, who add them in float32 in rank order. Means are
-            not coded again.
-        optimizer: the one that steps on the shards. With it, a step is what lies between two of its steps; without it,
-            a step ends when the shards change.
-        grad_scaler: the GradScaler in use; the ranks compare its scale here. Nothing that is kept depends on it.
-        reuse: ``"codes"``: keep the codes of all shards, so that backward decodes those of forward and sends nothing;
-            gathers while the shards stay the same, as in further micro-batches, compare 56 bytes. None: gather again.
+        gradients: the quantiser with which gradients travel to the owners of their shards, who add them in float32 in
+            rank order. Means are not coded again.
+        optimizer: the optimizer that steps on the shards, which makes its steps the steps of the compression. Without
+            it, a step ends when the shards change.
+        grad_scaler: the GradScaler in use; the ranks compare its scale here. No state depends on it.
+        reuse: ``"codes"`` keeps the codes of all shards, so that backward decodes those of forward and sends nothing;
+            gathers while the shards do not change, as in further micro-batches, compare 56 bytes. None gathers again.
         redraw: weights are rounded anew in every ``"step"``, or in every ``"gather"`` (Markov 2024, Algorithm C.1).
         process_set: the ranks that call this, if not all of the job: those of all meshes in the model.
 
-    Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and buckets of B: a gather
-    takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients as many, and headers; 56 (N-1)
-    bytes before each, until steps repeat. State: no residuals; with ``reuse`` the codes of the model on every rank.
-    Gradients that are not finite make the means of their parameters NaN on all ranks.
-    Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism beside it, meshes
-    beyond the job, compressors that keep state; StateError where the model is compressed already; PlanMismatchError on
-    every rank if the ranks differ.
+    Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and quantisation buckets of
+    B elements: a gather takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients as many,
+    and headers; before each, 56 (N-1) bytes, until steps repeat. State: no residuals; with ``reuse`` the codes of the
+    model on every rank. Gradients that are not finite make the means of their parameters NaN on all ranks.
+    Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism beside the sharding,
+    meshes beyond the job, and compressors that keep state; StateError if the model is compressed already;
+    PlanMismatchError on every rank if the ranks differ.
     Source: Markov 2024, chapter 5 and Algorithm C.1 (QSDP). Differs: by default backward computes with the weights of
-    forward, which Algorithm C.1 quantises anew. GPUs: tensors are copied to the host and back, which is not measured.
+    forward, which Algorithm C.1 quantises anew. On GPUs tensors are copied to the host and back; the cost is not
+    measured.
     """
     state = runtime.current()
     ranks = members(process_set)
 
     def validate() -> tuple[list[Unit], tuple[Policy, Policy]]:
-        from gradcomp.torch.sharded.units import find_units  # with torch's own packages, which take long
+        from gradcomp.torch.sharded.units import find_units  # imports torch's packages, which takes long
 
         units = find_units(model)
         policies = as_policy(weights), as_policy(gradients)
@@ -108,7 +109,8 @@ def compress_fsdp(
         for unit in units:
             if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
                 raise ConfigError(
-                    f"{unit.name} is sharded among ranks {list(unit.ranks)}, of which not all call compress_fsdp"
+                    f"{unit.name} is sharded among ranks {list(unit.ranks)}, of which not all call compress_fsdp: "
+                    "name all of them in process_set="
                 )
         return units, policies
 
@@ -126,7 +128,7 @@ def compress_fsdp(
 
 
 class ShardedCompression:
-    """The compression of a sharded model: its figures, its state, and exact weights for evaluation."""
+    """The compression of a sharded model: its statistics, its state, and exact weights for evaluation."""
 
     def __init__(
         self,
@@ -145,12 +147,15 @@ class ShardedCompression:
         self._exchangers: dict[Ranks, Exchanger] = {}
 
     def statistics(self) -> ShardedStatistics:
-        """What this rank has exchanged so far: a copy."""
+        """Return a copy of what this rank has counted so far."""
         return replace(self._settings.statistics)
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
-        """Within it weights travel uncompressed, as to evaluate what a checkpoint holds. On all ranks alike."""
+        """Send weights uncompressed within a ``with`` block, as to evaluate what a checkpoint holds.
+
+        All ranks must enter and leave it alike.
+        """
         self._reshard()
         self._settings.exact = True
         try:
@@ -160,12 +165,15 @@ class ShardedCompression:
             self._reshard()
 
     def state_dict(self) -> dict[str, Any]:
-        """What random numbers depend on: the same on all ranks, as numbers and strings. Small."""
+        """Return the counters that random numbers depend on, the same on all ranks, as numbers and strings."""
         counts = {each.unit.name: each.counts for each in self._units}
         return {"version": 1, "steps": self._settings.steps, "units": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, after the model was loaded. StateError if it is of another model."""
+        """Resume from :meth:`state_dict`, after the model was loaded.
+
+        Raises StateError if the state is that of another model.
+        """
         names = [each.unit.name for each in self._units]
         if not _is_state(state):
             raise StateError("this is no state of a ShardedCompression, as its state_dict() returns it")
@@ -179,7 +187,10 @@ class ShardedCompression:
     def _begin(
         self, transport: Transport, ranks: Ranks, optimizer: torch.optim.Optimizer | None, scale: float | None
     ) -> None:
-        """Collective: PlanMismatchError on every rank if they differ. Then ``fully_shard`` calls our collectives."""
+        """Compare the ranks' arguments, then install the collectives that ``fully_shard`` calls.
+
+        Collective. Raises PlanMismatchError on every rank if the ranks differ.
+        """
         state, settings, units = self._state, self._settings, [each.unit for each in self._units]
         described = {
             "weights": repr(settings.weights),
@@ -217,7 +228,7 @@ class ShardedCompression:
                 module.reshard()
 
     def _exchanger(self, ranks: Ranks) -> Exchanger:
-        """Among ranks of torch.distributed; collective for the first time."""
+        """Return the exchanger among ranks of torch.distributed; collective the first time."""
         if ranks not in self._exchangers:
             job = tuple(_of_job(self._state, rank) for rank in ranks)
             self._add_exchanger(make_transport(self._state, job), job)
@@ -238,7 +249,7 @@ class ShardedCompression:
 
 
 def _is_state(state: Any) -> bool:
-    """Whether it has the form of :meth:`ShardedCompression.state_dict`."""
+    """Return True if it has the form of :meth:`ShardedCompression.state_dict`."""
     if not isinstance(state, dict) or state.get("version") != 1 or not isinstance(state.get("units"), dict):
         return False
     counts = list(state["units"].values())
@@ -249,10 +260,11 @@ def _is_state(state: Any) -> bool:
 
 
 def _of_job(state: Runtime, rank: int) -> int:
-    """gradcomp's number of a rank of torch.distributed."""
+    """Return the gradcomp rank of a rank of torch.distributed."""
     if rank not in state.network.ranks:
         raise ConfigError(
-            f"the model's mesh has rank {rank}; gradcomp was initialised on {list(state.network.ranks)}"
+            f"the model's mesh has rank {rank}; gradcomp was initialised on {list(state.network.ranks)}: initialise it "
+            "on all ranks of the mesh"
         )
     return state.network.ranks.index(rank)
 
@@ -266,12 +278,12 @@ def _check(
     reuse: str | None,
     redraw: str,
 ) -> None:
-    """ConfigError or StateError for what cannot work."""
+    """Raise ConfigError or StateError for arguments that cannot work."""
     if any(_compressed.get(module) is state for module in model.modules()):
-        raise StateError("compress_fsdp was called on this model, or on a part of it, before")
+        raise StateError("compress_fsdp was called on this model, or on a part of it, before; call it once")
     if any(isinstance(policy, Automatic) for policy in policies):
         raise ConfigError(
-            '"auto" chooses by the times of steps, which compress_fsdp does not have: name a compressor'
+            '"auto" chooses by the times of steps, which compress_fsdp does not measure: name a compressor'
         )
     if reuse not in _REUSES:
         raise ConfigError(f"reuse must be 'codes' or None, got {reuse!r}")
@@ -290,19 +302,18 @@ def _check(
                 check_suits(kind, one.spec(one.current.dtype), chosen)
                 if chosen.traits.keeps_residual:
                     raise ConfigError(
-                        f"{chosen.to_string()} keeps a residual of the whole model on every rank, which sharding is to "
-                        "avoid: take feedback=False"
+                        f"{chosen.to_string()} keeps a residual of the whole model on every rank, which sharding is "
+                        "meant to avoid: use feedback=False"
                     )
     if any(a >= b for unit in units for a, b in zip(unit.ranks, unit.ranks[1:], strict=False)):
-        raise ConfigError("the mesh's ranks must be in ascending order")
+        raise ConfigError("the mesh's ranks must be in ascending order: make the DeviceMesh so")
     if not all(hasattr(module, "set_custom_reduce_scatter") for unit in units for module in unit.modules):
         raise ConfigError(
-            f"fully_shard of torch {torch.__version__} takes no custom collectives; that of 2.13 does"
+            f"fully_shard of torch {torch.__version__} takes no custom collectives; use torch 2.13 or newer"
         )
 
 
 def _log(units: Sequence[Unit], settings: Settings) -> None:
-    """Say what travels how."""
     parameters = [one for unit in units for one in unit.parameters]
     weights, gradients = settings.weights, settings.gradients
     logger.info(

@@ -33,10 +33,11 @@ Ranks = tuple[int, ...]
 
 @dataclass
 class ShardedStatistics:
-    """What this rank has exchanged so far. Bytes are those that it sent to other ranks, headers included.
+    """Counts of what this rank has exchanged; bytes are those sent to other ranks, headers included.
 
-    ``gathers``: of weights, of which ``reused`` decoded the codes of forward, without a message.
-    ``scatters``: reductions of gradients. ``exchange_seconds``: in which the program waited for them.
+    ``gathers`` counts gathers of weights, of which ``reused`` decoded the codes of forward without a message.
+    ``scatters`` counts reductions of gradients. ``exchange_seconds`` is the time for which the program waited
+    for all of them.
     """
 
     gathers: int = 0
@@ -49,10 +50,12 @@ class ShardedStatistics:
 
 @dataclass(eq=False)
 class Settings:
-    """Of one :class:`ShardedCompression`. ``exchanger``: among ranks of torch.distributed, made when it is asked for.
+    """The settings and the shared state of one :class:`ShardedCompression`.
 
-    ``draw_rank``: this rank's number in the job. ``steps``: how often the optimizer stepped; None: nobody says.
-    ``watch``: hears of the steps of all optimizers on the model. ``exact``: weights travel uncompressed for now.
+    ``exchanger`` returns the exchanger among ranks of torch.distributed, made when it is first asked for.
+    ``draw_rank`` is this rank's number in the job. ``steps`` counts steps of the optimizer, or is None if
+    none was given. ``watch`` counts the steps of all optimizers on the model. ``exact`` is set while weights
+    travel uncompressed.
     """
 
     weights: Policy
@@ -65,18 +68,18 @@ class Settings:
     watch: StepWatch
     exact: bool = False
     statistics: ShardedStatistics = field(default_factory=ShardedStatistics)
-    #: A check value of the codes that the last gather among these ranks brought.
+    #: Exchanger -> checksum of the codes that its last gather received.
     decoded: dict[Exchanger, int] = field(default_factory=dict)
     _seen: dict[Exchanger, int] = field(default_factory=dict)
 
     def fingerprint(self, exchanger: Exchanger) -> Fingerprint:
-        """What these ranks should hold alike: the optimizers' numbers and the codes of weights; no shard."""
+        """Return what these ranks must have in common: optimizer settings and the codes of weights, but no shard."""
         if not exchanger.compares:
             return NOTHING
         return Fingerprint(np.zeros(1, np.uint32), self.watch.scalars(), self.decoded.get(exchanger, 0))
 
     def outcome(self, exchanger: Exchanger, unit: Unit) -> int:
-        """What this rank did since the last exchange among these ranks; all of them must have done the same."""
+        """Return what this rank did since the last exchange among these ranks, which all of them must have done."""
         steps = self.watch.steps - self._seen.get(exchanger, 0)
         self._seen[exchanger] = self.watch.steps
         if steps:
@@ -88,9 +91,10 @@ class Settings:
 
 @dataclass(eq=False)
 class UnitExchange:
-    """What one unit exchanges. ``changes``, ``gathers``, ``scatters``: counters that number the random draws.
+    """Exchanges the weights and gradients of one unit.
 
-    ``changes``: how often this rank's shards were seen to be others than before.
+    The counters ``changes``, ``gathers`` and ``scatters`` seed the random draws. ``changes`` counts how often
+    this rank's shards were found to differ from before.
     """
 
     unit: Unit
@@ -99,7 +103,7 @@ class UnitExchange:
     gathers: int = 0
     scatters: int = 0
     _prepared: dict[Any, PreparedRequest] = field(default_factory=dict)
-    #: By request, of which shards its codes are: ``changes``, and steps.
+    #: Request -> the shards that its codes belong to, as ``changes`` and the number of steps.
     _codes: dict[PreparedRequest, tuple[int, int | None]] = field(default_factory=dict)
     _seen: Snapshot | None = None
     _seen_steps: int | None = None
@@ -110,7 +114,7 @@ class UnitExchange:
         return [self.changes + self._has_changed(self.unit.snapshot()), self.gathers, self.scatters]
 
     def resume(self, changes: int, gathers: int, scatters: int) -> None:
-        """Go on from these counts, with the shards that this rank has now."""
+        """Continue from these counts, with the shards that this rank has now."""
         self.changes, self.gathers, self.scatters = changes, gathers, scatters
         self._seen, self._seen_steps = self.unit.snapshot(), self.settings.steps
         self._codes.clear()
@@ -118,7 +122,7 @@ class UnitExchange:
     def gather(self, output: torch.Tensor, own: torch.Tensor, ranks: Ranks) -> None:
         """Fill ``output`` with the decoded shards of all ranks."""
         settings, unit = self.settings, self.unit
-        # A mesh for what follows forward gathers weights that were rounded before.
+        # Other ranks are those of a mesh for resharding after forward, whose weights are rounded already.
         exact = settings.exact or ranks != unit.ranks
         exchanger = settings.exchanger(ranks)
         with _told(exchanger):
@@ -133,7 +137,7 @@ class UnitExchange:
         self.gathers += 1
         if exact:
             if not in_backward():
-                self._codes.clear()  # backward is to follow this forward
+                self._codes.clear()  # backward must gather exactly too, and not decode older codes
             settings.statistics.weight_bytes += self._run(exchanger, request, own, output, 0)
             return
         if settings.reuse and in_backward() and self._codes.get(request, (0, -1))[1] == settings.steps:
@@ -150,7 +154,7 @@ class UnitExchange:
             self._codes[request] = shards
 
     def _look(self) -> None:
-        """Count a change of this rank's shards."""
+        """Count a change if this rank's shards differ from those of the last gather."""
         snapshot = self.unit.snapshot()
         self.changes += self._has_changed(snapshot)
         self._seen, self._seen_steps = snapshot or self._seen, self.settings.steps
@@ -212,7 +216,7 @@ class UnitExchange:
         draw: int,
         unchanged: bool = False,
     ) -> int:
-        """Exchange; the bytes that this rank sent."""
+        """Exchange, and return the number of bytes that this rank sent."""
         begin, before = perf_counter(), exchanger.pipeline.transport.bytes_sent
         outcome = self.settings.outcome(exchanger, self.unit)
         fingerprint = self.settings.fingerprint(exchanger)
@@ -223,34 +227,34 @@ class UnitExchange:
             exchanger.finish()
         if request.result is not None and request.request.kind == ALL_GATHER:
             self.settings.decoded[exchanger] = request.result.checksum
-        request.discard()  # else it would keep the memory of the outputs
+        request.discard()  # frees its references to the outputs
         self.settings.statistics.exchange_seconds += perf_counter() - begin
         return exchanger.pipeline.transport.bytes_sent - before
 
 
 class _Collective:
-    """What ``fully_shard`` asks of a collective beside the call."""
+    """The part of a custom collective that ``fully_shard`` needs beside the call."""
 
     def __init__(self, exchange: UnitExchange) -> None:
         self._exchange = exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Room for a tensor that is exchanged."""
+        """Allocate a tensor for ``fully_shard`` to exchange."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class GatherWeights(_Collective):
-    """The all-gather of a unit, as ``FSDPModule.set_custom_all_gather`` takes it."""
+    """The all-gather of a unit, for ``FSDPModule.set_custom_all_gather``."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
-        """Gather; it is done when this returns, also where the caller would wait later."""
+        """Gather; the result is complete on return, even with ``async_op``."""
         self._exchange.gather(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)))
 
 
 class ReduceGradients(_Collective):
-    """The reduce-scatter of a unit, as ``FSDPModule.set_custom_reduce_scatter`` takes it."""
+    """The reduce-scatter of a unit, for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __call__(
         self,
@@ -260,12 +264,15 @@ class ReduceGradients(_Collective):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce; it is done when this returns."""
+        """Reduce; the result is complete on return, even with ``async_op``."""
         self._exchange.scatter(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)), op)
 
 
 def compressor(parameter: Sharded, dtype: torch.dtype, policy: Policy) -> Compressor:
-    """How a parameter travels. What the policy excludes is uncompressed, or bfloat16 if the policy says so."""
+    """Return the compressor of a parameter.
+
+    Parameters that the policy excludes travel uncompressed, or in bfloat16 if the policy says so.
+    """
     chosen, reason = policy.choose(parameter.spec(dtype))
     if reason is None or chosen == Cast("bfloat16"):
         return chosen
@@ -273,12 +280,11 @@ def compressor(parameter: Sharded, dtype: torch.dtype, policy: Policy) -> Compre
 
 
 def in_backward() -> bool:
-    """Whether this thread computes gradients."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _operation(op: Any) -> tuple[bool, float]:
-    """Whether it averages, and what it multiplies its sum by. ConfigError for another."""
+    """Return whether the operation averages, and the factor on its sum; raise ConfigError for other operations."""
     if op == dist.ReduceOp.AVG:
         return True, 1.0
     if op == dist.ReduceOp.SUM:
@@ -290,7 +296,7 @@ def _operation(op: Any) -> tuple[bool, float]:
 
 @contextmanager
 def _told(exchanger: Exchanger) -> Iterator[None]:
-    """The other ranks hear at once why this one does not take part."""
+    """Abort the other ranks' exchange at once, with this rank's error as the reason."""
     try:
         yield
     except GradcompError as error:
@@ -300,7 +306,7 @@ def _told(exchanger: Exchanger) -> Iterator[None]:
 
 @contextmanager
 def _on_host(target: torch.Tensor) -> Iterator[Array]:
-    """The memory of a tensor, to be written; of one that is elsewhere, memory that is copied there in the end."""
+    """Yield the tensor's memory for writing, or host memory that is copied to the tensor's device at the end."""
     if target.device.type == "cpu":
         yield _array(target)
         return

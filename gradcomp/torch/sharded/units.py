@@ -1,8 +1,8 @@
-"""What ``fully_shard`` has made of a model, from its modules and parameters: what travels together, and who has what.
+"""The units of a model that ``fully_shard`` has sharded: which parameters travel together, and who holds which part.
 
-``fully_shard`` hands a custom collective flat tensors. Where parameters are in them follows from shapes alone. It is
-computed here and compared with the size of the tensor, and once with the shards themselves, so that a torch that lays
-them out otherwise is noticed.
+``fully_shard`` passes flat tensors to a custom collective. The places of parameters in them follow from
+shapes alone. They are computed here, compared with the size of the tensor, and once with the shards
+themselves, so that a torch with another layout is noticed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gradcomp.torch.tensors import dtype_name
 
 @dataclass(frozen=True)
 class Sharded:
-    """One parameter. ``shape``: of the whole. ``dimension``: along which the ranks of ``mesh`` share it.
+    """A parameter of the whole ``shape``, which the ranks of ``mesh`` share along ``dimension``.
 
-    ``module`` and ``attribute``: where it is found; what is there is a DTensor between uses, and whole in use.
+    It is found as ``attribute`` of ``module``. That is a DTensor between uses, and the whole tensor in use.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Sharded:
 
     @property
     def current(self) -> torch.Tensor:
-        """What the module has now."""
+        """The tensor that the module has now, sharded or whole."""
         found: torch.Tensor = getattr(self.module, self.attribute)
         return found
 
     @property
     def shard(self) -> torch.Tensor | None:
-        """This rank's, while the parameter is sharded."""
+        """This rank's shard, or None while the parameter is whole."""
         parameter = self.current
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
             return None
@@ -57,22 +57,24 @@ class Sharded:
             return parameter.to_local()
 
     def spec(self, dtype: torch.dtype) -> LayerSpec:
-        """Of the whole."""
         return LayerSpec(self.name, self.shape, dtype_name(dtype), kind_of(self.name, len(self.shape)))
 
     def room(self, members: int) -> int:
-        """Elements of a rank's place for it, if so many ranks share what ``world`` ranks have with their padding."""
+        """Return the size of this parameter's place in a rank's block.
+
+        ``members`` ranks share the elements that ``world`` ranks have, with their padding.
+        """
         rows = self.shape[self.dimension]
         row = prod(self.shape) // rows if rows else 0
         return -(-rows // self.world) * row * self.world // members
 
     def borders(self, members: int) -> tuple[int, ...]:
-        """Of the shards, in the order of ranks, one behind the other without padding."""
+        """Return the limits of the shards in the flat parameter, in rank order, without padding."""
         size, room = prod(self.shape), self.room(members)
         return tuple(min(rank * room, size) for rank in range(members + 1))
 
 
-#: What tells the shards of a rank from those before: of each, the parameter and what its memory and versions were.
+#: Identifies the values of a rank's shards: for each, the parameter, its version, and the shard's version and address.
 Snapshot = list[tuple[weakref.ref[torch.Tensor], int, int, int]]
 
 
@@ -80,8 +82,8 @@ Snapshot = list[tuple[weakref.ref[torch.Tensor], int, int, int]]
 class Unit:
     """Parameters that ``fully_shard`` gathers and reduces together, in its order.
 
-    ``ranks``: those of torch.distributed that have shards. ``with_gradient``: numbers of those whose gradient has not
-    been reduced yet.
+    ``ranks`` are those of torch.distributed that hold shards. ``with_gradient`` holds the numbers of
+    parameters whose gradient has not been reduced yet.
     """
 
     name: str
@@ -92,18 +94,18 @@ class Unit:
     _watched: set[int] = field(default_factory=set)
 
     def blocks(self, numbers: Iterable[int], members: int) -> Blocks:
-        """Where shards of these parameters lie in the tensor that so many ranks share."""
+        """Return the layout of these parameters' shards in a rank's block of the flat tensor."""
         ends = [0, *accumulate(self.parameters[i].room(members) for i in numbers)]
         return Blocks(ends[-1], tuple(ends[:-1]))
 
     def check_gathered(self, elements: int, members: int) -> None:
-        """ConfigError unless a tensor of so many elements has the shards of all parameters."""
+        """Raise ConfigError unless a tensor of this many elements holds the shards of all parameters."""
         expected = self.blocks(range(len(self.parameters)), members).size * members
         if expected != elements:
             raise ConfigError(self._otherwise("shards", elements, members, f"{expected}"))
 
     def check_places(self, block: torch.Tensor) -> None:
-        """ConfigError unless this rank's shards are in its block where they are expected."""
+        """Raise ConfigError unless this rank's shards are at the expected places of its block."""
         places = self.blocks(range(len(self.parameters)), len(self.ranks)).offsets
         for one, begin in zip(self.parameters, places, strict=True):
             if (shard := one.shard) is None:
@@ -112,12 +114,12 @@ class Unit:
             found = block[begin : begin + expected.numel()]
             if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
                 raise ConfigError(
-                    f"{self.name}: torch {torch.__version__} does not gather {one.name!r} as it lies, from element "
-                    f"{begin} on; compress_fsdp does not know this layout"
+                    f"{self.name}: torch {torch.__version__} does not gather {one.name!r} from element {begin} on, "
+                    "where compress_fsdp expects it; compress_fsdp does not know this layout"
                 )
 
     def reduced(self, elements: int, members: int) -> list[int]:
-        """The parameters whose gradients are in a tensor of so many elements: those that have one, or all."""
+        """Return the parameters whose gradients a tensor of this many elements holds: those with one, or all."""
         trainable = [i for i, one in enumerate(self.parameters) if one.current.requires_grad]
         expected = []
         for numbers in (sorted(self.with_gradient), trainable):
@@ -137,7 +139,7 @@ class Unit:
         )
 
     def snapshot(self) -> Snapshot | None:
-        """Of this rank's shards; None while the parameters are whole."""
+        """Identify the values of this rank's shards; None while the parameters are whole."""
         shards = [one.shard for one in self.parameters]
         if any(shard is None for shard in shards):
             return None
@@ -149,14 +151,17 @@ class Unit:
 
     @property
     def accumulates(self) -> bool | None:
-        """Whether this rank's shards have gradients already; None while the parameters are whole, or all are frozen."""
+        """True if this rank's shards have gradients already.
+
+        None while the parameters are whole, or if all are frozen.
+        """
         for one in self.parameters:
             if (parameter := one.current).requires_grad:
                 return None if one.shard is None else parameter.grad is not None
         return None
 
     def watch_gradients(self, *_: object) -> None:
-        """A module's hook, when its parameters are whole: note from now on which of them get a gradient."""
+        """Record which parameters get a gradient; a module's forward hook, called when its parameters are whole."""
         if torch.compiler.is_compiling():
             return
         for i, one in enumerate(self.parameters):
@@ -169,14 +174,14 @@ class Unit:
 
 
 def find_units(model: torch.nn.Module) -> list[Unit]:
-    """Of a model, in the order of its modules. ConfigError for a model that ``fully_shard`` was not called on."""
+    """Return a model's units in the order of its modules; raise ConfigError if ``fully_shard`` was not called."""
     grouped: dict[int, list[FSDPModule]] = {}
     titles: dict[int, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the root stays whole after a forward pass
             state = fully_shard.state(module)  # type: ignore[attr-defined]
-            # Modules that were given together share a state, which has them in the order that counts.
+            # Modules that were sharded together share a state, which holds them in the order of their parameters.
             grouped.setdefault(id(state), list(getattr(state, "_modules", ())) or [module])
             titles.setdefault(id(state), name or "the root module")
     names = _names(model)
@@ -190,7 +195,7 @@ def find_units(model: torch.nn.Module) -> list[Unit]:
 def _unsharded(model: torch.nn.Module) -> str:
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return (
-            "the model is a FullyShardedDataParallel (FSDP1), which has no place for other collectives: shard it with "
+            "the model is a FullyShardedDataParallel (FSDP1), which takes no custom collectives: shard it with "
             "torch.distributed.fsdp.fully_shard instead"
         )
     return (
@@ -200,7 +205,7 @@ def _unsharded(model: torch.nn.Module) -> str:
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:
-    """By identity; a parameter that is used twice has the first name."""
+    """Return names by the parameters' ids; a parameter that is used twice has its first name."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), name)
@@ -214,7 +219,7 @@ def _unit(title: str, modules: list[FSDPModule], names: dict[int, str]) -> Unit:
     for module in _managed(modules):
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) in known or not isinstance(parameter, DTensor):
-                continue  # tied, or left out of the sharding
+                continue  # tied to another parameter, or excluded from the sharding
             known.add(id(parameter))
             mesh_dimension, dimension = _shard_of(names[id(parameter)], parameter)
             group = parameter.device_mesh.get_group(mesh_dimension)
@@ -231,7 +236,7 @@ def _unit(title: str, modules: list[FSDPModule], names: dict[int, str]) -> Unit:
 
 
 def _managed(modules: Sequence[FSDPModule]) -> Iterator[torch.nn.Module]:
-    """The modules whose parameters belong to these, as ``fully_shard`` orders them: children before their parent."""
+    """Yield the modules of a unit in the order of ``fully_shard``: children before their parent."""
     seen: set[torch.nn.Module] = set()
 
     def walk(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -243,12 +248,12 @@ def _managed(modules: Sequence[FSDPModule]) -> Iterator[torch.nn.Module]:
         yield module
 
     for module in modules:
-        assert isinstance(module, torch.nn.Module), "an FSDPModule is one"
+        assert isinstance(module, torch.nn.Module), "an FSDPModule is a Module"
         yield from walk(module)
 
 
 def _shard_of(name: str, parameter: DTensor) -> tuple[int, int]:
-    """The mesh's dimension along which the parameter is sharded, and the parameter's."""
+    """Return the mesh dimension along which the parameter is sharded, and the parameter's dimension."""
     placements, mesh = parameter.placements, parameter.device_mesh
     sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     if len(sharded) != 1 or type(placements[sharded[0]]) is not Shard:
@@ -259,5 +264,5 @@ def _shard_of(name: str, parameter: DTensor) -> tuple[int, int]:
             "dimension shards, without tensor parallelism beside it"
         )
     shard = placements[sharded[0]]
-    assert isinstance(shard, Shard), "looked at"
+    assert isinstance(shard, Shard), "checked above"
     return sharded[0], shard.dim
