@@ -67,7 +67,6 @@ LATER = {
     "transport",
     "kernels",
     "control",
-    "torch",
     "engine",
     "core",
     "testing",
