@@ -67,7 +67,6 @@ LATER = {
     "transport",
     "kernels",
     "job",
-    "control",
     "torch",
     "compress",
     "engine",
