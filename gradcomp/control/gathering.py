@@ -94,7 +94,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the period."""
+        """Ends the period, whose values are then measured."""
 
     @abstractmethod
     def measuring(self) -> Callable[[], Doubles]:

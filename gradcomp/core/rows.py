@@ -1,4 +1,4 @@
-"""Where rows of a double buffer lie, and which of its two values is a row's current one."""
+"""The layout of rows in a double buffer, and the value that is current for each row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradcomp.core.vectors import Indices
 
 
 class Rows:
-    """Rows in two arenas, one behind the other: each has a current value in one, and its next value in the other.
+    """Rows in two arenas, one after the other: each has its current value in one and its next value in the other.
 
     ``lengths``: elements per row. ``line``: elements of a cache line, at which every row begins.
     """
@@ -24,17 +24,17 @@ class Rows:
         self._current = np.zeros(len(self.lengths), dtype=np.int64)
 
     def places(self, rows: Indices) -> tuple[Indices, Indices]:
-        """Elements of both arenas at which the rows' current values begin, and at which their next ones do."""
+        """Returns the elements of both arenas at which the rows' current values and their next values begin."""
         current = self._current[rows] * self._total
         offsets = self._offsets[rows]
         return current + offsets, self._total - current + offsets
 
     def turn(self, rows: Indices) -> bytes:
-        """What decides about :meth:`places` beside the rows: which of the two arenas is current for each."""
+        """Returns which of the two arenas is current for each row; with the rows it determines :meth:`places`."""
         return self._current[rows].tobytes()
 
     def commit(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Make the next value current for the rows where the mask is true."""
+        """Makes the next value current for the rows where the mask is true."""
         self._current[rows] ^= 1
 
     def _begin(self, row: int) -> int:

@@ -1,4 +1,4 @@
-"""How reductions are named in settings: ``"ring"``, ``"parameter_server:servers=2,dedicated=true"``."""
+"""Parses the names of reductions in settings: ``"ring"``, ``"parameter_server:servers=2,dedicated=true"``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gradcomp.core.meant import closest
 
 _names: list[str] = []
 
-#: The name that stands for the cheapest of them.
+#: The name that stands for the cheapest reduction.
 AUTO = "auto"
 
-#: What others call them.
+#: Other names of reductions, for suggestions.
 _WORDS = {
     "ps": "parameter_server",
     "allreduce": "ring",
@@ -22,22 +22,22 @@ _WORDS = {
 
 
 def register(name: str) -> None:
-    """There is a reduction of this name; ConfigError if there is another one already."""
+    """Registers the name of a reduction; ConfigError if it is taken."""
     if name in (*_names, AUTO):
         raise ConfigError(f"there is a reduction named {name!r} already")
     _names.append(name)
 
 
 def names() -> tuple[str, ...]:
-    """Every reduction, in the order in which they were registered, which is that of preference among equals."""
+    """Returns every reduction in the order of registration, by which equally cheap ones are preferred."""
     return tuple(_names)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A reduction and what there is to choose about it: of a parameter server, how many serve, and whether they train.
+    """A reduction and its options: for a parameter server, how many ranks serve, and if they train as well.
 
-    ``dedicated``: the first ``servers`` ranks only serve.
+    ``dedicated``: the first ``servers`` ranks do not train.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Scheme:
         return f"{self.name}:{','.join(options)}" if options else self.name
 
     def trainers(self, world: int) -> range:
-        """Which of so many ranks train: all but dedicated servers. Alone, a rank trains whatever the setting.
+        """Returns the ranks that train: all but dedicated servers. A single rank trains in any case.
 
-        ConfigError if nobody would be left to train.
+        Raises ConfigError if no rank would be left to train.
         """
         if not self.dedicated or world == 1:
             return range(world)
@@ -63,7 +63,7 @@ class Scheme:
 
 
 def parse(text: str) -> Scheme:
-    """Read a string form; ConfigError if there is no such reduction or option."""
+    """Parses a string form; ConfigError if there is no such reduction or option."""
     name, _, options = text.partition(":")
     if name not in (*_names, AUTO):
         meant = closest(name, [*_names, AUTO, *_WORDS])

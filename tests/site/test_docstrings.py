@@ -71,11 +71,6 @@ LATER = {
     "compress",
     "engine",
     "tf",
-    "core",
-    "testing",
-    "analysis",
-    "integrations",
-    "plots",
 }
 
 
