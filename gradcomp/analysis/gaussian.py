@@ -21,7 +21,7 @@ def gaussian_information(correlation: float) -> float:
     if math.isnan(correlation):
         return correlation
     if not -1 <= correlation <= 1:
-        raise ConfigError(f"a correlation is in -1 .. 1, got {correlation!r}")
+        raise ConfigError(f"a correlation must be in -1 .. 1, got {correlation!r}")
     return math.inf if abs(correlation) == 1 else max(0.0, -math.log2(1 - correlation**2) / 2)
 
 
@@ -33,6 +33,6 @@ def correlation_for(bits: float) -> float:
 def gaussian_pair(correlation: float, elements: int, seed: int = 0) -> tuple[Floats, Floats]:
     """Draws ``elements`` values of two standard Gaussian variables with this correlation."""
     if not -1 <= correlation <= 1:
-        raise ConfigError(f"a correlation is in -1 .. 1, got {correlation!r}")
+        raise ConfigError(f"a correlation must be in -1 .. 1, got {correlation!r}")
     x, noise = np.random.default_rng(seed).standard_normal((2, elements))
     return x, correlation * x + math.sqrt(1 - correlation**2) * noise

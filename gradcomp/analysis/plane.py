@@ -149,13 +149,13 @@ assert _FOUND.keys() < {field.name for field in fields(Plane)}
 def _checked(recording: Recording, pair: tuple[int, int]) -> tuple[int, int]:
     if recording.ranks < 2:
         raise ConfigError(
-            f"the recording has {recording.ranks} rank{'s' * (recording.ranks != 1)}: two are compared"
+            f"the recording has {recording.ranks} rank{'s' * (recording.ranks != 1)}; a comparison needs two"
         )
     if not len(recording.steps):
         raise ConfigError("the recording has no step")
     first, second = pair
     if first == second or not all(0 <= rank < recording.ranks for rank in pair):
-        raise ConfigError(f"a pair is two of ranks 0 to {recording.ranks - 1}, got {first} and {second}")
+        raise ConfigError(f"a pair must be two of ranks 0 to {recording.ranks - 1}, got {first} and {second}")
     return first, second
 
 

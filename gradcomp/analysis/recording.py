@@ -245,7 +245,7 @@ def _array(archive: zipfile.ZipFile, name: str, most_bytes: int) -> npt.NDArray[
 def _recording(arrays: dict[str, npt.NDArray[Any]]) -> Recording:
     about, counts, steps, values = (arrays[name] for name in ("about", "counts", "steps", "values"))
     if about.nbytes > _MOST_ABOUT_BYTES:
-        raise ValueError(f"{about.nbytes} bytes of description")
+        raise ValueError(f"its description has {about.nbytes} bytes, more than {_MOST_ABOUT_BYTES}")
     try:
         described = json.loads(about.tobytes().decode())
     except (ValueError, RecursionError) as error:
@@ -265,10 +265,10 @@ def _recording(arrays: dict[str, npt.NDArray[Any]]) -> Recording:
     check_unique(layers)
     positions = _parts(counts, arrays["positions"], layers)
     if len(steps) != values.shape[0] or (steps < 0).any() or (np.diff(steps) <= 0).any():
-        raise ValueError(f"{values.shape[0]} rows of values for steps that do not ascend, or are not as many")
+        raise ValueError(f"steps do not ascend, or are not as many as the {values.shape[0]} rows of values")
     sampling = Sampling(layers, positions, seed)
     if sampling.width != values.shape[2]:
-        raise ValueError(f"{values.shape[2]} values of a rank for {sampling.width} positions")
+        raise ValueError(f"a rank has {values.shape[2]} values for {sampling.width} positions")
     return Recording(sampling, steps, values, every, version)
 
 
@@ -283,9 +283,9 @@ def _parts(
     counts: npt.NDArray[np.int64], positions: Positions, layers: Sequence[LayerSpec]
 ) -> tuple[Positions, ...]:
     if len(counts) != len(layers) or (counts < 0).any() or (counts > len(positions)).any():
-        raise ValueError(f"{len(counts)} counts of positions for {len(layers)} layers")
+        raise ValueError(f"the {len(counts)} counts of positions do not fit {len(layers)} layers")
     if sum(counts.tolist()) != len(positions):
-        raise ValueError(f"{len(positions)} positions, and counts that add up to others")
+        raise ValueError(f"counts do not add up to the {len(positions)} positions")
     parts = np.split(positions, np.cumsum(counts)[:-1]) if len(counts) else []
     for layer, part in zip(layers, parts, strict=True):
         if len(part) and (part[0] < 0 or part[-1] >= layer.size or (np.diff(part) <= 0).any()):

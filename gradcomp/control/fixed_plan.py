@@ -37,7 +37,7 @@ def entries_of(mapping: Mapping[Any, Any], what: str) -> tuple[Entry, ...]:
     """Converts ``{name or pattern: choice}`` to entries in the same order; ConfigError for invalid ones."""
     for pattern in mapping:
         if not isinstance(pattern, str):
-            raise ConfigError(f"{what}: layer names and patterns are strings, got {pattern!r}")
+            raise ConfigError(f"{what}: layer names and patterns must be strings, got {pattern!r}")
     if not mapping:
         raise ConfigError(f"{what} is empty")
     return tuple(Entry(name, checked(choice, f"{what}, {name!r}")) for name, choice in mapping.items())
@@ -109,7 +109,7 @@ class FixedPlan(Controller):
         elif isinstance(plan, Mapping):
             entries = entries_of(plan, self.name)
         else:
-            raise ConfigError(f"a fixed plan is a path, a mapping or a Plan, got {plan!r}")
+            raise ConfigError(f"a fixed plan must be a path, a mapping or a Plan, got {plan!r}")
         object.__setattr__(self, "entries", entries)
 
     def begin(self, environment: Environment) -> ControllerRun:

@@ -34,11 +34,12 @@ class GraVAC(Controller):
     theta_c <- the next candidate; then, if the two largest T are within ``omega``, theta_c <- theta_ideal, the lower
     factor of the two, and theta_min <- min(theta_min, theta_ideal).
 
-    A factor theta is a density of 1 / theta; a factor of 1 is dense. Candidates are ``minimum`` x 2^(0, 1, 2, 4, 8,
-    ...) with ``policy="exponential"`` (10, 20, 40, 160, 1000), ``minimum`` x 2^(0, 1, 2, 3, ...) with ``"geometric"``
-    (10, 20, ..., 1280, 2000 for a ``maximum`` of 2000, for which the paper's window is 2000), and ``maximum`` last. The
-    selection of p may have a larger norm than g, so a gain by norm may exceed 1. A gain by energy cannot; it is about
-    0.5 at 10x on a ResNet-20, below any useful threshold, so nothing is ever compressed with it.
+    A factor theta is a density of 1 / theta; a factor of 1 is dense. Candidates end at ``maximum``; they are
+    ``minimum`` x 2^(0, 1, 2, 4, 8, ...) with ``policy="exponential"`` (10, 20, 40, 160, 1000), and
+    ``minimum`` x 2^(0, 1, 2, 3, ...) with ``"geometric"`` (10, 20, ..., 1280, 2000 for a ``maximum`` of 2000, for
+    which the paper's window is 2000). The selection of p may have a larger norm than g, so a gain by norm may exceed 1.
+    A gain by energy cannot; it is about 0.5 at 10x on a ResNet-20, below any useful threshold, so nothing is ever
+    compressed with it.
 
     The compressor must select by density on every rank: TopK, DGC, RedSync, SIDCo, also inside of ErrorFeedback,
     MomentumCorrection and LocalClip. Its own density is not used. RandomK cannot work: its selection from p depends on

@@ -64,7 +64,7 @@ def _parse(text: str) -> Controller:
     known = {kind.name: kind for kind in BUILT_IN}
     name, inner, rest = split(text.strip())
     if name in registered():
-        raise ConfigError(f"{name} is a compressor and no controller: compression={text.strip()!r}")
+        raise ConfigError(f"{name} is a compressor, not a controller; use compression={text.strip()!r}")
     if name not in known or inner is not None:
         raise ConfigError(f"unknown controller {text!r}; known: {', '.join(sorted(known))}")
     kind = known[name]

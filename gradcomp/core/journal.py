@@ -209,7 +209,7 @@ def _take(runs: list[Run], record: Any) -> None:
         runs.append(_run(record))
     elif kind in _ADD:
         if not runs:
-            raise ValueError(f"a line of kind {kind!r} before the first of kind 'run'")
+            raise ValueError(f"a line of kind {kind!r} comes before the first line of kind 'run'")
         runs[-1] = _ADD[kind](runs[-1], record)
 
 
