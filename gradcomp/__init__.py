@@ -31,7 +31,7 @@ from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.version import __version__
 
-if not TYPE_CHECKING:  # for them, a name that is not here is an error already
+if not TYPE_CHECKING:  # type checkers report a missing name themselves, unless they see a __getattr__
 
     def __getattr__(name: str) -> NoReturn:
         told = f"module 'gradcomp' has no attribute {name!r}"
@@ -103,5 +103,5 @@ __all__ = [
     "__version__",
 ]
 
-# Those that the list, which type checkers read, does not name yet.
+# Adds names of gradcomp.compress that the list above, which type checkers read, does not have.
 __all__ += [name for name in compress.__all__ if name not in __all__]

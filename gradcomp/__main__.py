@@ -1,4 +1,4 @@
-"""``python -m gradcomp``: the command ``gradcomp``."""
+"""Runs the command ``gradcomp`` as ``python -m gradcomp``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command ``gradcomp``: what a run's log says, and what its gradients have in common.
+"""The command ``gradcomp`` shows the plans of a run's log, and the information that recorded gradients share.
 
 ``gradcomp plan show run.jsonl`` prints the plan and its history, ``gradcomp mi run.npz`` the information plane of
 recorded gradients; ``--png`` draws them.
@@ -26,7 +26,7 @@ from gradcomp.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: 0, or 2 for bad input, which one line on stderr explains."""
+    """Runs the command; returns 0, or 2 for bad input, which one line on stderr explains."""
     options = _parser().parse_args(arguments)
     try:
         text = options.show(options)
@@ -35,23 +35,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every layer's letters
+            sys.stdout.reconfigure(
+                errors="backslashreplace"
+            )  # a terminal may not show all characters of layer names
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # as under `| head`; nothing is left to be flushed at exit
+    except BrokenPipeError:  # the reader left, as `| head` does; redirecting avoids another error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line for an error, as for all others."""
+    """An argument parser that reports an error on one line, as the command does."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)} (try {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="gradcomp", description="Look at what gradcomp did in a run.", allow_abbrev=False)
+    parser = _Parser(prog="gradcomp", description="Inspect the logs of a gradcomp run.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gradcomp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plan = commands.add_parser("plan", help="plans: which compressor, at which level, for every layer")
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("--png", metavar="OUT", help="draw the profile: level and size of every layer")
     show.set_defaults(show=_plan_show)
-    _add_information(commands.add_parser("mi", help="what the gradients of two ranks have in common"))
+    _add_information(commands.add_parser("mi", help="the information that the gradients of two ranks share"))
     return parser
 
 
@@ -85,11 +87,13 @@ def _add_information(mi: argparse.ArgumentParser) -> None:
         "--layer", action="append", metavar="PATTERN", help="layers by shell pattern; default: all"
     )
     mi.add_argument(
-        "--bins", type=int, metavar="N", help="of each histogram; default: 2 m^(1/3) for m elements"
+        "--bins", type=int, metavar="N", help="bins of each histogram; default: 2 m^(1/3) for m elements"
     )
     mi.add_argument("--binning", choices=get_args(Binning), default="uniform", help="default: uniform")
     mi.add_argument("--correction", choices=get_args(Correction), default="none", help="default: none")
-    mi.add_argument("--shuffles", type=int, default=4, metavar="N", help="of the null; default: 4")
+    mi.add_argument(
+        "--shuffles", type=int, default=4, metavar="N", help="permutations of the null; default: 4"
+    )
     mi.add_argument("--png", metavar="OUT", help="draw bits over steps and over layers")
     mi.set_defaults(show=_information)
 
@@ -220,7 +224,7 @@ def _bits(value: float) -> str:
 
 
 def _table(rows: list[list[str]], left: set[int]) -> list[str]:
-    """Columns two spaces apart; those of ``left`` begin, the others end, under their head."""
+    """Formats columns two spaces apart; those of ``left`` are left-aligned, the others right-aligned."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

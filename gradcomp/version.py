@@ -1,4 +1,4 @@
-"""The installed version."""
+"""The installed version of gradcomp."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,4 +1,4 @@
-"""What gradients of different ranks have in common: ``docs/information.md``."""
+"""Measures how much information the gradients of different ranks share: ``docs/information.md``."""
 
 from gradcomp.analysis.gaussian import gaussian_information, gaussian_pair
 from gradcomp.analysis.information import Information, entropy, mutual_information

@@ -1,4 +1,4 @@
-"""Histograms: values become numbers of bins, and bins are counted."""
+"""Histograms: maps values to the numbers of bins, and counts bins."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Binning = Literal["uniform", "quantile"]
 #: The quantiser of section III has 2^32 levels.
 MOST_BINS = 2**32
 
-#: Quantiles are computed, so there cannot be as many.
+#: Quantiles are computed one by one, so there are fewer of them.
 MOST_QUANTILES = 2**16
 
-#: Tables of more cells are sorted instead.
+#: Codes are sorted instead of counted in a table if the table would have more cells.
 _MOST_CELLS = 2**20
 
 
 @dataclass(frozen=True)
 class Coded:
-    """A vector as numbers of bins, 0 .. ``used`` - 1, each of which occurs."""
+    """A vector as the numbers of its bins, 0 .. ``used`` - 1, each of which occurs."""
 
     codes: Codes
     counts: Counts
 
     @property
     def used(self) -> int:
-        """How many bins hold a value."""
+        """Returns the number of bins that hold a value."""
         return len(self.counts)
 
 
 def bins_for(elements: int, bins: int | None, binning: Binning) -> int:
-    """The number of bins: as asked for, or Rice's rule, ceil(2 m^(1/3)) for m elements. ConfigError for a bad one."""
+    """Returns ``bins``, checked, or by default Rice's rule, ceil(2 m^(1/3)) for m elements."""
     if binning not in get_args(Binning):
         raise ConfigError(f"binning must be uniform or quantile, got {binning!r}")
     if bins is None:
@@ -53,7 +53,7 @@ def bins_for(elements: int, bins: int | None, binning: Binning) -> int:
 
 
 def vector(values: Any, name: str) -> npt.NDArray[np.float64]:
-    """The values, flat; ConfigError for what has no histogram."""
+    """Returns the values, flattened; ConfigError if they are fewer than two, not real numbers, or not finite."""
     try:
         found = np.asarray(values, dtype=np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
@@ -66,16 +66,18 @@ def vector(values: Any, name: str) -> npt.NDArray[np.float64]:
 
 
 def coded(values: npt.NDArray[np.float64], bins: int, binning: Binning) -> Coded:
-    """The bin of every value.
+    """Returns the bin of every value.
 
-    ``uniform``: bins of one width from the least value to the largest, as the paper's quantiser. ``quantile``: bins
-    that hold nearly as many values each; equal values share a bin.
+    ``uniform``: bins of equal width from the smallest to the largest value, as in the paper's quantiser. ``quantile``:
+    bins of nearly as many values each; equal values share a bin.
     """
     low, high = float(values.min()), float(values.max())
     if low == high:
         return Coded(np.zeros(len(values), dtype=np.int64), np.array([len(values)], dtype=np.int64))
     if binning == "uniform":
-        scale = max(abs(low), abs(high))  # a difference of two values may overflow, that of two shares cannot
+        scale = max(
+            abs(low), abs(high)
+        )  # the difference of two values may overflow, that of scaled ones cannot
         shares = (values / scale - low / scale) / (high / scale - low / scale)
         codes = np.minimum((shares * bins).astype(np.int64), bins - 1)
     else:
@@ -85,7 +87,7 @@ def coded(values: npt.NDArray[np.float64], bins: int, binning: Binning) -> Coded
 
 
 def dense(codes: Codes, bins: int) -> Coded:
-    """Numbers without gaps, for codes below ``bins``."""
+    """Renumbers codes below ``bins`` without gaps."""
     if bins > _MOST_CELLS:
         _, codes, counts = np.unique(codes, return_inverse=True, return_counts=True)
         return Coded(codes.reshape(-1).astype(np.int64), counts)
@@ -95,7 +97,7 @@ def dense(codes: Codes, bins: int) -> Coded:
 
 
 def joint_counts(x: Coded, y: Coded) -> Counts:
-    """How many elements each pair of bins holds, for the pairs that occur."""
+    """Returns the number of elements in each pair of bins that occurs."""
     cells = x.codes * y.used + y.codes
     if x.used * y.used > _MOST_CELLS:
         counts: Counts = np.unique(cells, return_counts=True)[1]

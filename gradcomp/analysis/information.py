@@ -16,11 +16,11 @@ Correction = Literal["none", "miller-madow"]
 
 @dataclass(frozen=True)
 class Information:
-    """What two vectors say about each other, in bits per element; from :func:`mutual_information`.
+    """The information that two vectors share, in bits per element; returned by :func:`mutual_information`.
 
-    ``null``: the mean mutual information of shuffled pairs, and ``null_deviation`` its standard deviation.
-    ``correlation``: Pearson's rho, NaN where a vector is constant. ``x_bins``, ``y_bins``, ``cells``: how many bins of
-    the histograms hold a value.
+    ``null``: the mean mutual information of shuffled pairs; ``null_deviation``: its standard deviation.
+    ``correlation``: Pearson's rho, NaN if a vector is constant. ``x_bins``, ``y_bins``, ``cells``: the number of bins
+    that hold a value, in the histograms of x, of y and of pairs.
     """
 
     elements: int
@@ -37,22 +37,22 @@ class Information:
 
     @property
     def mutual(self) -> float:
-        """I(X; Y) = H(X) + H(Y) - H(X, Y), which is equation 1."""
+        """Returns I(X; Y) = H(X) + H(Y) - H(X, Y), which is equation 1."""
         return self.entropy_x + self.entropy_y - self.joint
 
     @property
     def conditional(self) -> float:
-        """H(Y | X) = H(X, Y) - H(X): the innovation of Y."""
+        """Returns H(Y | X) = H(X, Y) - H(X), the innovation of Y."""
         return self.joint - self.entropy_x
 
     @property
     def excess(self) -> float:
-        """The mutual information above that of shuffled pairs."""
+        """Returns the mutual information minus that of shuffled pairs."""
         return self.mutual - self.null
 
     @property
     def gaussian(self) -> float:
-        """Of Gaussian variables of the same correlation: see :func:`gaussian_information`."""
+        """Returns the information of Gaussian variables of the same correlation: see :func:`gaussian_information`."""
         return gaussian_information(self.correlation)
 
 
@@ -66,37 +66,42 @@ def mutual_information(
     shuffles: int = 4,
     seed: int = 0,
 ) -> Information:
-    """Information of two vectors whose elements are pairs, by histograms.
+    """Estimates the information of two vectors whose elements are pairs, by histograms.
 
     H(Y) = - sum_b p_b log2 p_b
     I(X; Y) = H(Y) - H(Y | X) = - sum_b p_b log2 p_b + sum_{a,b} p_ab log2 (p_ab / p_a)    (equation 1)
 
-    p_a, p_b and p_ab are shares of the m elements in bins and in pairs of bins. The estimate is too high: independent
-    vectors have about (cells - x_bins - y_bins + 1) / (2 m ln 2) bits, and log2 m as soon as every element has a bin of
-    its own, as with 2^32 bins. So ``null`` belongs beside it: I after the elements of Y were shuffled, which leaves no
-    information.
+    p_a, p_b and p_ab are the fractions of the m elements in bins and in pairs of bins. The estimate is too high:
+    independent vectors get about (cells - x_bins - y_bins + 1) / (2 m ln 2) bits, and log2 m once every element has its
+    own bin, as with 2^32 bins. It should therefore be compared with ``null``: I after the elements of Y were shuffled,
+    which removes all information.
 
     Args:
         x: an array of m elements, at least 2, of any shape.
         y: an array of as many.
-        bins: for each vector, from its own least to its own largest value; None: ceil(2 m^(1/3)). The paper
-            quantises to 2^32 levels and does not say whether its histogram has as many bins.
+        bins: for each vector, from its own smallest to its own largest value; None: ceil(2 m^(1/3)). The paper
+            quantises to 2^32 levels and does not say if its histogram has as many bins.
         binning: ``"uniform"`` as in the paper, or ``"quantile"``: bins of nearly as many elements each, which neither
             depend on the range nor on the distributions of X and Y alone. At most 65,536 bins.
         correction: ``"miller-madow"`` adds (used - 1) / (2 m ln 2) bits to every entropy, so I may be negative. It is
-            of no use where most bins hold one element.
-        shuffles: how many permutations ``null`` is the mean of; 0: null is NaN.
-        seed: of the permutations.
+            useless if most bins hold one element.
+        shuffles: number of permutations over which ``null`` is averaged; 0: null is NaN.
+        seed: seeds the permutations.
 
-    Without a correction 0 <= I <= min(H(X), H(Y)) but for rounding, and I(X; X) = H(X). Local; no state.
-    Raises ConfigError for bad arguments, unequal lengths and values that are not finite.
+    Without a correction 0 <= I <= min(H(X), H(Y)) up to rounding, and I(X; X) = H(X). Not collective; without state.
+
+    Raises:
+        ConfigError: bad arguments, unequal lengths, or values that are not finite.
+
     Source: Abrahamyan et al. 2021, section III; Miller 1955 for the correction. The null is ours.
     """
     check_correction(correction, shuffles)
     left, right = vector(x, "x"), vector(y, "y")
     elements = len(left)
     if elements != len(right):
-        raise ConfigError(f"x has {elements} values and y {len(right)}; they are pairs")
+        raise ConfigError(
+            f"x has {elements} values and y {len(right)}; they must have as many, as they are pairs"
+        )
     count = bins_for(elements, bins, binning)
     a, b = coded(left, count, binning), coded(right, count, binning)
     counts = joint_counts(a, b)
@@ -122,14 +127,14 @@ def mutual_information(
 def entropy(
     x: Any, *, bins: int | None = None, binning: Binning = "uniform", correction: Correction = "none"
 ) -> float:
-    """H(X) = - sum_b p_b log2 p_b in bits per element; the arguments are those of :func:`mutual_information`."""
+    """Returns H(X) = - sum_b p_b log2 p_b in bits per element; arguments as for :func:`mutual_information`."""
     check_correction(correction, 0)
     values = vector(x, "x")
     return _entropy(coded(values, bins_for(len(values), bins, binning), binning).counts, correction)
 
 
 def check_correction(correction: Correction, shuffles: int) -> None:
-    """ConfigError for values that are not those of :func:`mutual_information`."""
+    """Raises ConfigError for values that :func:`mutual_information` does not accept."""
     if correction not in get_args(Correction):
         raise ConfigError(f"correction must be none or miller-madow, got {correction!r}")
     if isinstance(shuffles, bool) or not isinstance(shuffles, int) or shuffles < 0:
@@ -137,9 +142,10 @@ def check_correction(correction: Correction, shuffles: int) -> None:
 
 
 def _entropy(counts: Counts, correction: Correction) -> float:
-    """Of bins with these counts, none of which is 0.
+    """Returns the entropy of bins with these counts, none of which is 0.
 
-    H = log2 m - (1/m) sum c log2 c. Sorted counts are added, so vectors with the same counts have the same entropy.
+    H = log2 m - (1/m) sum c log2 c. Counts are sorted before they are summed, so that vectors with the same counts have
+    the same entropy.
     """
     total = float(counts.sum())
     ordered = np.sort(counts).astype(np.float64)
@@ -154,7 +160,7 @@ def _shuffled_joints(x: Coded, y: Coded, correction: Correction, shuffles: int, 
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's; of values scaled to at most 1, whose squares neither overflow nor vanish."""
+    """Returns Pearson's correlation of the values scaled to at most 1, whose squares neither overflow nor underflow."""
     if not np.ptp(x) or not np.ptp(y):
         return float("nan")
     x, y = (each / np.abs(each).max() for each in (x, y))

@@ -1,4 +1,4 @@
-"""What of a run is recorded: a bounded number of steps, spread over all of it."""
+"""Keeps a bounded number of recorded steps, spread over the whole run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from gradcomp.analysis.recording import Floats
 class Kept:
     """Steps that are multiples of ``every``, with the values of all ranks: at most ``most`` of them.
 
-    Before there is one more, ``every`` doubles and steps that are no multiples of it are dropped. So what is kept
-    depends on the numbers of the steps only, and all ranks keep the same, with values or without.
+    Before there would be one more, ``every`` doubles and steps that are not multiples of it are dropped. The kept steps
+    depend on step numbers only, so all ranks keep the same ones, with values or without.
     """
 
     def __init__(
@@ -23,11 +23,11 @@ class Kept:
             self.add(step, rows[place] if rows else None)
 
     def due(self, step: int) -> bool:
-        """Whether a step is to be recorded."""
+        """Returns true if the step is to be recorded."""
         return step % self.every == 0
 
     def add(self, step: int, row: Floats | None) -> None:
-        """A step that is due, behind all others; a row on the rank that keeps values."""
+        """Appends a due step; ``row`` is None on ranks that keep no values."""
         while len(self.steps) >= self.most:
             self._thin()
         if not self.due(step):

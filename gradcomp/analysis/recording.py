@@ -1,4 +1,4 @@
-"""A recording of gradients: a file of NumPy's npz format, and what is in it. ``docs/information.md`` describes it."""
+"""Recordings of gradients, files in NumPy's npz format; ``docs/information.md`` describes them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ARRAYS = {
     "steps": ("<i8", 1),
     "values": ("<f4", 3),
 }
-#: What reading a file may raise that is not a recording.
+#: Exceptions that reading a file which is not a recording may raise.
 _UNREADABLE = (
     ValueError,
     KeyError,
@@ -56,9 +56,9 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which elements of which layers a recording holds: the same on all ranks.
+    """The elements of the layers that a recording holds, the same on all ranks.
 
-    ``positions``: by layer, ascending; of the elements in memory order.
+    ``positions``: by layer, ascending indices of the elements in memory order.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -67,27 +67,27 @@ class Sampling:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where each layer's values end in a rank's row."""
+        """Returns where each layer's values end in a rank's row."""
         return list(accumulate(len(each) for each in self.positions))
 
     @property
     def width(self) -> int:
-        """Values of one rank in one step."""
+        """Returns the number of values of one rank in one step."""
         return self.ends[-1] if self.ends else 0
 
     def part(self, layer: int) -> slice:
-        """Where a layer's values are in a rank's row."""
+        """Returns the slice of a rank's row that holds a layer's values."""
         return slice(self.ends[layer] - len(self.positions[layer]), self.ends[layer])
 
     def same_as(self, other: Sampling) -> bool:
-        """Whether the two hold the same elements of the same layers."""
+        """Returns true if both hold the same elements of the same layers."""
         return self.layers == other.layers and all(
             np.array_equal(mine, theirs) for mine, theirs in zip(self.positions, other.positions, strict=True)
         )
 
 
 def sample(layers: Sequence[LayerSpec], elements: int, seed: int) -> Sampling:
-    """At most ``elements`` positions in each layer, drawn without replacement from the seed and the layer's name."""
+    """Draws at most ``elements`` positions in each layer without replacement, seeded by ``seed`` and its name."""
     positions = tuple(_positions(layer, elements, seed) for layer in layers)
     return Sampling(tuple(layers), positions, seed)
 
@@ -101,10 +101,10 @@ def _positions(layer: LayerSpec, elements: int, seed: int) -> Positions:
 
 @dataclass(frozen=True)
 class Recording:
-    """Gradients of all ranks, in some elements and some steps.
+    """The gradients of all ranks, in some elements and some steps.
 
-    ``values``: float32 of shape (steps, ranks, ``sampling.width``); NaN where a rank had no gradient. ``steps``:
-    numbers of the exchanges, ascending; multiples of ``every``.
+    ``values``: float32 of shape (steps, ranks, ``sampling.width``); NaN if a rank had no gradient. ``steps``: ascending
+    numbers of the exchanges, multiples of ``every``.
     """
 
     sampling: Sampling
@@ -115,25 +115,24 @@ class Recording:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What was recorded."""
         return self.sampling.layers
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Returns the number of recorded ranks."""
         return int(self.values.shape[1])
 
     def of(self, layer: int, rank: int) -> Floats:
-        """A layer's values on one rank: (steps, elements)."""
+        """Returns a layer's values on one rank, of shape (steps, elements)."""
         return self.values[:, rank, self.sampling.part(layer)]
 
     def matching(self, patterns: Sequence[str]) -> list[int]:
-        """Numbers of the layers whose names match one of the shell patterns; ConfigError if there are none."""
+        """Returns the numbers of the layers whose names match a shell pattern; ConfigError if there are none."""
         return matching([layer.name for layer in self.layers], patterns)
 
 
 def matching(names: Sequence[str], patterns: Sequence[str]) -> list[int]:
-    """Numbers of the names that match one of the shell patterns; ConfigError for a pattern without any."""
+    """Returns the numbers of the names that match one of the shell patterns; ConfigError for a pattern without any."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(repr(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")
@@ -152,9 +151,10 @@ def write(
     steps: Sequence[int],
     rows: Sequence[Floats],
 ) -> None:
-    """Write a recording in one rename: the path holds the old file or the new one. Raises OSError.
+    """Writes a recording in one rename, so that the path always holds a whole file. Raises OSError.
 
-    ``rows``: for each step the values of all ranks, (ranks, width). The new file is ``.NAME.partial`` before.
+    ``rows``: for each step the values of all ranks, (ranks, width). Before the rename the new file is
+    ``.NAME.partial``.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -182,7 +182,7 @@ def write(
                     shape = (len(rows), ranks, sampling.width)
                     header = {"descr": "<f4", "fortran_order": False, "shape": shape}
                     np.lib.format.write_array_header_1_0(member, header)
-                    for row in rows:  # a step at a time: there is no second copy of all
+                    for row in rows:  # one step at a time, to avoid a second copy of all values
                         member.write(np.ascontiguousarray(row, dtype="<f4").tobytes())
             file.flush()
             os.fsync(file.fileno())
@@ -197,9 +197,9 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> Recording:
-    """The recording in a file. Nothing in it is run or inflated: arrays of objects are refused, and compressed ones.
+    """Reads a recording. Nothing in the file is run or inflated: arrays of objects and compressed arrays are refused.
 
-    Raises ConfigError for a file that cannot be read, is no recording, ends early, or contradicts itself.
+    Raises ConfigError for a file that cannot be read, is not a recording, ends early, or contradicts itself.
     """
     try:
         with Path(path).open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -216,7 +216,7 @@ def read(path: str | os.PathLike[str]) -> Recording:
 
 
 def _array(archive: zipfile.ZipFile, name: str, most_bytes: int) -> npt.NDArray[Any]:
-    """An array whose bytes are all in the file, so that what is allocated is no larger than that."""
+    """Reads an array whose bytes are all in the file, so that no more memory is allocated than the file is long."""
     dtype, dimensions = _ARRAYS[name]
     try:
         entry = archive.getinfo(f"{name}.npy")
@@ -236,7 +236,7 @@ def _array(archive: zipfile.ZipFile, name: str, most_bytes: int) -> npt.NDArray[
     begin = stream.tell()
     elements = 1
     for length in shape:
-        elements *= length  # of Python's integers, which do not overflow
+        elements *= length  # Python integers do not overflow
     if min(shape) < 0 or elements * found.itemsize != len(content) - begin:
         raise ValueError(f"array {name!r} does not have the bytes of its shape {list(shape)}")
     return np.frombuffer(content, dtype=found, offset=begin).reshape(shape)
@@ -245,7 +245,7 @@ def _array(archive: zipfile.ZipFile, name: str, most_bytes: int) -> npt.NDArray[
 def _recording(arrays: dict[str, npt.NDArray[Any]]) -> Recording:
     about, counts, steps, values = (arrays[name] for name in ("about", "counts", "steps", "values"))
     if about.nbytes > _MOST_ABOUT_BYTES:
-        raise ValueError(f"{about.nbytes} bytes of description")
+        raise ValueError(f"its description has {about.nbytes} bytes, more than {_MOST_ABOUT_BYTES}")
     try:
         described = json.loads(about.tobytes().decode())
     except (ValueError, RecursionError) as error:
@@ -265,10 +265,10 @@ def _recording(arrays: dict[str, npt.NDArray[Any]]) -> Recording:
     check_unique(layers)
     positions = _parts(counts, arrays["positions"], layers)
     if len(steps) != values.shape[0] or (steps < 0).any() or (np.diff(steps) <= 0).any():
-        raise ValueError(f"{values.shape[0]} rows of values for steps that do not ascend, or are not as many")
+        raise ValueError(f"steps do not ascend, or are not as many as the {values.shape[0]} rows of values")
     sampling = Sampling(layers, positions, seed)
     if sampling.width != values.shape[2]:
-        raise ValueError(f"{values.shape[2]} values of a rank for {sampling.width} positions")
+        raise ValueError(f"a rank has {values.shape[2]} values for {sampling.width} positions")
     return Recording(sampling, steps, values, every, version)
 
 
@@ -283,9 +283,9 @@ def _parts(
     counts: npt.NDArray[np.int64], positions: Positions, layers: Sequence[LayerSpec]
 ) -> tuple[Positions, ...]:
     if len(counts) != len(layers) or (counts < 0).any() or (counts > len(positions)).any():
-        raise ValueError(f"{len(counts)} counts of positions for {len(layers)} layers")
+        raise ValueError(f"the {len(counts)} counts of positions do not fit {len(layers)} layers")
     if sum(counts.tolist()) != len(positions):
-        raise ValueError(f"{len(positions)} positions, and counts that add up to others")
+        raise ValueError(f"counts do not add up to the {len(positions)} positions")
     parts = np.split(positions, np.cumsum(counts)[:-1]) if len(counts) else []
     for layer, part in zip(layers, parts, strict=True):
         if len(part) and (part[0] < 0 or part[-1] >= layer.size or (np.diff(part) <= 0).any()):

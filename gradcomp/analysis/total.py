@@ -1,4 +1,4 @@
-"""The total amount of gradient information of a run (Abrahamyan et al. 2021, Table II)."""
+"""Computes the total gradient information of a run (Abrahamyan et al. 2021, Table II)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from gradcomp.core.errors import ConfigError
 
 
 def total_information(phases: Iterable[tuple[int, Sequence[float]]]) -> float:
-    """Bytes that all ranks send during a whole training.
+    """Returns the bytes that all ranks send during a whole training.
 
     B = sum over phases p of n_p sum over ranks k of b_{k,p}
 
-    ``phases``: for each, its number of steps n_p and the bytes b_{k,p} that every rank k sends in one of them. A run of
-    one compression has one phase; LGC has three. Raises ConfigError for negative numbers and numbers that are not
-    finite, and where phases have different numbers of ranks.
+    ``phases``: for each, its number of steps n_p and the bytes b_{k,p} that every rank k sends in one of them. A run
+    with one compression has one phase; LGC has three.
+
+    Raises:
+        ConfigError: numbers that are negative or not finite, or phases with different numbers of ranks.
 
     Source: the column "Information" of Table II, which prints no formula. This one gives its rows, with 102.2 MB of
-    gradient (Table IV) over the rows' ratios, 8 ranks, the 429,300 steps that the 351 TB of the baseline imply, and 200
-    uncompressed steps for LGC.
+    gradient (Table IV) divided by the rows' ratios, 8 ranks, the 429,300 steps that follow from the baseline's 351 TB,
+    and 200 uncompressed steps for LGC.
     """
     total, ranks = 0.0, None
     for steps, sent in phases:

@@ -1,4 +1,4 @@
-"""Controllers: the level of every layer, chosen while training runs."""
+"""Controllers choose the compression level of every layer while training runs."""
 
 from gradcomp.control.accordion import Accordion
 from gradcomp.control.adaqs import AdaQS

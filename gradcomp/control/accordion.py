@@ -1,4 +1,4 @@
-"""Low compression while gradients change fast, high compression otherwise."""
+"""Accordion compresses little while gradients change fast, and much otherwise."""
 
 from __future__ import annotations
 
@@ -16,57 +16,60 @@ from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.two_levels import TwoLevels
 from gradcomp.core.errors import ConfigError
 
-#: In place of a norm: there was no period yet.
+#: Stands for the norm of a layer before its first period.
 NEVER = -1.0
 
 
 def critical(previous: Doubles, now: Doubles, eta: float) -> npt.NDArray[np.bool_]:
-    """Where | ||g_prev|| - ||g_now|| | / ||g_prev|| >= eta, and where there is no ||g_prev|| yet (:data:`NEVER`)."""
+    """Returns a mask that is true where | ||g_prev|| - ||g_now|| | / ||g_prev|| >= eta.
+
+    It is also true where there is no previous norm yet (:data:`NEVER`).
+    """
     change = np.abs(previous - now)
     mask: npt.NDArray[np.bool_] = (previous < 0) | ((change >= eta * previous) & (change > 0))
     return mask
 
 
 def remembered(previous: Doubles, now: Doubles) -> Doubles:
-    """The norms to compare the next period's with: a layer that had no gradient keeps its last one."""
+    """Returns the norms to compare the next period's with: a layer that had no gradient keeps its previous norm."""
     return np.where(now == 0, previous, now)
 
 
 @dataclass(frozen=True)
 class Accordion(TwoLevels):
-    """Two levels per layer: low compression in critical periods, high compression in all others.
+    """Switches each layer between two levels: low compression in critical periods, high compression in all others.
 
-    With g_p the gradient added up over period p, a layer's period is critical where
+    With g_p the gradient summed over period p, a layer's period is critical if
 
         | ||g_{p-1}|| - ||g_p|| | / ||g_{p-1}|| >= eta
 
-    and the first one always is. A period in which the learning rate fell by ``rate_fall`` of itself or more is critical
-    for all layers. The decision is for the period that follows; until the first one layers travel at ``low``. A layer
-    of which no gradient was seen keeps its choice and its norm.
+    and its first period always is. A period in which the learning rate fell by the fraction ``rate_fall`` or more is
+    critical for all layers. A decision applies to the next period; until the first one, layers use ``low``. A layer
+    without a gradient in the period keeps its choice and its norm.
 
     Args:
-        low: level of low compression, such as the rank 4 of ``PowerSGD``, or a compressor or its string form.
-        high: of high compression, such as rank 1. Both are levels, or both are compressors.
+        low: level of low compression, such as rank 4 of ``PowerSGD``, or a compressor or its string form.
+        high: level of high compression, such as rank 1. Both are levels, or both are compressors.
         eta: threshold on the relative change of the norm, above 0.
         rate_fall: threshold on the relative fall of the learning rate from one period to the next, in (0, 1].
         every_steps: steps in a period.
-        window: add up only the last so many steps of it; by default all of them.
-        samples: measure so many single steps of it instead; see :class:`Periodic`.
-        memory_bytes: cap on what is held for sums, on every rank.
+        window: sums gradients over only the last this many steps of a period; by default over all of them.
+        samples: measures this many single steps of a period instead; see :class:`Periodic`.
+        memory_bytes: limit on the memory that every rank uses for these sums.
 
-    Wire: twice a period a sum over ranks of float64, 4 numbers and then 2 per layer.
+    Wire: twice a period a sum over ranks of float64: 4 numbers per layer, then 2 per layer.
 
     State: one norm per layer and the learning rate, the same on all ranks; the sums of :class:`Periodic`.
 
-    Raises:
-        ConfigError: ``low`` and ``high`` are the same, impossible, or the wrong way round; eta is not above 0;
-            rate_fall is not in (0, 1].
+    Errors: ConfigError if ``low`` and ``high`` are equal, impossible or exchanged, if eta is not above 0, or if
+    rate_fall is not in (0, 1].
 
-    Source: Agarwal et al. 2021 (Accordion), as Markov et al. 2024 (L-GreCo), section 5.3, and Markov
-    2024, section 3.7.3, use it; eta = 0.5 is theirs.
-    Differences: each layer's norm is of the gradients of the one rank that looks after it. To the authors any fall of
-    the learning rate is critical; theirs fall now and then, to a half or less. Where it falls a little in every step,
-    all periods would be critical, hence a threshold. Rates are compared when tables are shared, as norms are.
+    Source: Agarwal et al. 2021 (Accordion), as used by Markov et al. 2024 (L-GreCo), section 5.3, and Markov 2024,
+    section 3.7.3, with eta = 0.5.
+    Differences: each layer's norm is measured on the gradients of the rank that owns the layer. The authors treat any
+    fall of the learning rate as critical, since their schedules seldom fall, and then to a half or less. With a
+    schedule that falls a little in every step, all periods would be critical, hence the threshold. Learning rates are
+    compared when ranks share their tables, as norms are.
     """
 
     name: ClassVar[str] = "accordion"
@@ -79,24 +82,25 @@ class Accordion(TwoLevels):
         check_positive("eta", self.eta)
         check_positive("rate_fall", self.rate_fall)
         if self.rate_fall > 1:
-            raise ConfigError(f"rate_fall is a share of the learning rate, at most 1, got {self.rate_fall!r}")
+            raise ConfigError(
+                f"rate_fall is a fraction of the learning rate, at most 1, got {self.rate_fall!r}"
+            )
 
     @property
     def start(self) -> Candidate:
-        """Low compression: the first period is critical."""
+        """Returns ``low``, since the first period is critical."""
         return self.low
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
-        """No norm yet."""
         return np.full(len(candidates.layers), NEVER)
 
     def critical(self, previous: Doubles, observed: PeriodObservations) -> npt.NDArray[np.bool_]:
-        """The layers whose period is critical."""
+        """Returns a mask of the rows whose period is critical."""
         fell = observed.rate_fall >= self.rate_fall
         return critical(previous, observed.norm, self.eta) | fell
 
     def decide(self, observed: PeriodObservations) -> Decision:
-        """Low compression for layers in a critical period."""
+        """Chooses low compression for layers in a critical period."""
         mask = self.critical(observed.memory, observed)
         high = np.array([len(choices) - 1 for choices in observed.candidates.choices], dtype=np.int64)
         choices = keeping_silent(observed, np.where(mask, 0, high))

@@ -1,4 +1,4 @@
-"""Sums of gradients between two decisions, each layer's on one rank."""
+"""Sums of gradients between two decisions, each layer's held by one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from gradcomp.kernels.codec import Table
 
 
 def share_out(sizes: Mapping[int, int], world: int) -> dict[int, int]:
-    """Layer -> the rank that looks after it: the largest first, each to the rank with the fewest elements so far."""
+    """Maps each layer to the rank that owns it.
+
+    The largest layer is assigned first; each goes to the rank that has the fewest elements so far.
+    """
     loads = [0] * world
     owners: dict[int, int] = {}
     for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):
@@ -25,10 +28,10 @@ def share_out(sizes: Mapping[int, int], world: int) -> dict[int, int]:
 
 
 class Accumulators:
-    """One float32 row per layer that this rank looks after: a_t = a_{t-1} + scale g_t of the rank's own gradients.
+    """Sums the rank's own gradients in one float32 row per layer that it owns: a_t = a_{t-1} + scale g_t.
 
-    ``sizes``: elements by layer number, 0 for a layer that is another rank's. Memory: 8 bytes per element, since a
-    step that is not accepted must not count. ``zeros``: where the rows lie.
+    ``sizes`` has the number of elements by layer number, 0 for a layer that another rank owns. ``zeros`` allocates the
+    rows. They take 8 bytes per element, since a step that is not accepted must not count.
     """
 
     def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros) -> None:
@@ -39,11 +42,10 @@ class Accumulators:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the rows."""
         return self._rows.nbytes
 
     def add(self, table: Table, layers: npt.NDArray[np.int64], scale: float) -> None:
-        """The gradients at the addresses in the table, for the rows that are this rank's."""
+        """Adds the gradients at the addresses in the table to the rows that this rank owns."""
         own = self._own[layers]
         if not own.any():
             return
@@ -55,18 +57,17 @@ class Accumulators:
         selection.contribute(table, flags, factors, decay=1.0)
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """The step was accepted."""
+        """Makes the sums of the last step final, for the layers that some rank had."""
         self._rows.commit(present & self._own)
 
     def take(self) -> dict[int, Vector]:
-        """The sums by layer, which are the caller's from now on; they begin again at zero."""
+        """Returns the sums by layer, which then belong to the caller; new sums begin at zero."""
         rows, self._rows = self._rows, DoubleBuffer(self._sizes, self._zeros)
         return {layer: rows.vector(layer) for layer in np.flatnonzero(self._own).tolist()}
 
     def value(self, layer: int) -> Floats:
-        """A layer's sum, read-only."""
+        """Returns a read-only view of a layer's sum."""
         return self._rows.value(layer)
 
     def set(self, layer: int, values: Floats) -> None:
-        """Replace a layer's sum."""
         self._rows.set(layer, values)

@@ -1,4 +1,4 @@
-"""More precision as soon as gradients are mostly noise."""
+"""AdaQS raises the precision of a layer once its gradient is mostly noise."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ from gradcomp.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class AdaQS(TwoLevels):
-    """In the style of AdaQS: a layer's precision rises when the mean of its gradient falls against the deviation.
+    """Raises a layer's precision when the mean of its gradient falls relative to the standard deviation.
 
-    Of a layer's gradient added up over a period, with mean μ and standard deviation σ over its elements,
+    For a layer's gradient summed over a period, with mean μ and standard deviation σ over its elements,
 
         m = |μ| / σ
 
-    Layers begin at ``high`` compression, and the first m > 0 of a layer is remembered as m_0. Whenever m <= factor m_0,
-    the layer goes one step towards ``low``, and m_0 = m; if that is 0, the next m > 0 takes its place. Steps double the
-    level: high, 2 high, 4 high, ..., low; between compressors there is one step. Precision never falls again. A layer
+    Layers begin at ``high`` compression, and a layer's first m > 0 is stored as m_0. Whenever m <= factor m_0, the
+    layer moves one step towards ``low``, and m_0 = m; if that is 0, the next m > 0 replaces it. Steps double the level:
+    high, 2 high, 4 high, ..., low; between two compressors there is one step. Precision never falls again. A layer
     without a gradient, or whose elements are all equal (σ = 0), keeps its choice and its m_0.
 
     Args:
         low: level of low compression, such as 8 bits, or a compressor or its string form.
-        high: of high compression, such as 2 bits. Both are levels, or both are compressors.
-        factor: how far m must fall, between 0 and 1.
+        high: level of high compression, such as 2 bits. Both are levels, or both are compressors.
+        factor: the fraction of m_0 to which m must fall, between 0 and 1.
         every_steps: steps in a period.
-        window: add up only the last so many steps of it; by default all of them.
-        samples: measure so many single steps of it instead; see :class:`Periodic`.
-        memory_bytes: cap on what is held for sums, on every rank.
+        window: sums gradients over only the last this many steps of a period; by default over all of them.
+        samples: measures this many single steps of a period instead; see :class:`Periodic`.
+        memory_bytes: limit on the memory that every rank uses for these sums.
 
-    Wire: twice a period a sum over ranks of float64, 4 numbers and then 2 per layer.
+    Wire: twice a period a sum over ranks of float64: 4 numbers per layer, then 2 per layer.
 
     State: one ratio per layer, the same on all ranks; the sums of :class:`Periodic`.
 
-    Raises:
-        ConfigError: ``low`` and ``high`` are the same, impossible, or the wrong way round; factor is not in (0, 1).
+    Errors: ConfigError if ``low`` and ``high`` are equal, impossible or exchanged, or if factor is not in (0, 1).
 
-    Source: the idea of Guo et al., Accelerating distributed deep learning by adaptive gradient quantization (2020), as
-    others tell it: Markov 2024 and Tyagi and Swany 2023 (section II-C). Its text was not at hand, so the rule
-    is ours where these leave it open: per layer, where theirs is for the whole model; exact moments instead of
-    estimated ones.
+    Source: the idea of Guo et al. 2020 (AdaQS, Accelerating distributed deep learning by adaptive gradient
+    quantization), as described by Markov 2024 and by Tyagi and Swany 2023 (section II-C). The original text was not
+    available, so the rule is ours where these two leave it open.
+    Differences: the rule works per layer instead of on the whole model, and with exact moments instead of estimates.
     """
 
     name: ClassVar[str] = "adaqs"
@@ -65,11 +64,10 @@ class AdaQS(TwoLevels):
 
     @property
     def start(self) -> Candidate:
-        """High compression."""
         return self.high
 
     def candidates(self) -> list[Candidate]:
-        """From ``low`` to ``high``: levels that double."""
+        """Returns the levels from ``low`` to ``high``, each half of the one before."""
         low, high = checked(self.low, "low"), checked(self.high, "high")
         if isinstance(low, Compressor) or isinstance(high, Compressor):
             return [self.low, self.high]
@@ -84,11 +82,10 @@ class AdaQS(TwoLevels):
         return [low, *levels]
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
-        """No ratio yet."""
         return np.zeros(len(candidates.layers))
 
     def decide(self, observed: PeriodObservations) -> Decision:
-        """One step towards ``low`` for layers whose ratio has fallen."""
+        """Moves the layers whose ratio has fallen one step towards ``low``."""
         known = ~observed.silent & (observed.deviation > 0)
         ratio = np.divide(np.abs(observed.mean), observed.deviation, out=np.zeros(len(known)), where=known)
         before = observed.memory

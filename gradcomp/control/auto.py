@@ -1,4 +1,4 @@
-"""Auto: the least compression that hides the communication on this network."""
+"""Auto chooses the least compression that hides the communication on this network."""
 
 from __future__ import annotations
 
@@ -17,38 +17,40 @@ from gradcomp.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Auto(Controller):
-    """Take the least compression that hides the communication; on a network that is fast enough, none.
+    """Chooses the least compression that hides the communication; on a network that is fast enough, none.
 
-    The run starts under the first choice. After the first steps, ``warmup_steps`` steps tell when gradients are ready
-    and how long a step computes; the slowest rank counts. Meanwhile each choice's codec is timed on another thread. The
-    link is then measured. Its rate is fitted, so that the step predicted under the choice in force is the step that was
-    measured. For each choice the step is predicted (:mod:`gradcomp.control.forecast`). Taken is the
-    choice with the shortest predicted step among those up to the first whose exposed communication is at most
-    ``hidden`` of the time that the step computes; among all, if nothing hides it. A choice that compresses more must
-    shorten the predicted step by more than 2%.
+    A run starts with the first choice. After its first steps, ``warmup_steps`` steps are observed to learn when
+    gradients become ready and how long a step computes; the slowest rank counts. Meanwhile another thread times the
+    codec of each choice. Then the link is measured, and its rate is fitted so that the step predicted for the current
+    choice takes as long as the measured one. With that link a step is predicted for each choice
+    (:mod:`gradcomp.control.forecast`). Candidates are the choices up to the first whose exposed communication is at
+    most ``hidden`` of the computing time, or all choices if nothing hides the communication; Auto takes the candidate
+    with the shortest predicted step. A choice that compresses more must shorten the predicted step by more than 2%.
 
-    What a prediction cannot know, a busy core for one, shows in the steps that follow: if their median is longer than
-    before a choice that compresses more, or by more than ``hidden`` + 2% than before one that compresses less, the
-    choice before comes back. Every ``check_every`` steps ranks compare their step times with those. If the mean over
-    ranks of the median differs by more than the share ``drift``, steps and link are measured anew, and the choice is
-    made again.
+    A prediction cannot include everything, such as a busy core, so the steps that follow a change are compared with
+    those before it. If their median is longer than before a change to more compression, or longer by more than
+    ``hidden`` + 2% than before a change to less compression, the previous choice returns. Every ``check_every`` steps
+    ranks compare their step times with those after the decision. If the mean over ranks of the median differs by more
+    than the fraction ``drift``, steps and link are measured again and the choice is made again.
 
-    A choice applies to every layer that is up for choice; excluded layers stay exact.
+    A choice applies to every controlled layer; excluded layers stay exact.
 
     Args:
         choices: compressors or string forms, from least to most compression. The default ends at 4 bits, at which the
             accuracy of training without compression is recovered on all models of Markov et al. 2024 and Markov
             2024; choose more only where you know that it does no harm.
         warmup_steps: steps to observe before a choice.
-        hidden: share of the computing time that exposed communication may take.
+        hidden: fraction of the computing time that exposed communication may take.
         drift: relative change of the step time after which the choice is made again.
-        check_every: steps between two looks at the step time.
+        check_every: steps between two comparisons of the step time.
 
-    Wire: for each choice, one probe of the link between steps (6 messages of 1 KiB and of 1 MiB a rank), a sum over
-    ranks of N (2 + buckets + 2 choices) float64, and one of 4 + choices; one float64 for each look at the step time.
+    Wire: for each decision, one probe of the link between steps (6 messages of 1 KiB and of 1 MiB a rank), a sum over
+    ranks of N (2 + buckets + 2 choices) float64, and one of 4 + choices; one float64 for each comparison of step times.
+
     State: a few numbers, and the times of the steps that are being observed.
-    Errors: ConfigError for no choice, an unknown, repeated or scheduled one, or one that brings momentum or clipping;
-    numbers that are not positive; layers whose own compressor brings momentum or clipping.
+
+    Errors: ConfigError for an empty list, for a choice that is unknown, repeated, has a schedule, momentum or clipping,
+    for numbers that are not positive, and for layers whose own compressor has momentum or clipping.
     """
 
     name: ClassVar[str] = "auto"
@@ -80,15 +82,13 @@ class Auto(Controller):
 
     @property
     def by_times(self) -> bool:
-        """Yes."""
         return True
 
     def begin(self, environment: Environment) -> AutoRun:
-        """See :class:`AutoRun`."""
         own = [c for c in environment.compressors if c is not None and c.traits.preconditions]
         if own:
             raise ConfigError(
-                f"{own[0].to_string()} brings momentum or clipping, which would be lost with it"
+                f"{own[0].to_string()} has momentum or clipping, which auto would drop when it replaces the compressor"
             )
         limits = Limits(self.warmup_steps, self.hidden, self.drift, self.check_every)
         return AutoRun(self.name, tuple(map(resolve, self.choices)), limits, environment)

@@ -1,4 +1,4 @@
-"""Auto at work: steps, codecs and the link are measured, a choice is made from them, and step times are watched."""
+"""The run of Auto: measures steps, codecs and the link, chooses from them, and then compares step times."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from gradcomp.reduce.model import Network
 
 logger = logging.getLogger("gradcomp")
 
-#: The first steps of a run allocate, settle the order of buckets and compare parameters: they say little.
+#: The first steps of a run allocate memory, fix the order of exchange buckets and compare parameters, so their times
+#: are not typical.
 SETTLING_STEPS = 6
-#: In place of the step in which an observation begins: after the next steps, as at the start.
+#: Stands for the step in which an observation begins: it begins SETTLING_STEPS after the next step.
 _SOON = -1
-#: After a change of plan, reports of so many steps are not of the new one.
+#: After a change of plan, the reports of this many steps still describe the previous plan.
 _BEHIND_STEPS = 3
 
 
 class AutoRun(PhasedRun[AutoState]):
-    """Observe, probe, share, decide, announce, and look at step times. ``clock`` gives seconds."""
+    """Observes, probes, shares, decides, announces, and compares step times. ``clock`` returns seconds."""
 
     PHASES = (Phase.IDLE, Phase.OBSERVE, Phase.PROBE, Phase.SHARE, Phase.DECIDE, Phase.ANNOUNCE, Phase.CRUISE)
 
@@ -45,19 +46,19 @@ class AutoRun(PhasedRun[AutoState]):
         self._names = [layer.name for layer in environment.layers]
         self._has_a_choice = bool(environment.controlled) and environment.world > 1
         phase = Phase.OBSERVE if self._has_a_choice else Phase.IDLE
-        begun = environment.first_step + SETTLING_STEPS  # the first step that is observed
+        begun = environment.first_step + SETTLING_STEPS  # the first observed step
         nothing: tuple[Any, ...] = (0, [], "", None, None, None, 0, None, None)
         state = AutoState(phase, begun, environment.world, self._forms[0], *nothing)
         super().__init__(name, environment, state)
         self.clock: Callable[[], float] = perf_counter
-        self._rows: list[Floats] = []  # what was observed
-        self._ended: float | None = None  # when the last exchange did
-        self._between: float | None = None  # seconds from then to the opening of this one
+        self._rows: list[Floats] = []  # the times of the observed steps
+        self._ended: float | None = None  # when the last exchange ended
+        self._between: float | None = None  # seconds from that end to the opening of this step
         self._choose(0)
 
     @property
     def current(self) -> int:
-        """The number of the choice in force."""
+        """Returns the index of the current choice."""
         return self._forms.index(self._state.choice)
 
     def _choose(self, number: int) -> None:
@@ -65,7 +66,10 @@ class AutoRun(PhasedRun[AutoState]):
         self.choices = dict.fromkeys(self.environment.controlled, self.compressors[number])
 
     def plan(self, before: Plan) -> Plan:
-        """The choice for the layers that take one. The others ride along exactly, in sums beside sums."""
+        """Gives the current choice to the controlled layers.
+
+        The other layers are exact; if the choice is summed over ranks, so are they, in the same exchange buckets.
+        """
         rows = list(super().plan(before).assignments)
         exact = EXACT if self.compressors[self.current].traits.reduces else Identity()
         replaced = (EXACT.family_string(), Identity().family_string())
@@ -77,43 +81,43 @@ class AutoRun(PhasedRun[AutoState]):
     # -- observe and share -------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Note how long it took from the end of the last exchange."""
+        """Notes how long it took from the end of the last exchange to the opening of this step."""
         self._between = None if self._ended is None else self.clock() - self._ended
         if self._state.begun == _SOON:
             self._state.begun = step + SETTLING_STEPS
         super().begin(step)
 
     def finish(self, step: Step) -> bool:
-        """Note when the exchange ended, and go on."""
+        """Notes when the exchange ended, and advances the phase."""
         self._ended = self.clock()
         return super().finish(step)
 
     @property
     def due(self) -> bool:
-        """Whether enough steps were observed."""
+        """Returns true once enough steps were observed."""
         return self.phase is not Phase.OBSERVE or self._step >= self._state.begun + self.limits.warmup_steps
 
     def measuring(self) -> Callable[[], list[Rates]]:
-        """How fast every choice's codec is."""
+        """Returns the work that times the codec of every choice."""
         compressors = self.compressors
         return lambda: [rates.measure_rates(c) for c in compressors]
 
     def watch(self, step: Step) -> bool:
-        """Note the times of the step, or look at them."""
+        """Notes the times of an observed step, or compares step times once a choice is made."""
         if self.phase is Phase.OBSERVE:
             self._observe(step)
         return self.phase is Phase.CRUISE and self._cruise(step)
 
     def _observe(self, step: Step) -> None:
-        """One row a step: its seconds, and those from the end of the last exchange to the opening and to each bucket.
+        """Appends a row: the step's seconds, and those from the last exchange's end to the opening and to each bucket.
 
-        Ranks end an exchange together, so that this is the time on which they all agree. Buckets that change begin
-        the observation anew.
+        Ranks end an exchange together, so they agree on that time. The observation starts again if the exchange buckets
+        change.
         """
         state = self._state
         if step.number < state.begun:
             return
-        # Sparse layers travel in no bucket.
+        # Layers with sparse gradients are in no exchange bucket.
         travels = (step.sent > 0) | np.array([layer.size == 0 for layer in self.environment.layers])
         places = np.where(travels, step.position, -1).tolist()
         position = dict(zip(self._names, places, strict=True))
@@ -133,17 +137,16 @@ class AutoRun(PhasedRun[AutoState]):
         self._rows = []
 
     def hear(self, network: Network) -> None:
-        """The link was measured."""
         self._state.network = network
         super().hear(network)
 
     @property
     def _width(self) -> int:
-        """Columns of the table: the step, the opening, the buckets, and two rates of each choice."""
+        """Returns the columns of the table: the step, the opening, the exchange buckets, two rates of each choice."""
         return 2 + self._state.buckets + 2 * len(self.compressors)
 
     def row(self, measured: Sequence[Rates]) -> Doubles:
-        """This rank's row of the table; NaN where it observed nothing."""
+        """Returns this rank's row of the table; NaN where the rank observed nothing."""
         table = np.zeros((self.environment.world, self._width))
         speeds = np.array([(one.encode, one.decode) for one in measured], dtype=np.float64)
         times = median(self._rows, 2 + self._state.buckets)
@@ -151,7 +154,7 @@ class AutoRun(PhasedRun[AutoState]):
         return table.reshape(-1)
 
     def receive(self, step: Step, sums: Doubles) -> bool:
-        """The table. A rank that observed nothing begins again, and all with it."""
+        """Stores the table. If a rank observed nothing, all ranks observe again."""
         table = sums.reshape(self.environment.world, self._width)
         if not np.isfinite(table).all():
             self._observe_from(step.number + 1)
@@ -162,7 +165,7 @@ class AutoRun(PhasedRun[AutoState]):
     # -- decide and apply --------------------------------------------------------------------------------------
 
     def deciding(self) -> Callable[[], list[float]]:
-        """Predict the step under every choice, and choose."""
+        """Returns the work that predicts the step for every choice and chooses."""
         state, columns = self._state, 2 + self._state.buckets
         assert state.table is not None, "it was shared"
         assert state.position is not None, "it was noted with the first step that was observed"
@@ -180,21 +183,20 @@ class AutoRun(PhasedRun[AutoState]):
 
     @property
     def _step_seconds(self) -> float:
-        """What steps took while they were observed: the mean over ranks of their medians."""
+        """Returns the step time during the observation: the mean over ranks of their medians."""
         assert self._state.table is not None, "it was shared"
         return float(self._state.table[:, 0].sum()) / self.environment.world
 
     @property
     def announced(self) -> int:
-        """The choice, seconds computed and exposed, the link's factor, and a prediction for each choice."""
+        """Returns 4 + choices: the choice, seconds computed and exposed, the link's factor, a prediction by choice."""
         return 4 + len(self.compressors)
 
     def announcement(self, decision: list[float]) -> Doubles:
-        """As :func:`gradcomp.control.forecast.decide` gives them."""
         return np.array(decision)
 
     def apply(self, step: Step, sums: Doubles) -> bool:
-        """The choice, to be compared with the step time before it."""
+        """Switches to the choice, which is later compared with the step time before it."""
         state, before, chosen = self._state, self.current, int(sums[0])
         assert state.network is not None, "the choice was made from it"
         seconds = self._step_seconds
@@ -205,12 +207,13 @@ class AutoRun(PhasedRun[AutoState]):
         between = len(self.environment.topology.leaders) > 1
         self.reason = state.reason = explain(state, self.compressors, chosen, sums[1:3].tolist(), between)
         if before == chosen and self.environment.rank == 0:
-            logger.info("step %d: %s stays with %s", step.number, self.name, self.reason)  # no plan says it
+            # No new plan is logged, so this line says what was decided.
+            logger.info("step %d: %s stays with %s", step.number, self.name, self.reason)
         state.before = None if before == chosen else (self._forms[before], seconds)
         return before != chosen
 
     def _cruise_under(self, choice: int, step: Step) -> None:
-        """Go on under a choice, which is compared with nothing yet."""
+        """Continues with a choice that has no step times to compare with yet."""
         self._choose(choice)
         state = self._state
         state.phase, state.begun = Phase.CRUISE, step.number + _BEHIND_STEPS
@@ -219,18 +222,18 @@ class AutoRun(PhasedRun[AutoState]):
     # -- cruise ------------------------------------------------------------------------------------------------
 
     def _looks(self, step: int) -> bool:
-        """Whether ranks compare step times in this step: soon after the choice, and then every so often."""
+        """Returns true in steps that compare times: ``warmup_steps`` after the choice, then every ``check_every``."""
         since = step - self._state.begun - self.limits.warmup_steps
         return since >= 0 and since % self.limits.check_every == 0
 
     def report(self, step: int) -> Doubles | None:
-        """This rank's step time, where ranks compare it."""
+        """Returns this rank's median step time in steps in which ranks compare it."""
         if self.phase is not Phase.CRUISE or not self._looks(step):
             return None
         return np.array([median(self._rows)[0] / self.environment.world])
 
     def _cruise(self, step: Step) -> bool:
-        """Step times since the last look; a rank that just began has none, and the look is skipped."""
+        """Collects step times since the last comparison, which is skipped if some rank has none and gives NaN."""
         if self._looks(step.number):
             assert step.sums is not None, "all ranks contributed"
             self._rows = []
@@ -242,7 +245,10 @@ class AutoRun(PhasedRun[AutoState]):
         return False
 
     def _looked(self, step: Step, seconds: float) -> bool:
-        """What a step takes by now: the baseline, a drift, or more than before the choice. Whether that is undone."""
+        """Compares the step time with the one before the choice or with the baseline.
+
+        Returns true if the choice is undone; begins to observe again after a drift.
+        """
         state, now = self._state, self.current
         if state.before is not None:
             form, limit = state.before
@@ -254,14 +260,15 @@ class AutoRun(PhasedRun[AutoState]):
                     f"{1e3 * state.predicted[now]:.1f} were predicted"
                 )
                 self._cruise_under(choice, step)
-                state.baseline = limit  # should it not be reached again, something else has changed as well
+                # If steps do not become as short as before again, something besides the choice has changed.
+                state.baseline = limit
                 return True
             state.before = None
         if state.baseline is None:
             state.baseline = seconds
         elif abs(seconds - state.baseline) > self.limits.drift * state.baseline:
             if self.environment.rank == 0:
-                text = "step %d: %s measures anew: %.1f ms a step, %.1f after the last choice"
+                text = "step %d: %s measures again: %.1f ms a step, %.1f after the last choice"
                 logger.info(text, step.number, self.name, 1e3 * seconds, 1e3 * state.baseline)
             self._observe_from(step.number + 1)
         return False
@@ -269,13 +276,13 @@ class AutoRun(PhasedRun[AutoState]):
     # -- state -------------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, dict[str, Floats]]:
-        """The times that this rank has noted, under the name of the first layer: they are no layer's."""
+        """Returns the times that this rank has noted, under the first layer's name since they belong to no layer."""
         return {"times": {self._names[0]: np.concatenate(self._rows)}} if self._rows else {}
 
     def resume(self, saved: AutoState, own: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Among other ranks, or with other layers, the choice is kept and all is measured anew.
+        """Restores the choice; with another number of ranks or other layers, all is measured again.
 
-        A choice that there is no more gives way to the first.
+        A saved choice that is not among the choices is replaced by the first one.
         """
         forms, names, places = self._forms, self._names, saved.position or {}
         same = saved.world == self.environment.world and saved.choice in forms

@@ -1,4 +1,4 @@
-"""What Auto saves, and the line in which it says why it chose."""
+"""The saved state of Auto, and the log line that explains a choice."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradcomp.core.levels import level_text, short_name
 from gradcomp.core.vectors import Floats
 from gradcomp.reduce.model import Network
 
-#: A fitted rate above this one says that messages of the probe's size cost no more than their latency.
+#: A fitted rate above this one means that messages of the probe's size cost only their latency.
 _MOST_GBIT = 1000
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The numbers of :class:`gradcomp.control.auto.Auto`, which says what they are."""
+    """The numeric arguments of :class:`gradcomp.control.auto.Auto`, described there."""
 
     warmup_steps: int
     hidden: float
@@ -30,11 +30,11 @@ class Limits:
 
 @dataclass
 class AutoState(PhasedState):
-    """``choice``: what is in force, in string form. ``predicted``: seconds of a step by choice, at the last decision.
+    """The state of Auto: ``choice`` is the current one in string form.
 
-    ``baseline``: the step time that later ones are compared with. ``before``: the choice before and its step time,
-    until that was compared. ``position``: by layer name, the bucket that it ends in, -1 if it does not travel.
-    ``table``: what all ranks observed.
+    ``predicted``: seconds of a step by choice, at the last decision. ``baseline``: the step time that later ones are
+    compared with. ``before``: the previous choice and its step time, until they were compared. ``position``: by layer
+    name, the last exchange bucket that the layer is in, -1 if it is in none. ``table``: the observations of all ranks.
     """
 
     world: int
@@ -50,7 +50,7 @@ class AutoState(PhasedState):
     table: Doubles | None
 
     def is_complete(self, shape: tuple[int, int]) -> bool:
-        """Whether everything is there that the phase needs; of a table, with this shape."""
+        """Returns true if all that the phase needs is present; a table must have the given shape."""
         if self.phase in (Phase.OBSERVE, Phase.CRUISE):
             return True
         if self.position is None or (self.phase is not Phase.PROBE and self.network is None):
@@ -67,7 +67,7 @@ def explain(
     compute_and_exposed: Sequence[float],
     between_hosts: bool,
 ) -> str:
-    """The prediction for the choice and for the others, and what it was made from."""
+    """Returns the prediction for the choice and for the others, and the measurements that it was made from."""
     network, names = state.network, names_of(compressors)
     assert network is not None, "the choice was made from it"
     milliseconds = [f"{1e3 * seconds:.1f}" for seconds in state.predicted]
@@ -86,7 +86,7 @@ def explain(
 
 
 def names_of(compressors: Sequence[Compressor]) -> list[str]:
-    """Short names, or string forms if those would be equal."""
+    """Returns short names, or string forms if short names would be ambiguous."""
     short = []
     for compressor in compressors:
         family = compressor.family_string()
@@ -96,7 +96,7 @@ def names_of(compressors: Sequence[Compressor]) -> list[str]:
 
 
 def median(rows: Sequence[Floats], width: int = 1) -> Doubles:
-    """By column; NaN if there is no row."""
+    """Returns the median of each column; NaN if there is no row."""
     if not rows:
         return np.full(width, np.nan)
     return np.median(np.stack(rows).astype(np.float64), axis=0)

@@ -1,4 +1,4 @@
-"""Levels by Bayesian optimisation."""
+"""Bayes chooses levels by Bayesian optimisation."""
 
 from __future__ import annotations
 
@@ -23,48 +23,47 @@ from gradcomp.control.levels import (
 from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.core.errors import ConfigError
 
-#: Times the most bytes: what an assignment counts at most that is over the budget.
+#: The cost of an assignment over the budget is at most this many times the largest number of bytes.
 _FAR = 1e6
 
 
 @dataclass(frozen=True)
 class Bayes(Grouped):
-    """The fewest bytes within the reference's error, searched for by Bayesian optimisation.
+    """Searches for the fewest bytes within the error of the reference, by Bayesian optimisation.
 
-    Over the levels k_l of the layers, minimise
+    Over the levels k_l of the layers, it minimises
 
         Σ_l bytes_l(k_l)    subject to    Σ_l error_l(k_l)  <=  alpha · Σ_l error_l(reference)
 
-    error_l being the L2 norm of what a level loses of the gradient added up over a period. Optuna's tree-structured
-    Parzen estimator proposes ``trials`` assignments, beginning at the reference and at the plan in force. One over
-    the budget counts as the most bytes that there are, times its error over the budget. Of many layers, those that
-    ``KMeans`` would put into one of ``clusters`` clusters share a level in the search. The best that met the budget is
-    taken, of equal bytes the one with the smaller error; if none did, layers take the reference, and one warning says
-    so.
+    error_l is the L2 norm of the error of a level on the gradient summed over a period. Optuna's tree-structured Parzen
+    estimator proposes ``trials`` assignments, beginning with the reference and the current plan. An assignment over the
+    budget costs the largest possible number of bytes, times the ratio of its error to the budget. If there are many
+    layers, those that ``KMeans`` would put into one of ``clusters`` clusters share a level in the search. The cheapest
+    assignment within the budget is taken, of equally cheap ones the one with the smaller error; if none is within it,
+    layers use the reference, and a warning is logged once.
 
     Args:
         every_steps: steps in a period.
-        levels: what layers may travel as, levels or compressors; by default the range of L-GreCo around the layer's
-            own.
+        levels: candidates, which are levels or compressors; by default the range of L-GreCo around the layer's own.
         alpha: the budget, relative to the reference; above 0.
         trials: assignments to try in every period.
-        seed: of the search, whose result is a function of it and of the period's table.
-        clusters: levels to search for at most; None for one per layer.
-        window: add up only the last so many steps of a period; by default all of them.
-        samples: measure so many single steps of it instead; see :class:`Periodic`.
-        memory_bytes: cap on what is held for sums, on every rank.
+        seed: seeds the search, whose result is a function of the seed and the period's table.
+        clusters: the most levels to search for; None for one per layer.
+        window: sums gradients over only the last this many steps of a period; by default over all of them.
+        samples: measures this many single steps of a period instead; see :class:`Periodic`.
+        memory_bytes: limit on the memory that every rank uses for these sums.
 
-    Wire: twice a period a sum over ranks of float64: 4 numbers per layer and one per level; then 1 per layer.
+    Wire: twice a period a sum over ranks of float64: per layer 4 numbers and one per level; then 1 per layer.
 
-    State: whether the warning was given; the sums of :class:`Periodic`. The search begins anew in every period.
+    State: a flag that the warning was given; the sums of :class:`Periodic`. The search starts anew in every period.
 
-    Raises:
-        ConfigError: Optuna is not installed (extra ``gradcomp[bayes]``); no levels, or a level that layers cannot take;
-            alpha is not above 0; trials or clusters not at least 1; a seed that is not a whole number of 32 bits.
+    Errors: ConfigError if Optuna is not installed (extra ``gradcomp[bayes]``), if ``levels`` is empty or has a level
+    that layers cannot take, if alpha is not above 0, if trials or clusters is not at least 1, or if the seed is not a
+    whole number of 32 bits.
 
-    Source: Markov 2024, section 3.6 and Table 3.8. Differences: the paper names neither optimiser nor number
-    of trials, and calls the method hard to tune. Clusters are ours: for 161 layers by themselves, 64 trials found
-    nothing below the reference, and took seconds.
+    Source: Markov 2024, section 3.6 and Table 3.8.
+    Differences: the paper names neither an optimiser nor a number of trials, and calls the method hard to tune.
+    Clusters are ours: with 161 separate layers, 64 trials took seconds and found nothing better than the reference.
     """
 
     name: ClassVar[str] = "bayes"
@@ -86,7 +85,7 @@ class Bayes(Grouped):
             raise ConfigError("Bayes needs Optuna: pip install 'gradcomp[bayes]'")
 
     def decide(self, observed: PeriodObservations) -> Decision:
-        """Search, and take the best."""
+        """Searches, and takes the best assignment."""
         reference = keeping_silent(observed, observed.candidates.reference)
         assert self.alpha is not None, "it was checked"
         budget = self.alpha * total_error(observed, reference)
@@ -101,7 +100,7 @@ class Bayes(Grouped):
     def _search(
         self, observed: PeriodObservations, reference: Numbers, budget: float
     ) -> list[tuple[float, float, Numbers]]:
-        """Bytes, error and choices of the two starts and of every trial."""
+        """Returns bytes, error and choices of the two starting points and of every trial."""
         order = levels_by_bytes(observed.candidates)
         last, groups = _last(observed), self.groups(observed)
         top = [int(last[rows].max()) for rows in groups]
@@ -128,7 +127,10 @@ class Bayes(Grouped):
         return tried
 
     def groups(self, observed: PeriodObservations) -> list[Numbers]:
-        """Rows that share a level: clusters of those that have a choice, each by itself if they are few enough."""
+        """Returns the rows that share a level: clusters, or single rows if there are few.
+
+        Rows without a gradient or without a choice are left out.
+        """
         rows = np.flatnonzero(~observed.silent & (_last(observed) > 0))
         if self.clusters is None or len(rows) <= self.clusters:
             return [rows[i : i + 1] for i in range(len(rows))]
@@ -136,12 +138,12 @@ class Bayes(Grouped):
 
 
 def _last(observed: PeriodObservations) -> Numbers:
-    """By row, the number of its last level."""
+    """Returns by row the number of its last level."""
     return np.array([len(choices) - 1 for choices in observed.candidates.choices], dtype=np.int64)
 
 
 def _study(seed: int, top: Sequence[int]) -> tuple[Any, dict[str, Any]]:
-    """Optuna's study, without its line in the log, and the range of every parameter."""
+    """Returns Optuna's study, created without its log line, and the range of every parameter."""
     import optuna
 
     verbosity = optuna.logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""What each layer may travel as, and how many bytes that costs."""
+"""The candidates of each layer, and the bytes that each of them costs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Candidate: TypeAlias = "Level | Compressor | str"
 #: What a user may give as ``levels=``: candidates, or :data:`HYBRID`.
 Candidates: TypeAlias = "Sequence[Candidate] | str"
 
-#: The name of thirteen levels of three families: those of convolutions, and those of matrices, as in the benchmarks.
+#: Names thirteen levels of three families, which differ between convolutions and matrices, as in the benchmarks.
 HYBRID = "hybrid"
 _HYBRID_BITS = (2, 3, 4, 6, 8)
 _HYBRID_CONVOLUTIONS = ((0.005, 0.01, 0.02, 0.05), (1, 2, 4, 8))
@@ -42,10 +42,11 @@ _HYBRID_MATRICES = ((0.02, 0.05, 0.1, 0.2), (8, 16, 32, 64))
 
 
 def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
-    """Bytes that one rank sends for each segment in one step, in the mean over ranks, without headers.
+    """Returns the bytes that one rank sends for each segment in one step: the mean over ranks, without headers.
 
-    Sums and codes of d bytes: as the reduction's formula, 2 d (N-1)/N for most. Gathered payloads: d (N-1), and where
-    data decide about d, the most that it can be. One rank's broadcast: d (N-1)/N.
+    Sums and codes of d bytes take what the reduction's formula says, 2 d (N-1)/N for most. Gathered payloads take
+    d (N-1), where d is the upper bound if its size depends on the data. One rank's
+    broadcast takes d (N-1)/N.
     """
     world = topology.world
     payload = group.compressor.wire_bytes(group).astype(np.float64)
@@ -55,7 +56,7 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
         return gathered
     if isinstance(first, Reduce):
         scheme = Scheme("sra") if scheme.name == AUTO else scheme
-        # Linear in both: what a byte of each costs is asked for once.
+        # The cost is linear in both, so the cost of one byte of each is enough.
         of_payload, of_dense = (
             float(cost(scheme, Load(*unit), topology).bytes_sent().mean())
             for unit in ((1.0, 0.0), (0.0, 1.0))
@@ -74,16 +75,16 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
 def bytes_of_choices(
     choices: Sequence[Compressor], layer: LayerSpec, scheme: Scheme, topology: Topology
 ) -> Doubles:
-    """The same for a layer under each choice."""
+    """Returns the bytes of :func:`sent_bytes` for one layer under each choice."""
     found = np.zeros(len(choices))
     for members, group in _families(choices, layer):
         sent = sent_bytes(group, scheme, topology)
-        found[members] = np.bincount(group.layers, sent)  # of a layer's blocks together
+        found[members] = np.bincount(group.layers, sent)  # sums the blocks of a layer
     return found
 
 
 def _families(choices: Sequence[Compressor], layer: LayerSpec) -> Iterator[tuple[list[int], Group]]:
-    """The choices of each family, by number, and a group of as many layers like this one, each at its own level."""
+    """Yields, by family, the indices of its choices and a group with one copy of the layer for each of them."""
     families: dict[str, list[int]] = {}
     for k, choice in enumerate(choices):
         families.setdefault(choice.family_string(), []).append(k)
@@ -93,22 +94,26 @@ def _families(choices: Sequence[Compressor], layer: LayerSpec) -> Iterator[tuple
 
 
 def _leaves_zeros(choice: Compressor) -> TypeGuard[TopK]:
-    """Others that do send what a threshold, or another rank, selects: what that is of a gradient is not known."""
+    """Returns true for TopK without zeros, whose payload has no more values than the gradient has nonzero elements.
+
+    Compressors that select by a threshold, or what another rank selected, also leave elements out, but how many of a
+    gradient's elements these are is not known.
+    """
     return isinstance(choice, TopK) and not choice.zeros
 
 
 def layer_bytes(compressor: Compressor, layer: LayerSpec, scheme: Scheme, topology: Topology) -> float:
-    """The same for one choice."""
+    """Returns the bytes of :func:`sent_bytes` for one layer under one choice."""
     return float(bytes_of_choices([compressor], layer, scheme, topology)[0])
 
 
 @dataclass(frozen=True, eq=False)
 class CandidateLevels:
-    """Choices of every layer that is up for choice: ``choices[i]`` of layer number ``layers[i]``.
+    """The choices of every controlled layer: ``choices[i]`` of layer number ``layers[i]``.
 
     ``costs[i, k]``: bytes per step and rank, inf where there is no choice k. ``reference[i]``: the choice that the user
-    asked for. A row is a layer, or one of its blocks of rows: then ``specs[i]`` is a vector of the layer's name, which
-    begins with element ``starts[i]`` of the layer. A layer's blocks are in order, without other rows between.
+    asked for. A row is a layer, or a block of its rows; ``specs[i]`` of a block is a vector with the layer's name,
+    which begins at element ``starts[i]`` of the layer. The blocks of a layer are consecutive and in order.
     """
 
     layers: Numbers
@@ -120,19 +125,19 @@ class CandidateLevels:
 
     @cached_property
     def items(self) -> dict[int, range]:
-        """By number of a layer, its rows."""
+        """Maps layer numbers to the layer's rows."""
         firsts = np.flatnonzero(np.diff(self.layers, prepend=-1)).tolist()
         borders = pairwise([*firsts, len(self.layers)])
         return {int(self.layers[at]): range(at, end) for at, end in borders}
 
     @cached_property
     def layer_of(self) -> Numbers:
-        """By row, which of the layers up for choice it belongs to, from 0."""
+        """Returns by row the index of its layer among the controlled layers, from 0."""
         found: Numbers = np.cumsum(np.diff(self.layers, prepend=self.layers[:1]) != 0)
         return found
 
     def chosen(self, current: Numbers) -> dict[int, Compressor]:
-        """By number of a layer, what the rows' choices make of it; levels by block that are equal are one level."""
+        """Maps layer numbers to the compressor that the rows' choices make; equal levels of blocks become one level."""
         found: dict[int, Compressor] = {}
         for layer, rows in self.items.items():
             picked = [self.choices[row][current[row]] for row in rows]
@@ -143,29 +148,35 @@ class CandidateLevels:
 
     @property
     def width(self) -> int:
-        """The most choices that a layer has."""
+        """Returns the largest number of choices of a layer."""
         return int(self.costs.shape[1])
 
     @cached_property
     def leaves_zeros(self) -> npt.NDArray[np.bool_]:
-        """By row: whether some choice sends none of the zeros."""
+        """Returns a mask of the rows that have a choice which sends none of the zeros."""
         return np.array([any(map(_leaves_zeros, choices)) for choices in self.choices], dtype=np.bool_)
 
     def expected_costs(self, nonzero: Doubles) -> Doubles:
-        """``costs`` of gradients with so many elements, in the mean, that are not 0: of k, TopK sends no more."""
+        """Returns ``costs`` for gradients with ``nonzero`` nonzero elements on average, by row.
+
+        TopK sends at most that many of its k elements.
+        """
         costs = self.costs.copy()
         for row in np.flatnonzero(self.leaves_zeros).tolist():
             for members, group in _families(self.choices[row], self.specs[row]):
                 if _leaves_zeros(family := group.compressor):
                     form = family.format(group.table)
                     counts = np.minimum(form.limits, round(float(nonzero[row])))
-                    # One factor for all: choices that send the same cost the same, to the last bit.
+                    # One factor serves all choices, so that those which send the same cost exactly the same.
                     factor = costs[row, members[0]] / form.wire_bytes(form.limits)[0]
                     costs[row, members] = factor * form.wire_bytes(counts)
         return costs
 
     def find(self, row: int, family: str, level: Level) -> int | None:
-        """The choice with this name and level, if there is one; of as many levels as there are blocks, the row's."""
+        """Returns the index of the row's choice with this name and level, or None if there is none.
+
+        A level by block counts only if it has as many levels as the layer has rows; the row's own is then looked up.
+        """
         if isinstance(level, tuple):
             rows = self.items[int(self.layers[row])]
             level = level[row - rows.start] if len(level) == len(rows) else None
@@ -185,15 +196,14 @@ def make_candidates(
     wide: bool = False,
     blocks: int = 1,
 ) -> CandidateLevels:
-    """The choices of every layer: ``candidates``, or what they give for it and its compressor, or its default range.
+    """Returns the choices of every layer: ``candidates``, or what that returns for the layer, or a default range.
 
     Default ranges are those of Markov et al. 2024, section 5.1: [D/2, 2 D] in steps of 1 for bits and ranks,
-    [D/10, 10 D] in steps of D/10 for densities, as far as they are possible; ``wide`` ones, and those of compressors
-    without a level, as :func:`default_levels` has them. The layer's own compressor is always one of its choices.
-    ``blocks``: into how many blocks of rows a layer is divided at most, see :mod:`gradcomp.compress.blocks`; only
-    where its choices are levels of one compressor that has levels by block.
-    ConfigError for a candidate that no layer can take, an empty list, levels around which the layer's own does not lie,
-    or compressors that have levels by block already.
+    [D/10, 10 D] in steps of D/10 for densities, as far as they are possible; see :func:`default_levels` for ``wide``
+    ranges and for compressors without a level. The layer's own compressor is always one of its choices. A layer is
+    divided into at most ``blocks`` blocks of rows, see :mod:`gradcomp.compress.blocks`, if its choices are levels of
+    one compressor that has levels by block. Raises ConfigError for a candidate that no layer can take, an empty list,
+    levels that do not include the layer's own between them, or compressors that already have levels by block.
     """
     numbers: list[int] = []
     specs: list[LayerSpec] = []
@@ -235,14 +245,14 @@ def make_candidates(
 
 
 def _borders(layer: LayerSpec, choices: Sequence[Compressor], blocks: int) -> list[int]:
-    """Where the items of a layer begin, and the last one ends."""
+    """Returns the elements at which the blocks of a layer begin, and the layer's end."""
     families = {(choice.family_string(), unit_of(choice, layer)) for choice in choices}
     count = count_for(layer, choices[0], blocks) if len(families) == 1 else 1
     return borders(layer, count, unit_of(choices[0], layer))
 
 
 def _item(layer: LayerSpec, size: int) -> LayerSpec:
-    """A layer, or a block of so many of its elements."""
+    """Returns the layer, or a block of ``size`` of its elements."""
     return layer if size == layer.size else replace(layer, shape=(size,))
 
 
@@ -252,9 +262,9 @@ def choices_of(
     candidates: Candidates | Callable[[LayerSpec, Compressor], Candidates] | None,
     wide: bool = False,
 ) -> tuple[Compressor, ...]:
-    """One layer's choices, its own compressor among them, in the order given, its own last if it was not."""
+    """Returns one layer's choices in the order given; its own compressor comes last if it was not among them."""
     if isinstance(own.level, tuple):
-        raise ConfigError(f"a controller chooses between single levels, got {own.to_string()}")
+        raise ConfigError(f"a controller chooses between single levels per layer, got {own.to_string()}")
     if candidates is None:
         levels: Candidates = default_levels(own, wide)
     elif callable(candidates):
@@ -268,7 +278,7 @@ def choices_of(
     sent_exactly = False
     for candidate in levels:
         choice = resolve(own, candidate)
-        # All ranks at which a matrix is sent as it is are one choice.
+        # From some rank on the matrix is sent uncompressed: all such ranks are one choice.
         exact = isinstance(choice, LowRank) and not clamped_rank(layer.shape, choice.rank)
         if not (exact and sent_exactly):
             choices[choice] = None
@@ -276,21 +286,23 @@ def choices_of(
     choices.setdefault(own)
     for choice in choices:
         if isinstance(choice.level, tuple):
-            raise ConfigError(f"a controller chooses between single levels, got {choice.to_string()}")
+            raise ConfigError(
+                f"a controller chooses between single levels per layer, got {choice.to_string()}"
+            )
     return tuple(choices)
 
 
 def resolve(own: Compressor, candidate: Candidate) -> Compressor:
-    """The compressor that a candidate means for a layer with this one of its own."""
+    """Returns the compressor that a candidate means for a layer whose own compressor is ``own``."""
     if isinstance(candidate, str):
         return from_string(candidate)
     return candidate if isinstance(candidate, Compressor) else own.with_level(candidate)
 
 
 def hybrid_levels(layer: LayerSpec) -> list[Candidate]:
-    """Thirteen compressors around the references of Markov et al. 2024.
+    """Returns thirteen compressors around the references of Markov et al. 2024.
 
-    4 bits; TopK 1% and PowerSGD of rank 4 for convolutions, TopK 10% and rank 32 for matrices.
+    The references are 4 bits, and TopK 1% and PowerSGD of rank 4 for convolutions or TopK 10% and rank 32 for matrices.
     """
     densities, ranks = _HYBRID_CONVOLUTIONS if len(layer.shape) > 2 else _HYBRID_MATRICES
     found: list[Candidate] = [Quantize(bits) for bits in _HYBRID_BITS]
@@ -299,9 +311,9 @@ def hybrid_levels(layer: LayerSpec) -> list[Candidate]:
 
 
 def default_levels(own: Compressor, wide: bool = False) -> list[Candidate]:
-    """The range of Markov et al. 2024 around a compressor's own level, or its alternatives where it has none.
+    """Returns the range of Markov et al. 2024 around a compressor's own level, or its alternatives if it has no level.
 
-    ``wide``: [D/4, 4 D] for ranks, and for densities also [D/100, D/10] in steps of D/100; others stay as they are.
+    ``wide`` ranges are [D/4, 4 D] for ranks; for densities they also have [D/100, D/10] in steps of D/100; others stay.
     """
     level, knob = own.level, _knob(own)
     if knob in ("bits", "rank"):
@@ -344,9 +356,11 @@ def _check_candidates(own: Compressor, candidates: Candidates) -> None:
     level = own.level
     if numbers:
         if not isinstance(level, int | float):
-            raise ConfigError(f"{own.to_string()} has no level, got levels {numbers}")
+            raise ConfigError(
+                f"{own.to_string()} has no level, got levels {numbers}: give compressors instead"
+            )
         if not min(numbers) <= level <= max(numbers):
             raise ConfigError(
                 f"the reference level {level} of {own.to_string()} is outside of levels "
-                f"{min(numbers)} to {max(numbers)}"
+                f"{min(numbers)} to {max(numbers)}: add levels around it"
             )

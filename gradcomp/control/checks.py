@@ -1,4 +1,4 @@
-"""Checks of what users give to controllers."""
+"""Checks of the arguments of controllers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradcomp.core.errors import ConfigError
 
 
 def checked(choice: Any, what: str) -> int | float | Compressor:
-    """A level, or a compressor of any family, also from its string form; ``what`` it is for, in errors."""
+    """Returns a level or a compressor, parsed from its string form if need be; errors begin with ``what``."""
     if isinstance(choice, str):
         choice = from_string(choice)
     if isinstance(choice, Compressor):
@@ -23,18 +23,18 @@ def checked(choice: Any, what: str) -> int | float | Compressor:
 
 
 def text(choice: int | float | Compressor) -> str | int | float:
-    """The choice as JSON holds it: the inverse of :func:`checked`."""
+    """Returns the choice as JSON holds it: the inverse of :func:`checked`."""
     return choice.to_string() if isinstance(choice, Compressor) else choice
 
 
 def check_positive(name: str, value: Any) -> None:
-    """ConfigError unless the value is a finite number above 0."""
+    """Raises ConfigError unless the value is a finite number above 0."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{name} must be a finite number above 0, got {value!r}")
 
 
 def check_count(name: str, value: Any) -> None:
-    """ConfigError unless the value is a whole number of at least 1."""
+    """Raises ConfigError unless the value is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")

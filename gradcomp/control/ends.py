@@ -1,4 +1,4 @@
-"""Ranges of levels that are too short: most of what a controller decided lies at an end of them."""
+"""Finds ranges of levels that are too short: most chosen levels are at an end of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gradcomp.control.candidates import CandidateLevels
 
 Numbers = npt.NDArray[np.int64]
 
-#: A range is too short if more than this share of a family's elements is at one end of it.
+#: A range is too short if more than this fraction of a family's elements is at one end of it.
 MOST = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class End:
-    """``rows`` of a compressor's family are at the low or at the high end; ``share``: of the family's elements."""
+    """The ``rows`` of a compressor family at one end of its range; ``share`` is their fraction of its elements."""
 
     family: str
     low: bool
@@ -27,16 +27,15 @@ class End:
 
     @property
     def words(self) -> str:
-        """For the log."""
         side = "lowest" if self.low else "highest"
-        return f"{self.share:.0%} of the elements under {self.family} have the {side} level that was up for choice"
+        return f"{self.share:.0%} of the elements under {self.family} have the {side} level of their range"
 
 
 def crowded_ends(candidates: CandidateLevels, current: Numbers) -> list[End]:
-    """The ends at which more than half of a family's elements sit.
+    """Returns the ends that hold more than half of a family's elements.
 
-    Of a layer, the family counts that it travels under, and the end of that family's levels among its choices. One that
-    has no other level is at neither.
+    A layer counts for the family of its current compressor, at an end of that family's levels among the layer's
+    choices. A layer with only one level of the family is at neither end.
     """
     elements: dict[str, int] = {}
     at: dict[tuple[str, bool], list[int]] = {}
@@ -58,7 +57,7 @@ def crowded_ends(candidates: CandidateLevels, current: Numbers) -> list[End]:
 
 
 def goes_on(end: End, candidates: CandidateLevels, wider: CandidateLevels) -> bool:
-    """Whether a layer at this end has a level beyond it among the ``wider`` ranges."""
+    """Returns true if some layer at this end has a level beyond it in its ``wider`` range."""
     here, there = _Ranges(candidates), _Ranges(wider)
     side = 0 if end.low else 1
     for row in end.rows.tolist():
@@ -69,14 +68,14 @@ def goes_on(end: End, candidates: CandidateLevels, wider: CandidateLevels) -> bo
 
 
 class _Ranges:
-    """The least and the most level of a family among a row's choices, looked up once for layers of one shape."""
+    """The lowest and highest level of a family among a row's choices, computed once for layers of one shape."""
 
     def __init__(self, candidates: CandidateLevels) -> None:
         self._choices = candidates.choices
         self._found: dict[tuple[int, str], tuple[float, float]] = {}
 
     def of(self, row: int, family: str) -> tuple[float, float]:
-        """(0, 0) if it has none."""
+        """Returns the lowest and highest level, or (0, 0) if the row has no level of the family."""
         choices = self._choices[row]
         key = (id(choices), family)
         if key not in self._found:
@@ -87,6 +86,6 @@ class _Ranges:
 
 
 def _family(compressor: Compressor) -> str:
-    """Names, from the outermost wrapper to what it wraps."""
+    """Returns the names from the outermost wrapper to the innermost compressor."""
     inner = getattr(compressor, "inner", None)
     return compressor.name if inner is None else f"{compressor.name}[{_family(inner)}]"

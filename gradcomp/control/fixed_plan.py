@@ -1,4 +1,4 @@
-"""A plan that stands from the start: choices by layer name, from a file or a mapping."""
+"""FixedPlan applies choices by layer name, from a file or a mapping, from the start."""
 
 from __future__ import annotations
 
@@ -23,39 +23,38 @@ from gradcomp.core.plan import Plan
 
 @dataclass(frozen=True)
 class Entry:
-    """What layers with this name, or whose name matches it, travel as. ``exactly``: it is a name and no pattern."""
+    """The choice for the layers that a name or pattern matches. ``exactly``: it is a name, not a pattern."""
 
     pattern: str
     choice: int | float | Compressor
     exactly: bool = False
 
     def matches(self, name: str) -> bool:
-        """Whether it is the layer's."""
         return name == self.pattern or (not self.exactly and fnmatchcase(name, self.pattern))
 
 
 def entries_of(mapping: Mapping[Any, Any], what: str) -> tuple[Entry, ...]:
-    """``{name or pattern: choice}`` as entries, in the same order; ConfigError for what is none."""
+    """Converts ``{name or pattern: choice}`` to entries in the same order; ConfigError for invalid ones."""
     for pattern in mapping:
         if not isinstance(pattern, str):
-            raise ConfigError(f"{what}: layer names and patterns are strings, got {pattern!r}")
+            raise ConfigError(f"{what}: layer names and patterns must be strings, got {pattern!r}")
     if not mapping:
         raise ConfigError(f"{what} is empty")
     return tuple(Entry(name, checked(choice, f"{what}, {name!r}")) for name, choice in mapping.items())
 
 
 def choices_by_name(entries: tuple[Entry, ...], environment: Environment, what: str) -> dict[int, Compressor]:
-    """Layer number -> what it travels as: the first entry that matches decides; layers that none matches are left out.
+    """Maps layer numbers to compressors: the first matching entry decides; layers without one are left out.
 
-    ConfigError for entries that match no layer up for choice, all of them at once, and for impossible levels. Where no
-    layer is up for choice, entries have to match some layer of the model.
+    Raises ConfigError for impossible levels and for entries that match no controlled layer, all of them at once. If no
+    layer is controlled, entries must match some layer of the model.
     """
     own = {environment.layers[i].name: (i, c) for i, c in enumerate(environment.compressors) if c is not None}
     names = list(own) or [layer.name for layer in environment.layers]
     unmatched = [entry.pattern for entry in entries if not any(map(entry.matches, names))]
     if unmatched:
         raise ConfigError(
-            f"{what}: no layer up for choice matches {'; '.join(_with_closest(p, names) for p in unmatched)}"
+            f"{what}: no controlled layer matches {'; '.join(_with_closest(p, names) for p in unmatched)}"
         )
     choices: dict[int, Compressor] = {}
     for name, (number, compressor) in own.items():
@@ -72,27 +71,26 @@ def _with_closest(pattern: str, names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class FixedPlan(Controller):
-    """A level or compressor per layer, as a file or a mapping says, from the controller's first step on.
+    """Gives each layer a level or compressor from a file or a mapping, from the controller's first step on.
 
-    The file is JSON, ``{"layer name or shell pattern": choice, ...}``, a choice being a level of the layer's own
+    The file is JSON, ``{"layer name or shell pattern": choice, ...}``, where a choice is a level of the layer's own
     compressor or the string form of any other:
 
         {"embedding.*": 2, "layers.3.*": "topk:density=0.01", "*": 4}
 
-    The first name or pattern that matches decides, and a layer that none matches keeps what it has. The text of
-    ``Plan.to_json()`` is taken as well: its names are names and no patterns; layers that it lacks keep what they have,
-    and what it says of layers that travel exactly must be that.
+    The first name or pattern that matches decides, and a layer that none matches keeps its compressor. The text of
+    ``Plan.to_json()`` is accepted too: its names are not patterns, layers that it lacks keep their compressor, and for
+    layers that are sent exactly it must say so.
 
     Args:
         plan: path of the file, its JSON text (which begins with ``{``), the mapping itself, or a :class:`Plan`.
 
     Wire: nothing. Ranks compare the plans by a digest of the content at the start; paths may differ.
 
-    State: what is in force, so that a run that goes on under another plan changes to it after its first step.
+    State: the current choices, so that a run that continues under another plan changes to it after its first step.
 
-    Raises:
-        ConfigError: the file cannot be read or is not such a mapping; a name or pattern that matches no layer up for
-            choice, with the closest ones; a level that a layer cannot take.
+    Errors: ConfigError if the file cannot be read or is not such a mapping, if a name or pattern matches no controlled
+    layer (the closest names are listed), or if a layer cannot take its level.
     """
 
     name: ClassVar[str] = "fixed_plan"
@@ -111,11 +109,11 @@ class FixedPlan(Controller):
         elif isinstance(plan, Mapping):
             entries = entries_of(plan, self.name)
         else:
-            raise ConfigError(f"a fixed plan is a path, a mapping or a Plan, got {plan!r}")
+            raise ConfigError(f"a fixed plan must be a path, a mapping or a Plan, got {plan!r}")
         object.__setattr__(self, "entries", entries)
 
     def begin(self, environment: Environment) -> ControllerRun:
-        """In force before the first step that is the controller's."""
+        """Returns a run whose choices apply before the controller's first step."""
         entries = self.entries
         exact = {
             layer.name
@@ -127,20 +125,20 @@ class FixedPlan(Controller):
                 assert isinstance(entry.choice, Compressor), "plans hold compressors"
                 if not entry.choice.traits.exact:
                     raise ConfigError(
-                        f"{self.name}: layer {entry.pattern!r} is not up for choice and travels exactly, the plan says "
-                        f"{entry.choice.to_string()}"
+                        f"{self.name}: layer {entry.pattern!r} is not controlled and is sent exactly, but the plan "
+                        f"says {entry.choice.to_string()}"
                     )
         rest = tuple(entry for entry in entries if not (entry.exactly and entry.pattern in exact))
         return Timetable(self.name, environment, {0: choices_by_name(rest, environment, self.name)})
 
     def to_string(self) -> str:
-        """The name with a digest of the content: ranks that read different files differ in it."""
+        """Returns the name with a digest of the content, which differs between ranks that read different files."""
         rows = [[entry.pattern, text(entry.choice), entry.exactly] for entry in self.entries]
         return f"{self.name}(sha256={hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]})"
 
 
 def _parsed(source: str | os.PathLike[str]) -> Mapping[str, Any] | Plan:
-    """JSON text or a file with it."""
+    """Parses JSON text, or a file with it."""
     where, found = "the text of a fixed plan", source
     if not (isinstance(source, str) and source.lstrip().startswith("{")):
         where = f"the fixed plan in {os.fspath(source)}"

@@ -1,4 +1,4 @@
-"""How long a step will take under a choice: alpha and beta of the link, along the pipeline's order of collectives."""
+"""Predicts the time of a step under a choice, from alpha and beta of the link and the order of collectives."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from gradcomp.reduce.model import Cost, Load, Network
 
 Doubles = npt.NDArray[np.float64]
 
-#: A change must shorten the predicted step by more than this share of it.
+#: A change must shorten the predicted step by more than this fraction of it.
 MARGIN = 0.02
-_MOST_FACTOR, _HALVINGS = 4.0, 12  # the factor is exact to 0.1%
+_MOST_FACTOR, _HALVINGS = 4.0, 12  # 12 halvings determine the factor to 0.1%
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes of float32 a second that a compressor encodes, and decodes."""
+    """Speeds of a compressor: bytes of float32 that it encodes, and decodes, a second."""
 
     encode: float
     decode: float
@@ -42,7 +42,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Round:
-    """One collective: seconds that it takes the link, and seconds that pass until its last byte has arrived."""
+    """One collective: ``busy`` seconds on the link, then ``latency`` seconds until its last byte arrives."""
 
     busy: float
     latency: float
@@ -50,7 +50,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Trip:
-    """One bucket: its layers, the collectives that follow one another, and seconds of encoding and decoding."""
+    """One exchange bucket: its layers, its successive collectives, and ``coding`` seconds of encoding and decoding."""
 
     layers: tuple[int, ...]
     rounds: tuple[Round, ...]
@@ -59,11 +59,11 @@ class Trip:
 
 @dataclass(frozen=True)
 class Job:
-    """What is exchanged in a step, and by whom.
+    """The exchange of a step, and the ranks that take part in it.
 
-    ``order``: the layers that travel, as buckets are filled. ``ready``: by layer, seconds from the end of the last
-    exchange until its gradient is there on every rank. ``controlled``: the layers that take the choice; the others are
-    exact.
+    ``order``: the exchanged layers, in the order in which exchange buckets are filled. ``ready``: by layer, seconds
+    from the end of the last exchange until every rank has its gradient. ``controlled``: the layers that take the
+    choice; the others are exact.
     """
 
     layers: Sequence[LayerSpec]
@@ -76,27 +76,28 @@ class Job:
 
     @property
     def compute(self) -> float:
-        """Seconds of a step that exchanges nothing."""
+        """Returns the seconds of a step that exchanges nothing."""
         return max((float(self.ready[i]) for i in self.order), default=0.0)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of a step, and what of them would be gone if communication took no time."""
+    """Predicted seconds of a step; ``exposed`` seconds would be saved if communication took no time."""
 
     step: float
     exposed: float
 
 
 def forecast(job: Job, choice: Compressor, rates: Rates, network: Network) -> Forecast:
-    """The step under a choice.
+    """Predicts the step under a choice.
 
-    step = E + sum over buckets of their coding; E: when the last collective ends, see :func:`last_end`; exposed = E -
-    compute. With one round a bucket and no latency, E is the roofline max over k of (t_k + seconds of buckets k ...
-    last), t_k being the time at which bucket k is complete. Coding counts in full: it shares the cores with backward.
+    step = E + sum over exchange buckets of their coding; E: when the last collective ends, see :func:`last_end`;
+    exposed = E - compute. With one round a bucket and no latency, E is the roofline max over k of (t_k + seconds of
+    buckets k ... last), t_k being the time at which bucket k is complete. Coding counts in full, since it shares the
+    cores with backward.
 
-    Left out: processor time of the transport; rounds behind a compressor's first, whose bytes count in the first;
-    bytes that data decide about count as the most that they can be.
+    The prediction leaves out the processor time of the transport, and rounds after a compressor's first, whose bytes
+    count in the first. A payload whose size depends on the data counts as its upper bound.
     """
     trips = plan_trips(job, choice, rates, network)
     complete = [max((float(job.ready[i]) for i in trip.layers), default=0.0) for trip in trips]
@@ -105,11 +106,11 @@ def forecast(job: Job, choice: Compressor, rates: Rates, network: Network) -> Fo
 
 
 def last_end(complete: Sequence[float], rounds: Sequence[Sequence[Round]]) -> float:
-    """When the last collective is over, in the pipeline's order of ticks.
+    """Returns when the last collective ends, in the order in which the pipeline issues them.
 
-    ``complete[k]``: when bucket k may begin; ``rounds[k]``: its collectives. Tick t issues the first round of bucket t
-    once that is complete, and then the next round of each bucket under way, the newest first, when its last one is
-    over. The link serves collectives in the order in which they are issued; latencies overlap.
+    ``complete[k]``: when exchange bucket k may begin; ``rounds[k]``: its collectives. Tick t issues the first round of
+    bucket t once that is complete, and then the next round of each unfinished bucket, the newest first, when its
+    previous round has ended. The link serves collectives in the order in which they are issued; latencies overlap.
     """
     now = free = 0.0
     under_way: list[tuple[int, int, float]] = []  # bucket, round, end; newest first
@@ -141,12 +142,12 @@ def last_end(complete: Sequence[float], rounds: Sequence[Sequence[Round]]) -> fl
 
 @dataclass(frozen=True)
 class Observed:
-    """What a decision is made from.
+    """The measurements that a decision is made from.
 
-    ``position``: by layer, the bucket that it ends in, -1 if it does not travel. ``seconds``: from the end of the last
-    exchange to the opening of this one, and to the completeness of each bucket on the slowest rank. ``rates``: by
-    choice, of the slowest rank. ``network``: as the probe measured it. ``step``: seconds of a step under the choice in
-    force.
+    ``position``: by layer, the last exchange bucket that it is in, -1 if it is in none. ``seconds``: from the end of
+    the last exchange to the opening of this one, and to the completeness of each exchange bucket on the slowest rank.
+    ``rates``: by choice, of the slowest rank. ``network``: as the probe measured it. ``step``: seconds of a step under
+    the current choice.
     """
 
     position: Sequence[int]
@@ -159,7 +160,7 @@ class Observed:
 def decide(
     environment: Environment, choices: Sequence[Compressor], current: int, observed: Observed, hidden: float
 ) -> list[float]:
-    """Choose: the choice's number, seconds computed and exposed, the link's factor, seconds of a step by choice.
+    """Returns the chosen index, seconds computed and exposed, the link's factor, and the step time of each choice.
 
     The factor is that of :func:`fit_link`.
     """
@@ -172,7 +173,7 @@ def decide(
 
 
 def observed_job(environment: Environment, current: Compressor, observed: Observed) -> Job:
-    """The step that was observed under the choice in force, and when its gradients were ready."""
+    """Returns the job that was observed under the current choice, with the times at which its gradients were ready."""
     order = order_of(observed.position)
     job = Job(
         environment.layers,
@@ -189,16 +190,16 @@ def observed_job(environment: Environment, current: Compressor, observed: Observ
 
 
 def slower(network: Network, factor: float) -> Network:
-    """The same latencies; every byte takes ``factor`` times as long."""
+    """Returns the network with the same latencies; every byte takes ``factor`` times as long."""
     return replace(network, beta=factor * network.beta, local_beta=factor * network.local_beta)
 
 
 def fit_link(job: Job, choice: Compressor, rates: Rates, network: Network, step: float) -> float:
-    """The factor of seconds a byte at which the step predicted under the choice in force is the step measured under it.
+    """Returns the factor on seconds per byte at which the predicted step takes as long as the measured one.
 
-    A short probe does not reach a shaped link's rate, and knows nothing of the cores that a step's bytes need besides.
-    The factor lies between 1/4 and 4. It is 1 where the prediction is right within 2% (communication that is hidden
-    says nothing about its bytes).
+    A short probe does not reach the rate of a shaped link, and ignores the cores that the bytes of a step need as well.
+    The factor lies between 1/4 and 4. It is 1 if the prediction is right within 2%, since hidden communication tells
+    nothing about the cost of its bytes.
     """
 
     def predicted(factor: float) -> float:
@@ -214,11 +215,11 @@ def fit_link(job: Job, choice: Compressor, rates: Rates, network: Network, step:
 
 
 def choose(forecasts: Sequence[Forecast], compute: float, current: int, hidden: float) -> int:
-    """The choice that is to be in force, of those listed from least to most compression.
+    """Returns the index of the choice to use; choices are listed from least to most compression.
 
-    The candidates are those up to the first whose exposed time is at most ``hidden`` of ``compute``; all, if there is
-    none. The one with the shortest step is taken, among equals the one that compresses less. But ``current`` stays,
-    unless the step becomes shorter by more than 2%, or less compression hides the communication too.
+    Candidates are the choices up to the first whose exposed time is at most ``hidden`` of ``compute``, or all if there
+    is none. The candidate with the shortest step is taken, of equal ones the one that compresses less. But ``current``
+    stays unless the step becomes shorter by more than 2%, or less compression hides the communication too.
     """
     hides = [one.exposed <= hidden * compute for one in forecasts]
     last = hides.index(True) if any(hides) else len(hides) - 1
@@ -228,11 +229,11 @@ def choose(forecasts: Sequence[Forecast], compute: float, current: int, hidden: 
     return best if gains or (best < current and hides[best]) else current
 
 
-# --- what travels, and how -----------------------------------------------------------------------------------
+# --- collectives of a step ------------------------------------------------------------------------------------
 
 
 def assignment(job: Job, choice: Compressor) -> list[Compressor]:
-    """Every layer's compressor: those that are not controlled ride along exactly, as a policy has them."""
+    """Returns every layer's compressor; layers that are not controlled are exact, as a policy assigns them."""
     exact = EXACT if choice.traits.reduces else Identity()
     return [
         choice if i in job.controlled else Identity() if layer.dtype == "float64" else exact
@@ -241,7 +242,7 @@ def assignment(job: Job, choice: Compressor) -> list[Compressor]:
 
 
 def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> list[Trip]:
-    """The buckets that the choice makes, in order."""
+    """Returns the exchange buckets that the choice makes, in order."""
     compressors = assignment(job, choice)
     buckets = pack(job.layers, compressors, job.order, frozenset(), job.slice_elements)
     context = StepContext(Draw(0, 0, 0), job.topology.world)
@@ -259,7 +260,7 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
                 continue
             load = Load(float(group.compressor.wire_bytes(group).sum()), 4.0 * group.elements)
             several = isinstance(first, Gather | Broadcast)
-            # A ring is what an allreduce is; gathered payloads go straight to everyone.
+            # An allreduce is predicted as a ring; gathered payloads go directly to every rank.
             rounds, coding = _way(
                 cost(_ALL_TO_ALL if several else _RING, load, job.topology), load, job, network
             )
@@ -280,10 +281,10 @@ _RING, _ALL_TO_ALL = Scheme("ring"), Scheme("all_to_all")
 
 
 def _way(one: Cost, load: Load, job: Job, network: Network) -> tuple[list[Round], float]:
-    """Rounds on the wire, and seconds of coding: as ``costs.predict`` adds them up."""
+    """Returns the rounds on the wire and the seconds of coding, as ``costs.predict`` adds them up."""
     hosts = np.asarray(job.topology.hosts)
     bare = replace(network, alpha=0.0, local_alpha=0.0)
-    known: dict[int, Round] = {}  # a ring repeats one flow
+    known: dict[int, Round] = {}  # a ring repeats one flow, which is predicted once
     for flow in one.flows:
         if id(flow) not in known:
             busy = flow.seconds(hosts, bare)
@@ -293,27 +294,28 @@ def _way(one: Cost, load: Load, job: Job, network: Network) -> tuple[list[Round]
 
 
 def _side_by_side(ways: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
-    """Groups of a bucket in lock step: bytes add up, latencies overlap."""
+    """Merges the rounds of a bucket's groups, which run in lock step: bytes add up, latencies overlap."""
     together = zip_longest(*ways)
     return tuple(
         Round(sum(r.busy for r in rounds if r), max(r.latency for r in rounds if r)) for rounds in together
     )
 
 
-# --- when layers are ready -----------------------------------------------------------------------------------
+# --- readiness of layers -------------------------------------------------------------------------------------
 
 
 def order_of(position: Sequence[int]) -> list[int]:
-    """Layers by the last bucket that they travel in, without those of -1; within a bucket as backward goes."""
+    """Returns the exchanged layers by their last exchange bucket, within a bucket in the order of backward."""
     return sorted((i for i, bucket in enumerate(position) if bucket >= 0), key=lambda i: (position[i], -i))
 
 
 def layer_readiness(
     buckets: Sequence[Sequence[Piece]], layers: int, opened: float, complete: Sequence[float]
 ) -> Doubles:
-    """When each layer's gradient is there, from when the buckets were complete; 0 for those that do not travel.
+    """Returns when each layer's gradient is ready, from the completion times of buckets; 0 for layers in no bucket.
 
-    That is known of the last layer of a bucket. The others get theirs in proportion to the elements before them.
+    The completion time is that of the last layer of a bucket. The times of the others are interpolated in proportion to
+    the elements before them.
     """
     ready: dict[int, float] = {}
     before = opened
@@ -322,7 +324,7 @@ def layer_readiness(
         total, done = sum(piece.length for piece in pieces), 0
         for piece in pieces:
             done += piece.length
-            # A layer that goes on in the next bucket is the last of this one.
+            # A layer that continues in the next bucket is the last of this one, so its first time counts.
             ready.setdefault(piece.layer, before + (after - before) * (done / total if total else 1.0))
         before = after
     if buckets:

@@ -1,4 +1,4 @@
-"""What a rank gathers of the gradients of a period, each layer's on one rank, until it is measured."""
+"""Gathers the gradients of a period, each layer's on one rank, until they are measured."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from gradcomp.control.observations import Numbers
 from gradcomp.core.vectors import Floats, HostVector, Vector
 from gradcomp.kernels.codec import Table
 
-#: Rows of the table for the layers whose values are given, within so many bytes beside what is gathered.
+#: Returns the table's rows of the given layers; the second argument limits the bytes besides the gathered values.
 Measure = Callable[[Mapping[int, Vector], int | None], Doubles]
 
-#: What ranks hold: kind -> layer name -> array.
+#: Arrays that ranks hold in a checkpoint: kind -> layer name -> array.
 Held = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gathers. ``own``: numbers of its layers, by name. ``sizes``: elements of every layer, 0 if not its.
+    """The layers that one rank gathers: ``own`` maps their names to numbers.
 
-    ``memory_bytes``: the cap on what is gathered and measured.
+    ``sizes``: elements by layer number, 0 for a layer of another rank. ``memory_bytes``: limit on the memory of
+    gathering and measuring.
     """
 
     environment: Environment
@@ -39,82 +40,85 @@ class Share:
 
 
 class Gathering(ABC):
-    """One period after the other: a step opens, gradients come, the step is committed or not; then the period closes.
+    """Gathers gradients by period: steps open, receive gradients and are committed or not; then the period closes.
 
-    What was gathered by then is kept until it has been measured and shared, while the next period gathers.
+    The gathered values of a closed period are kept until they have been measured and shared, while the next period
+    gathers.
     """
 
-    #: What it takes by element, and what it is called in errors.
+    #: Bytes per element, and the name in errors.
     ELEMENT_BYTES: ClassVar[int]
     TITLE: ClassVar[str]
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        #: Whether this step's gradients are wanted.
+        #: True if this step's gradients are wanted.
         self.adding = False
 
     @property
     def columns(self) -> int | None:
-        """Of the rows that a checkpoint holds; None if it holds none."""
+        """Returns the columns of the rows that a checkpoint holds; None if it holds none."""
         return None
 
     @property
     def overdue(self) -> bool:
-        """Whether the step has to wait for background work before gradients may come: with ``deterministic`` only."""
+        """Returns true if gradients must wait for background work; with ``deterministic`` only."""
         return False
 
     @property
     def left(self) -> int | None:
-        """Bytes that measuring may take."""
+        """Returns the bytes that measuring may take, or None if there is no limit."""
         cap = self.share.memory_bytes
         return None if cap is None else max(cap - self.nbytes, 0)
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory of what is gathered."""
+        """Returns the memory of the gathered values."""
 
     @abstractmethod
     def range_over(self, candidates: CandidateLevels, width: int) -> None:
-        """These are the choices from now on, in so many columns of the table."""
+        """Replaces the candidates; the table then has ``width`` columns."""
 
     @abstractmethod
     def open(self, step: int) -> None:
-        """A step opens, so many after the period began. What was committed before is final."""
+        """Opens a step, ``step`` steps after the period began. Commits before it are final."""
 
     @abstractmethod
     def add(self, table: Table, layers: Numbers, scale: float) -> None:
-        """Gradients of a group, and residuals where there are any; the table is the callee's to change."""
+        """Receives the gradients of a group, and residuals if there are any; it may change the table."""
 
     @abstractmethod
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """The step was accepted, for the layers that some rank had."""
+        """Accepts the step for the layers that some rank had."""
 
     @abstractmethod
     def close(self) -> None:
-        """The period has ended."""
+        """Ends the period, whose values are then measured."""
 
     @abstractmethod
     def measuring(self) -> Callable[[], Doubles]:
-        """The work that gives the table's rows of the period that closed."""
+        """Returns the work that computes the table's rows of the closed period."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget the period that closed: it was shared, or is in vain."""
+        """Discards the closed period, once it was shared or cannot be used."""
 
     @abstractmethod
     def state(self) -> dict[str, dict[str, Floats]]:
-        """What a checkpoint holds of it."""
+        """Returns the arrays that a checkpoint holds of it."""
 
     @abstractmethod
     def resume(self, held: Held) -> bool:
-        """Go on from what a checkpoint held, as far as it fits. Whether the period that closed is whole."""
+        """Continues from a checkpoint's arrays as far as they fit. Returns true if the closed period is complete."""
 
 
 class Windowed(Gathering):
-    """Gradients add up over the last ``window`` steps of a period; 8 bytes per element, and again while it is measured.
+    """Sums gradients over the last ``window`` steps of a period, as Markov et al.
 
-    As Markov et al. 2024, section 4, "System Implementation", has it.
+    2024, section 4, "System Implementation".
+
+    It takes 8 bytes per element, and as many again while the sums of the closed period are measured.
     """
 
     ELEMENT_BYTES = 8
@@ -124,51 +128,45 @@ class Windowed(Gathering):
         super().__init__(share)
         self._first, self._end = max(every - window, 0), every
         self._sums = Accumulators(share.sizes, share.environment.zeros)
-        self._taken: dict[int, Vector] = {}  # what is being measured
+        self._taken: dict[int, Vector] = {}  # sums of the closed period
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Gathering`."""
         return self._sums.nbytes
 
     def range_over(self, candidates: CandidateLevels, width: int) -> None:
-        """Sums do not depend on choices."""
+        """Does nothing, since sums do not depend on the candidates."""
 
     def open(self, step: int) -> None:
-        """In the window."""
-        self.adding = self._first <= step < self._end  # late work does not make a period longer
+        self.adding = self._first <= step < self._end  # later steps, while work is late, do not count
 
     def add(self, table: Table, layers: Numbers, scale: float) -> None:
-        """Without residuals."""
+        """Adds the gradients without their residuals."""
         self._sums.add(table, layers, scale)
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """Accept the sums."""
         if self.adding:
             self._sums.commit(present)
 
     def close(self) -> None:
-        """The next period begins at zero."""
+        """Takes the sums; those of the next period begin at zero."""
         self._taken = self._sums.take()
 
     def measuring(self) -> Callable[[], Doubles]:
-        """All in one go."""
         taken, left = self._taken, self.left
         return lambda: self.share.measure(taken, left)
 
     def drop(self) -> None:
-        """See :class:`Gathering`."""
         self._taken = {}
 
     def state(self) -> dict[str, dict[str, Floats]]:
-        """The sums, and those that are being measured."""
+        """Returns the current sums, and those of the closed period."""
         own = self.share.own.items()
         sums = {name: self._sums.value(i).copy() for name, i in own}
         taken = {name: self._taken[i].read().copy() for name, i in own if i in self._taken}
         return {"sums": sums, **({"taken": taken} if taken else {})}
 
     def resume(self, held: Held) -> bool:
-        """See :class:`Gathering`."""
         self._taken = {}
         for name, layer in self.share.own.items():
             size = self.share.sizes[layer]
@@ -180,6 +178,6 @@ class Windowed(Gathering):
 
 
 def fitting(held: Held, kind: str, name: str, size: int) -> Floats | None:
-    """A saved array of one layer, if it is there and as long as it has to be."""
+    """Returns the saved array of a layer if it exists and has ``size`` elements."""
     value = held.get(kind, {}).get(name)
     return None if value is None or value.size != size else np.array(value, dtype=np.float32).reshape(-1)

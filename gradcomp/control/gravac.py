@@ -1,4 +1,4 @@
-"""GraVAC: the compression factor of the next step, from what two factors would keep of this one."""
+"""GraVAC chooses the compression factor of the next step from the gains of two factors in this step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gradcomp.control.gravac_run import ENERGY, NORM, GraVACRun
 from gradcomp.control.gravac_search import Search
 from gradcomp.core.errors import ConfigError
 
-#: How candidates follow each other.
+#: Rules by which candidate factors grow.
 POLICIES = ("exponential", "geometric")
 
-#: What a gain is.
+#: Definitions of the gain.
 GAINS = (NORM, ENERGY)
 
 
 @dataclass(frozen=True)
 class GraVAC(Controller):
-    """Compress as much as the gradients bear: in every step the candidate factor, the minimum, or nothing at all.
+    """Compresses as much as the gradients allow: each step sends the candidate factor, the minimum, or all values.
 
     p = g + e;  g_min = C(p, theta_min);  g_c = C(g_min, theta_c / theta_min), both in every step
     delta(theta) = EWMA of sum ||g_theta|| / EWMA of sum ||g||      with ``gain="norm"``, as in the authors' code
@@ -34,27 +34,41 @@ class GraVAC(Controller):
     theta_c <- the next candidate; then, if the two largest T are within ``omega``, theta_c <- theta_ideal, the lower
     factor of the two, and theta_min <- min(theta_min, theta_ideal).
 
-    A factor theta is a density of 1 / theta; a factor of 1 is dense. Candidates: ``minimum`` x 2^(0, 1, 2, 4, 8, ...)
-    with ``policy="exponential"`` (10, 20, 40, 160, 1000), ``minimum`` x 2^(0, 1, 2, 3, ...) with ``"geometric"``
-    (10, 20, ..., 1280, 2000 for a ``maximum`` of 2000; the paper's window is 2000 then), and ``maximum`` last.
-    What a factor keeps of p may be more than g has, so a gain by norm may exceed 1. By energy it cannot, and is about
-    0.5 for 10x on a ResNet-20: below any threshold of use, so that nothing is ever compressed.
-    ``per_layer``: all of it for every layer by itself, on the model's iteration time.
+    A factor theta is a density of 1 / theta; a factor of 1 is dense. Candidates end at ``maximum``; they are
+    ``minimum`` x 2^(0, 1, 2, 4, 8, ...) with ``policy="exponential"`` (10, 20, 40, 160, 1000), and
+    ``minimum`` x 2^(0, 1, 2, 3, ...) with ``"geometric"`` (10, 20, ..., 1280, 2000 for a ``maximum`` of 2000, for
+    which the paper's window is 2000). The selection of p may have a larger norm than g, so a gain by norm may exceed 1.
+    A gain by energy cannot; it is about 0.5 at 10x on a ResNet-20, below any useful threshold, so nothing is ever
+    compressed with it.
 
-    For compressors that select by density on every rank: TopK, DGC, RedSync, SIDCo, also inside of ErrorFeedback,
-    MomentumCorrection and LocalClip. The density that they come with is not used. RandomK cannot work: what it keeps
-    of p follows from theta alone, whatever the gradients are.
+    The compressor must select by density on every rank: TopK, DGC, RedSync, SIDCo, also inside of ErrorFeedback,
+    MomentumCorrection and LocalClip. Its own density is not used. RandomK cannot work: its selection from p depends on
+    theta alone, whatever the gradients are.
 
-    Wire: as :class:`gradcomp.compress.TwoLevelSelection`, and one sum of 5 float64 a step beside the last bucket (2 + 3
-    per layer with ``per_layer``). State: two averages, T and a count per factor, and a window of seconds.
+    Args:
+        minimum: the lowest compression factor, at least 1.
+        maximum: the highest compression factor.
+        epsilon: the gain that a factor must have to be sent, in (0, 1].
+        window: steps between two changes of theta_min and theta_c.
+        omega: relative difference below which two gains, or two throughputs, count as equal.
+        policy: ``"exponential"`` or ``"geometric"``.
+        per_layer: decides for every layer separately, with the iteration time of the model.
+        gain: ``"norm"`` or ``"energy"``.
+
+    Wire: as :class:`gradcomp.compress.TwoLevelSelection`, and one sum of 5 float64 a step beside the last exchange
+    bucket (2 + 3 per layer with ``per_layer``).
+
+    State: two averages, T and a count per factor, and a window of seconds.
+
     Errors: ConfigError for a minimum below 1, a maximum below the minimum, an epsilon outside (0, 1], a window below 1,
-    a negative omega, an unknown policy or gain; where a layer travels under another compressor, or none is up for
-    choice.
-    Source: Tyagi and Swany 2023, Algorithm 1, sections III-C, IV-B, IV-C. Differs: the decision for a step uses gains
-    up to the step before, so that no round is added; theta_min is promoted before theta_c is scaled; medians over a
-    window, since omega is below the noise of single steps; gains and times are those of all ranks. The authors' code
-    keeps one residual per factor and one average of ||g||; here there is one residual, and the average is of the steps
-    in which the factor was measured. The first step is dense: no gain is known then.
+    a negative omega, an unknown policy or gain; if a layer uses another compressor, or no layer is controlled.
+
+    Source: Tyagi and Swany 2023, Algorithm 1, sections III-C, IV-B, IV-C.
+    Differences: the decision for a step uses gains up to the step before, so that no round is added; theta_min is
+    promoted before theta_c is scaled; medians over a window are compared, since omega is below the noise of single
+    steps; gains and times are those of all ranks. The authors' code keeps one residual per factor and one average of
+    ||g||; here there is one residual, and the average is of the steps in which the factor was measured. The first step
+    is dense, because no gain is known then.
     """
 
     name: ClassVar[str] = "gravac"
@@ -91,12 +105,11 @@ class GraVAC(Controller):
 
     @property
     def by_times(self) -> bool:
-        """Yes: by the seconds of iterations."""
         return True
 
     @property
     def candidates(self) -> tuple[float, ...]:
-        """The factors that are tried, ascending, from the minimum to the maximum."""
+        """Returns the factors to try, ascending, from the minimum to the maximum."""
         found, exponent = [float(self.minimum)], 1
         while found[-1] < self.maximum:
             found.append(min(self.minimum * 2.0 ** min(exponent, 1023), float(self.maximum)))
@@ -104,7 +117,6 @@ class GraVAC(Controller):
         return tuple(found)
 
     def begin(self, environment: Environment) -> ControllerRun:
-        """See :class:`gradcomp.control.gravac_run.GraVACRun`."""
         rows = len(environment.controlled) if self.per_layer else 1
         factors = (1.0, *(factor for factor in self.candidates if factor > 1))
         first = factors.index(float(self.minimum))

@@ -1,4 +1,4 @@
-"""GraVAC at work: measurements of a step in, the plan of the next step out."""
+"""The run of GraVAC: turns the measurements of a step into the plan of the next one."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ NORM, ENERGY = "norm", "energy"
 #: The name of the only row where the whole model has one.
 MODEL = "*"
 
-#: The kind of state under which a rank keeps the seconds that it has not told the others yet.
+#: The kind of state under which a rank keeps the seconds that it has not shared yet.
 _SECONDS = "seconds"
 
-#: What the sums begin with: seconds of an iteration, and the ranks that know theirs.
+#: The sums begin with this many numbers: seconds of an iteration, and the count of ranks that know theirs.
 _TIMES = 2
 
-#: theta_min, theta_c and what is sent, as numbers of factors.
+#: theta_min, theta_c and the sent factor, as indices of factors.
 Choice = tuple[int, int, int]
 
 
 @dataclass
 class GraVACState:
-    """What is saved. ``untimed``: by row, what the last two iterations sent. ``layers``: those that are controlled.
+    """The saved state. ``untimed``: the factors by row of the last two iterations. ``layers``: the controlled layers.
 
-    ``gain``: the form of the search's gains; absent for energy, the only one that older checkpoints know.
+    ``gain``: the form of the search's gains; absent for energy, the only form in older checkpoints.
     """
 
     search: SearchState
@@ -62,10 +62,10 @@ class GraVACState:
 
 
 class GraVACRun(ControllerRun):
-    """See :class:`gradcomp.control.GraVAC`.
+    """The run of :class:`gradcomp.control.GraVAC` on one rank.
 
-    Step s adds up its own norms, and the seconds of iteration s - 2, which each rank knows once step s - 1 is
-    over: two iterations are under way that nobody has timed yet. ``search`` holds gains, factors and their throughputs.
+    Step s sums its own norms, and the seconds of iteration s - 2, which each rank knows once step s - 1 has ended: the
+    two latest iterations are not timed yet. ``search`` holds gains, factors and their throughputs.
     """
 
     def __init__(self, name: str, environment: Environment, search: Search, per_layer: bool) -> None:
@@ -77,22 +77,24 @@ class GraVACRun(ControllerRun):
         self._row_of = np.arange(len(names)) if per_layer else np.zeros(len(names), dtype=np.int64)
         self._compressors: dict[tuple[int, Choice], Compressor] = {}
         self._assignments: dict[tuple[int, Choice], Assignment] = {}
-        self._ended = False  # whether a window ended with the last step
-        self._in_force = False  # whether what was chosen has been announced
-        self._seconds = 0.0  # of the last iteration but one, on this rank; 0: not known
-        self._untimed: list[Numbers | None] = []  # what the last two iterations sent, if it counts
+        self._ended = False  # true if a window ended with the last step
+        self._in_force = False  # true once the plan has the current choices
+        self._seconds = 0.0  # seconds of the last iteration but one, on this rank; 0 if not known
+        self._untimed: list[
+            Numbers | None
+        ] = []  # factors that the last two iterations sent, None if they do not count
         self._vector: Doubles = np.zeros(0)
-        self._choose()  # ConfigError for layers that it cannot choose for
+        self._choose()  # raises ConfigError for layers with another compressor
 
     @property
     def notable(self) -> bool:
-        """At the end of a window: between two of them plans go back and forth."""
+        """Returns true at the end of a window; within a window plans alternate too often for the log."""
         return self._ended
 
     # -- a step ------------------------------------------------------------------------------------------------
 
     def observe(self, observations: Observations) -> None:
-        """Add up the layers of every row: their norms, or their squared norms."""
+        """Sums the norms, or the squared norms, of the layers of every row."""
         by_norm = self.search.by_norm
         names = (GRADIENT if by_norm else TOTAL, KEPT, KEPT_BY_CANDIDATE)
         noted = [observations.of(name)[self._layers] for name in names]
@@ -102,18 +104,18 @@ class GraVACRun(ControllerRun):
         self._vector = np.concatenate([[self._seconds, float(self._seconds > 0)], *sums])
 
     def contribution(self, step: int) -> Doubles | None:
-        """Seconds, whether they are known, and three numbers per row."""
+        """Returns the seconds, 1 if they are known, and three numbers per row."""
         return self._vector
 
     def finish(self, step: Step) -> bool:
-        """Take in times and gains, and choose for the next step."""
+        """Records times and gains, and chooses for the next step."""
         assert step.sums is not None, "every rank contributed"
         seconds, known = step.sums[:_TIMES].tolist()
         if len(self._untimed) == 2 and known == self.environment.world and self._untimed[0] is not None:
             self.search.time(seconds / known, self._untimed[0])
-        # float32 is what a checkpoint keeps of it.
+        # A checkpoint stores it as float32.
         self._seconds = float(np.float32(step.seconds))
-        # What was sent before there was a gain nobody chose, and beginnings are slow.
+        # Iterations before the first gain do not count: their factor was not chosen, and the first ones are slow.
         self._untimed = [*self._untimed, self.search.sent if self.search.taken else None][-2:]
         least, candidate = self.search.minimum.copy(), self.search.candidate.copy()
         before = self.search.sent
@@ -131,7 +133,7 @@ class GraVACRun(ControllerRun):
         return changed
 
     def _account(self, step: int, least: Numbers, candidate: Numbers) -> str:
-        """What a window came to, of the first row, and of how many more."""
+        """Describes the result of a window for the first row, and counts the others."""
         search = self.search
         gains, factors = search.gains[0], search.factors
         measured = [
@@ -159,7 +161,7 @@ class GraVACRun(ControllerRun):
         }
 
     def _compressor(self, layer: int, choice: Choice) -> Compressor:
-        """Made once: plans go back and forth between the same few."""
+        """Returns a compressor that is made once, since plans alternate between a few choices."""
         if (layer, choice) not in self._compressors:
             least, candidate, sent = choice
             send = DENSE if sent == 0 else CANDIDATE if sent == candidate else MINIMUM
@@ -171,7 +173,7 @@ class GraVACRun(ControllerRun):
         return self._compressors[layer, choice]
 
     def plan(self, before: Plan) -> Plan:
-        """As the base's, with entries that are made once."""
+        """Returns the same plan as the base class, from assignments that are made once."""
         rows = list(before.assignments)
         for layer, choice in zip(self._layers.tolist(), self._chosen, strict=True):
             if (layer, choice) not in self._assignments:
@@ -186,23 +188,23 @@ class GraVACRun(ControllerRun):
 
     @property
     def steps_by_factor(self) -> dict[float, int]:
-        """Steps that sent each factor, 1 being dense; with ``per_layer``, steps of layers."""
+        """Returns the number of steps that sent each factor, 1 being dense; ``per_layer`` counts each layer's steps."""
         steps = self.search.steps.sum(axis=0).tolist()
         return {factor: n for factor, n in zip(self.search.factors, steps, strict=True) if n}
 
     @property
     def floats_sent(self) -> int:
-        """Values that this rank handed in since it began, without indices: the paper's measure."""
+        """Returns the values that this rank has sent since it began, without indices: the paper's measure."""
         return int((self._floats * self.search.steps[self._row_of]).sum())
 
     @property
     def dense_floats(self) -> int:
-        """The same, had every step been dense."""
+        """Returns the values that it would have sent if every step had been dense."""
         return int((self._floats[:, 0] * self.search.steps[self._row_of].sum(axis=1)).sum())
 
     @cached_property
     def _floats(self) -> Numbers:
-        """By layer and factor."""
+        """Returns the number of values by layer and factor."""
         sizes = np.array([self.environment.layers[i].size for i in self._layers.tolist()], dtype=np.int64)
         counts = [elements_at(1 / factor, sizes) for factor in self.search.factors]
         return np.stack(counts, axis=1)
@@ -211,7 +213,7 @@ class GraVACRun(ControllerRun):
 
     @property
     def state(self) -> GraVACState:
-        """The search, and what was sent in iterations whose seconds are not known yet."""
+        """Returns the search, and the factors of iterations that are not timed yet."""
         factors = self.search.factors
         untimed = [
             None if sent is None else {n: factors[k] for n, k in zip(self._names, sent.tolist(), strict=True)}
@@ -221,20 +223,25 @@ class GraVACRun(ControllerRun):
         return GraVACState(self.search.state(self._names), untimed, self._in_force, self._layer_names, gain)
 
     def own_state(self) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
-        """The seconds of the last iteration but one."""
+        """Returns the seconds of the last iteration but one."""
         return {_SECONDS: {self._layer_names[0]: np.array([self._seconds], dtype=np.float32)}}
 
     def adopt(self, saved: GraVACState, own: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from there; rows that are new begin anew, as do gains of another form, with the throughputs.
+        """Continues the saved search.
 
-        If the number of ranks changed, the seconds may be another rank's.
+        New rows start anew, as do gains of another form, together with their throughputs.
+
+        If the number of ranks changed, the seconds may be those of another rank.
         """
         here = NORM if self.search.by_norm else ENERGY
         search, there = saved.search, saved.gain or ENERGY
         if there != here:
             if self.environment.rank == 0:
                 logger.warning(
-                    "%s: the saved gains are by %s, these are by %s and begin anew", self.name, there, here
+                    "%s: the checkpoint's gains are by %s, but gain=%r is set: gains begin anew",
+                    self.name,
+                    there,
+                    here,
                 )
             search = replace(search, rows={name: row.without_gains() for name, row in search.rows.items()})
         try:
@@ -250,6 +257,6 @@ class GraVACRun(ControllerRun):
         ]
         seconds = [float(value[0]) for value in own.get(_SECONDS, {}).values()]
         self._seconds = seconds[0] if seconds else 0.0
-        # A plan for other layers does not say how these travel.
+        # A plan for other layers has no choice for these.
         self._in_force = saved.in_force and saved.layers == self._layer_names
         self._choose()

@@ -11,15 +11,15 @@ import numpy.typing as npt
 Doubles = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
-#: The number of the factor 1.
+#: The index of the factor 1.
 DENSE = 0
 
 
 @dataclass
 class RowState:
-    """A row as it is saved. ``timed``: what the window's steps sent.
+    """The saved state of a row. ``timed``: the factors that the window's steps sent.
 
-    ``factors``: of each its value, steps that sent it, the decaying sums whose quotient is its gain, and T.
+    ``factors``: by factor its value, the steps that sent it, the decaying sums whose quotient is its gain, and T.
     """
 
     minimum: float
@@ -30,17 +30,17 @@ class RowState:
 
     @property
     def values(self) -> set[float]:
-        """Every factor that it names."""
+        """Returns every factor that the state names."""
         return {self.minimum, self.candidate, self.sent, *self.timed, *(one[0] for one in self.factors)}
 
     def without_gains(self) -> RowState:
-        """The same before any gain was measured; counts stay."""
+        """Returns the state without measured gains; counts stay."""
         return replace(self, factors=[(factor, steps, 0.0, 0.0, None) for factor, steps, *_ in self.factors])
 
 
 @dataclass
 class SearchState:
-    """A search as it is saved."""
+    """The saved state of a search."""
 
     taken: int
     seconds: list[float]
@@ -50,10 +50,10 @@ class SearchState:
 class Search:
     """Independent searches, one per row: a row is the model, or one of its layers.
 
-    ``factors``: ascending, 1 first; rows hold numbers of factors. ``first``: the number of the least factor.
-    ``by_norm``: gains are quotients of two averages; else averages of quotients. Attributes
-    ``minimum``, ``candidate``: theta_min and theta_c; ``sent``: what the step sends that comes next. ``steps[row, k]``:
-    steps that sent factor k. ``throughput[row, k]``: T, NaN where there is none.
+    ``factors``: ascending, 1 first; rows hold indices of factors. ``first``: the index of the minimum factor.
+    ``by_norm``: gains are quotients of two averages, otherwise averages of quotients. Attributes: ``minimum`` and
+    ``candidate`` are theta_min and theta_c; ``sent`` is the factor that the next step sends; ``steps[row, k]`` counts
+    the steps that sent factor k; ``throughput[row, k]`` is T, NaN if not known.
     """
 
     def __init__(
@@ -79,32 +79,33 @@ class Search:
         self.steps: Numbers = np.zeros(shape, dtype=np.int64)
         self.throughput: Doubles = np.full(shape, np.nan)
         self.taken = 0  # steps that counted
-        # delta = sums / weights; both decay, so that few samples are as good a mean as many. By norm, weights are the
-        # norms of gradients in the steps in which the factor was measured, and no others: norms fall in training.
+        # delta = sums / weights; both decay, so that the mean of few samples has no bias towards its initial 0. By
+        # norm, weights are the norms of gradients in only those steps in which the factor was measured, since norms
+        # fall in training.
         self._sums: Doubles = np.zeros(shape)
         self._weights: Doubles = np.zeros(shape)
-        self._seconds: list[float] = []  # of the window
-        self._timed: list[Numbers] = []  # what these steps sent
+        self._seconds: list[float] = []  # seconds of the window's iterations
+        self._timed: list[Numbers] = []  # factors that these iterations sent
 
     @property
     def gains(self) -> Doubles:
-        """delta by row and factor; NaN where it was never measured."""
+        """Returns delta by row and factor; NaN if it was never measured."""
         gains = np.full(self._sums.shape, np.nan)
         np.divide(self._sums, self._weights, out=gains, where=self._weights > 0)
         gains[:, DENSE] = 1.0
         return gains
 
     def time(self, seconds: float, sent: Numbers) -> None:
-        """An iteration in which ``sent`` was sent took so long, in the mean over ranks."""
+        """Records that an iteration that sent the factors ``sent`` took so many seconds, averaged over ranks."""
         self._seconds.append(seconds)
         self._timed.append(sent)
 
     def step(self, total: Doubles, kept: Doubles, kept_by_candidate: Doubles) -> bool:
-        """A step is done (lines 6 to 9, 27). Returns whether a window ended.
+        """Ends a step (lines 6 to 9, 27). Returns true if a window ended.
 
-        By row, sums over ranks: norms of gradients and of both selections, or without ``by_norm`` squared norms, of p
-        instead of gradients. ``sent`` then holds what the next step sends (lines 11 to 25). Nothing happens unless all
-        are finite; a row with nothing in it has no gain.
+        The arguments are sums over ranks by row: norms of gradients and of both selections, or without ``by_norm``
+        squared norms, of p instead of gradients. Afterwards ``sent`` has the factors of the next step (lines 11 to 25).
+        Nothing happens unless all are finite; a row whose sums are 0 has no gain.
         """
         if not all(np.isfinite(part).all() for part in (total, kept, kept_by_candidate)) or not total.any():
             return False
@@ -136,7 +137,7 @@ class Search:
         self.sent = np.where(gains[rows, self.candidate] >= self.epsilon, self.candidate, fallback)
 
     def _check(self, row: int) -> None:
-        """Lines 33 to 39, of one row."""
+        """Runs lines 33 to 39 for one row."""
         gains, throughput = self.gains[row], self.throughput[row]
         sent = np.array([one[row] for one in self._timed], dtype=np.int64)
         for factor in np.unique(sent).tolist():
@@ -158,7 +159,7 @@ class Search:
     # -- state -------------------------------------------------------------------------------------------------
 
     def state(self, names: Sequence[str]) -> SearchState:
-        """Rows by name, factors by value; of factors, those that were sent or measured."""
+        """Returns rows by name and factors by value, of the factors that were sent or measured."""
         return SearchState(
             self.taken, list(self._seconds), {name: self._row(i) for i, name in enumerate(names)}
         )
@@ -177,14 +178,14 @@ class Search:
         )
 
     def restore(self, names: Sequence[str], saved: SearchState) -> None:
-        """Go on from there. Rows that are new, or that name factors which are none here, begin anew.
+        """Continues from a saved state. Rows that are new, or that have factors which do not exist here, start anew.
 
-        ValueError for windows of other lengths, before anything changes.
+        Raises ValueError, before anything changes, if windows have different lengths.
         """
         numbers = {factor: k for k, factor in enumerate(self.factors)}
         rows = {row: saved.rows[name] for row, name in enumerate(names) if name in saved.rows}
         if any(len(one.timed) != len(saved.seconds) for one in rows.values()):
-            raise ValueError("a window of other lengths")
+            raise ValueError("the rows' windows have different lengths")
         rows = {row: one for row, one in rows.items() if one.values <= numbers.keys()}
         self.taken = saved.taken
         for row, one in rows.items():

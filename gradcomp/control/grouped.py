@@ -1,4 +1,4 @@
-"""What controllers have in common that choose one level for a group of layers."""
+"""The base class of controllers that choose one level for a group of layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcomp.control.periodic import Periodic
 
 @dataclass(frozen=True)
 class Grouped(Periodic):
-    """Base of the controllers that map levels linearly onto groups of layers, within a budget if ``alpha`` is given."""
+    """Base of the controllers that map levels linearly to groups of layers, within a budget if ``alpha`` is given."""
 
     levels: Candidates | None = None
     alpha: float | None = None
@@ -31,23 +31,19 @@ class Grouped(Periodic):
 
     @property
     def needs_errors(self) -> bool:
-        """For a budget."""
         return self.alpha is not None
 
     def candidates(self) -> Candidates | None:
-        """As given."""
         return self.levels
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
-        """No warning yet."""
         return np.zeros(1)
 
     @abstractmethod
     def groups(self, observed: PeriodObservations) -> Sequence[Numbers]:
-        """Rows of which something was seen, in groups, the most sensitive first."""
+        """Returns the rows that had a gradient, in groups, the most sensitive first."""
 
     def decide(self, observed: PeriodObservations) -> Decision:
-        """See :func:`linear_map`."""
         groups = self.groups(observed)
         choices = linear_map(observed, groups, self.alpha)
         if choices is None:

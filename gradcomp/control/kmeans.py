@@ -1,4 +1,4 @@
-"""Levels by clusters of layers that are alike in size and gradient."""
+"""KMeans chooses levels for clusters of layers that are similar in size and gradient."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from gradcomp.control.checks import check_count
 from gradcomp.control.grouped import Grouped
 from gradcomp.control.observations import Numbers, PeriodObservations
 
-#: Starts, of which the best is taken, and steps of each, at most.
+#: Number of starts, of which the best is taken, and the most steps of each.
 _STARTS, _STEPS = 20, 300
 
 
 @dataclass(frozen=True)
 class KMeans(Grouped):
-    """Clusters of layers by size and gradient; the larger and quieter a cluster, the more it is compressed.
+    """Clusters layers by size and gradient; large layers with small gradients are compressed most.
 
-    With G_l the gradient of layer l added up over a period, every layer is a point
+    With G_l the gradient of layer l summed over a period, every layer is a point
 
         (log size_l, log ||G_l||),    each coordinate standardised over the layers.
 
-    k-means puts them into k clusters with centroids C. Sorted by norm(C) - size(C), the first cluster gets the most
-    compression that there is, the last the least, and those in between levels in equal distances. The budget is
+    k-means puts them into k clusters with centroids C. Clusters are sorted by norm(C) - size(C), ascending: the first
+    gets the most compression, the last the least, and those in between evenly spaced levels. The budget is
 
         Σ_l ||G_l - decompress(compress(G_l))||  <=  alpha · (the same sum at the reference)
 
-    While it is not met, the cluster with the most compression, of several the last in that order, goes one level back;
-    if that does not help, layers take the reference, and one warning says so. Then, as long as it is met, the cluster
-    with the least compression, of several the first, goes one level on. Where the reference meets the budget with fewer
-    bytes, it is the reference.
+    While the error is above the budget, the cluster with the most compression, of several the last in that order, moves
+    one level back; if that does not suffice, layers use the reference, and a warning is logged once. Then, while the
+    error is within the budget, the cluster with the least compression, of several the first, moves one level on. If the
+    reference is within the budget and takes fewer bytes, it is used.
 
     Args:
         every_steps: steps in a period.
-        levels: what layers may travel as, by default L-GreCo's range around the layer's own. Compressors instead of
-            levels vary more than one knob: ``[Quantize(2, bucket_size=1024), Quantize(4, bucket_size=512)]``.
-        alpha: the budget, relative to the reference; above 0. None: none, only Algorithm 3.1.
-        clusters: k; by default the number of levels. Never more than there are different layers.
-        window: add up only the last so many steps of a period; by default all of them.
-        samples: measure so many single steps of it instead; see :class:`Periodic`.
-        memory_bytes: cap on what is held for sums, on every rank.
+        levels: candidates, by default L-GreCo's range around the layer's own level. Compressors instead of levels can
+            vary several settings: ``[Quantize(2, bucket_size=1024), Quantize(4, bucket_size=512)]``.
+        alpha: the budget, relative to the reference; above 0. With None there is no budget, only Algorithm 3.1.
+        clusters: k; by default the number of levels. It is never more than there are different layers.
+        window: sums gradients over only the last this many steps of a period; by default over all of them.
+        samples: measures this many single steps of a period instead; see :class:`Periodic`.
+        memory_bytes: limit on the memory that every rank uses for these sums.
 
     Wire: twice a period a sum over ranks of float64: per layer 4 numbers and, with a budget, one per level; then 1.
 
-    State: whether the warning was given; the sums of :class:`Periodic`.
+    State: a flag that the warning was given; the sums of :class:`Periodic`.
 
-    Raises:
-        ConfigError: no levels, or a level that layers cannot take; alpha is not above 0, clusters not at least 1.
+    Errors: ConfigError if ``levels`` is empty or has a level that layers cannot take, if alpha is not above 0, or if
+    clusters is not at least 1.
 
-    Source: Markov 2024, Algorithm 3.1 and section 3.6 (CGX). Differences: logarithms, standardised, since
-    sizes and norms have no common scale; the norm of all of G and not of its top values; how the budget is met, which
-    the paper leaves open (without the way on, sensitive layers would keep the least compression, whatever it costs); a
-    single cluster begins at the reference.
+    Source: Markov 2024, Algorithm 3.1 and section 3.6 (CGX).
+    Differences: logarithms, standardised, are clustered, since sizes and norms have no common scale; the norm is that
+    of all of G and not of its largest values; the paper leaves open how the budget is met (without moving levels on,
+    sensitive layers would keep the least compression, whatever it costs); a single cluster begins at the reference.
     """
 
     name: ClassVar[str] = "kmeans"
@@ -69,14 +69,14 @@ class KMeans(Grouped):
             check_count("clusters", self.clusters)
 
     def groups(self, observed: PeriodObservations) -> Sequence[Numbers]:
-        """Algorithm 3.1 up to the order of the clusters."""
+        """Returns the clusters of Algorithm 3.1 in their order."""
         return clusters_of(
             observed, np.flatnonzero(~observed.silent), self.clusters or observed.candidates.width
         )
 
 
 def clusters_of(observed: PeriodObservations, rows: Numbers, k: int) -> list[Numbers]:
-    """The rows in at most k clusters, the one with the largest norm(C) - size(C) first."""
+    """Returns the rows in at most k clusters, the one with the largest norm(C) - size(C) first."""
     if not len(rows):
         return []
     sizes = np.array([observed.candidates.specs[row].size for row in rows], dtype=np.float64)
@@ -87,15 +87,16 @@ def clusters_of(observed: PeriodObservations, rows: Numbers, k: int) -> list[Num
 
 
 def _standardised(values: Doubles) -> Doubles:
-    """Mean 0 and deviation 1; zeros where all are equal."""
+    """Returns the values with mean 0 and standard deviation 1, or zeros if all are equal."""
     deviation = values.std()
     return (values - values.mean()) / deviation if deviation > 1e-12 else np.zeros(len(values))
 
 
 def kmeans(points: Doubles, k: int, seed: int = 0) -> Numbers:
-    """Lloyd's algorithm from greedy k-means++ starts, the best of several: the cluster of every point; none is empty.
+    """Returns the cluster of every point, by Lloyd's algorithm from greedy k-means++ starts, of which the best counts.
 
-    The same for the same points. ``k``: at most as many clusters, fewer if there are fewer different points.
+    The same points give the same clusters. There are at most ``k`` clusters, fewer if there are fewer different points;
+    none is empty.
     """
     k = min(k, len(np.unique(points, axis=0)))
     random = np.random.default_rng(seed)
@@ -109,7 +110,11 @@ def kmeans(points: Doubles, k: int, seed: int = 0) -> Numbers:
 
 
 def _spread(points: Doubles, k: int, random: np.random.Generator) -> Doubles:
-    """k-means++: of a few points, drawn with the squared distance to the nearest centre, the one that leaves least."""
+    """Returns the starting centres of greedy k-means++.
+
+    Of a few points, drawn in proportion to the squared distance to the nearest centre, the next centre is the one that
+    leaves the smallest sum of squared distances.
+    """
     centres = [points[random.integers(len(points))]]
     distance = ((points - centres[0]) ** 2).sum(1)
     while len(centres) < k:
@@ -122,14 +127,14 @@ def _spread(points: Doubles, k: int, random: np.random.Generator) -> Doubles:
 
 
 def _lloyd(points: Doubles, centres: Doubles) -> Numbers:
-    """Points to the nearest centre, centres to the mean of their points, until nothing moves."""
+    """Assigns points to the nearest centre and moves centres to the mean of their points, until nothing changes."""
     k, each = len(centres), np.arange(len(points))
     labels = np.full(len(points), -1, dtype=np.int64)
     for _ in range(_STEPS):
         distance = ((points[:, None] - centres) ** 2).sum(2)
         nearest = distance.argmin(1)
         for j in np.flatnonzero(np.bincount(nearest, minlength=k) == 0):
-            # A centre that lost its points takes the one that is farthest from its own.
+            # A centre that lost all its points gets the point that is farthest from its centre.
             crowded = np.bincount(nearest, minlength=k)[nearest] > 1
             nearest[np.where(crowded, distance[each, nearest], -1.0).argmax()] = j
         if np.array_equal(nearest, labels):

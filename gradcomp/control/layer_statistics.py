@@ -1,4 +1,4 @@
-"""What a rank measures of the gradients that it added up: one row of numbers per layer, or per block of its rows."""
+"""Measures the gradients that a rank has gathered: one row of numbers per layer, or per block of its rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gradcomp.core.vectors import Floats, Vector
 from gradcomp.kernels import bodies, selection
 from gradcomp.kernels.segments import SEGMENT
 
-#: Columns before those of the errors: norm, mean, deviation.
+#: Columns before those of the errors: norm, mean, standard deviation.
 COLUMNS = 3
 
 
 def measure(
     candidates: CandidateLevels, sums: Mapping[int, Vector], width: int, seed: int, memory_bytes: int | None
 ) -> Doubles:
-    """The rows of the layers whose ``sums`` are given, by layer number; zeros for all others.
+    """Returns the rows of the layers whose ``sums`` are given, by layer number; zeros for all others.
 
-    ``width``: columns; beyond :data:`COLUMNS` they are for the L2 norm of what each candidate loses. One more is for
-    the root of the number of elements that are not 0, of rows with choices that leave zeros out: the norm of ones in
-    their places, since every column but the mean is a norm.
+    Of the ``width`` columns those after :data:`COLUMNS` have the L2 norm of each candidate's error. One more has the
+    root of the number of nonzero elements, for rows with choices that leave zeros out: it is the norm of ones in their
+    places, since every column but the mean is a norm.
     """
     table = np.zeros((len(candidates.layers), width))
     layers = {layer: rows for layer, rows in candidates.items.items() if layer in sums}
@@ -36,7 +36,7 @@ def measure(
     for (layer, rows), starts, (mean, square) in zip(layers.items(), begins, moments, strict=True):
         values, choices, spec = sums[layer], candidates.choices[rows.start], candidates.specs[rows.start]
         sizes = np.diff(starts, append=values.size)
-        with np.errstate(all="ignore"):  # what is not finite is seen later
+        with np.errstate(all="ignore"):  # values that are not finite are checked once rows are shared
             deviation = np.sqrt(np.maximum(square / sizes - mean * mean, 0.0))
         table[rows, :COLUMNS] = np.stack([np.sqrt(square), mean, deviation], axis=1)
         if width > COLUMNS:
@@ -53,7 +53,7 @@ def measure(
 
 
 def _moments(vectors: Sequence[Vector], begins: Sequence[Numbers]) -> list[tuple[Doubles, Doubles]]:
-    """Means and sums of squares of the parts of each, which begin with these elements, where they lie."""
+    """Returns, by vector, means and sums of squares of its parts, which begin at ``begins``; computed on its device."""
     lengths = [np.diff(starts, append=v.size) for v, starts in zip(vectors, begins, strict=True)]
     table = np.zeros(sum(map(len, begins)), dtype=SEGMENT)
     if not len(table):

@@ -1,4 +1,4 @@
-"""Choices in the order of compression, groups of layers on them, and a budget for what they lose."""
+"""Orders choices by compression, maps groups of layers to them, and keeps a budget on their error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 def check_levels(levels: Candidates | None) -> None:
-    """ConfigError for levels that no layer could have; the layers' own checks come later."""
+    """Raises ConfigError for levels that no layer can have; the layers' own checks come later."""
     if levels is None or levels == HYBRID:
         return
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
@@ -33,7 +33,7 @@ def check_levels(levels: Candidates | None) -> None:
 
 
 def bytes_of(candidates: CandidateLevels, row: int) -> Doubles:
-    """Bytes of every choice of a row; of its payload where nothing is sent, as in a world of one."""
+    """Returns the bytes of every choice of a row; those of its payload if nothing is sent, as in a world of one."""
     choices, spec = candidates.choices[row], candidates.specs[row]
     costs = candidates.costs[row, : len(choices)]
     if costs.any():
@@ -43,30 +43,30 @@ def bytes_of(candidates: CandidateLevels, row: int) -> Doubles:
 
 
 def levels_by_bytes(candidates: CandidateLevels) -> list[Numbers]:
-    """Every row's choices from the least compression to the most; of equal bytes, in the order given."""
+    """Returns every row's choices from the least compression to the most; equal ones in the order given."""
     return [np.argsort(-bytes_of(candidates, row), kind="stable") for row in range(len(candidates.choices))]
 
 
 def total_error(observed: PeriodObservations, choices: Numbers) -> float:
-    """Sum of the L2 norms of what layers lose, without those of which nothing was seen."""
+    """Returns the sum of the L2 errors of the rows that had a gradient."""
     assert observed.errors is not None, "asked for"
     rows = np.flatnonzero(~observed.silent)
     return float(observed.errors[rows, choices[rows]].sum())
 
 
 def total_bytes(observed: PeriodObservations, choices: Numbers) -> float:
-    """Bytes that a rank sends per step."""
+    """Returns the bytes that a rank sends per step."""
     return float(observed.costs[np.arange(len(choices)), choices].sum())
 
 
 def keeping_silent(observed: PeriodObservations, choices: Numbers) -> Numbers:
-    """The choices, but layers of which nothing was seen keep theirs."""
+    """Returns the choices, except that rows without a gradient keep their current ones."""
     kept: Numbers = np.where(observed.silent, observed.current, choices).astype(np.int64)
     return kept
 
 
 class GroupLevels:
-    """Groups of rows at their levels, the most sensitive group first; rows of no group keep ``choices``."""
+    """Moves groups of rows between levels, the most sensitive group first; rows of no group keep ``choices``."""
 
     def __init__(self, candidates: CandidateLevels, choices: Numbers, groups: Sequence[Numbers]) -> None:
         self.choices = choices.copy()
@@ -76,29 +76,29 @@ class GroupLevels:
         self._at = np.array(
             [int(np.flatnonzero(levels == k)[0]) for levels, k in zip(self._order, choices, strict=True)]
         )
-        #: By group, from 0 for the least compression to 1 for the most.
+        #: Compression of each group, from 0 for the least to 1 for the most.
         self.height = np.array([self._height(rows) for rows in groups])
-        #: Groups that have a choice.
+        #: True for groups with more than one level.
         self.movable = np.array([self._last[rows].any() for rows in groups])
 
     def _height(self, rows: Numbers) -> float:
         return float((self._at[rows] / np.maximum(self._last[rows], 1)).max())
 
     def put(self, group: int, at: Numbers) -> None:
-        """A group's rows at these levels, or at the nearest that they have."""
+        """Moves a group's rows to these levels, or to the nearest that they have."""
         rows = self._groups[group]
         self._at[rows] = np.clip(at, 0, self._last[rows])
         self.height[group] = self._height(rows)
         self.choices[rows] = [self._order[row][self._at[row]] for row in rows]
 
     def spread(self) -> None:
-        """Levels in equal distances, from the least compression to the most; a single group stays."""
+        """Spreads groups evenly from the least compression to the most; a single group stays."""
         count = len(self._groups)
         for j, rows in enumerate(self._groups if count > 1 else ()):
             self.put(j, np.floor(j / (count - 1) * self._last[rows] + 0.5).astype(np.int64))
 
     def move(self, group: int, by: int) -> Numbers:
-        """So many levels to more compression; where the rows were, for :meth:`put`."""
+        """Moves a group ``by`` levels to more compression; returns its previous levels, for :meth:`put`."""
         before: Numbers = self._at[self._groups[group]]
         self.put(group, before + by)
         return before
@@ -107,17 +107,19 @@ class GroupLevels:
 def linear_map(
     observed: PeriodObservations, groups: Sequence[Numbers], alpha: float | None
 ) -> Numbers | None:
-    """Levels that go linearly from the least compression, of the first group, to the most, of the last.
+    """Maps levels linearly to groups: the first group gets the least compression, the last the most.
 
-    Of n levels, the layers of group j of k (from 0) take number round(j (n-1) / (k-1)); a single group takes the
-    reference. With ``alpha``, the total error is brought to alpha times the reference's, without exchanging groups:
+    With n levels, the layers of group j of k (from 0) get number round(j (n-1) / (k-1)); a single group gets the
+    reference. With ``alpha``, the total error is brought to alpha times that of the reference, in the order of the
+    groups:
 
-    - while it is above, the group with the most compression, of several the first, goes one level back; if that ends at
-      the least compression for all, it is the reference where that meets the budget, else None;
-    - then, as long as it is not above, the group with the least compression, of several the last, goes one level on;
-    - where the reference meets the budget with fewer bytes, it is the reference.
+    - while it is above, the group with the most compression, of several the first, moves one level back; if all end at
+    the
+      least compression, the result is the reference if that is within the budget, else None;
+    - then, while it is not above, the group with the least compression, of several the last, moves one level on;
+    - if the reference is within the budget and takes fewer bytes, the result is the reference.
 
-    Layers of which nothing was seen keep their choice.
+    Layers without a gradient keep their choice.
     """
     reference = keeping_silent(observed, observed.candidates.reference)
     grouped = GroupLevels(observed.candidates, reference, groups)
@@ -141,13 +143,16 @@ def linear_map(
 
 
 def fallback(observed: PeriodObservations, name: str, alpha: float) -> Decision:
-    """The reference, since nothing meets the budget. The warning comes once: ``memory[0]`` says whether it has."""
+    """Returns the reference, since nothing is within the budget.
+
+    It logs a warning unless ``memory[0]`` says that one was given.
+    """
     if not observed.memory[0]:
         logger.warning(
-            "%s: nothing loses at most %g times what the reference does; layers go back to the reference",
+            "%s: no choice of levels has at most %g times the error of the reference; layers use the reference",
             name,
             alpha,
         )
     return Decision(
-        keeping_silent(observed, observed.candidates.reference), np.ones(1), "nothing meets the budget"
+        keeping_silent(observed, observed.candidates.reference), np.ones(1), "nothing is within the budget"
     )

@@ -1,4 +1,4 @@
-"""L-GreCo: the cheapest level of every layer under the error of a reference."""
+"""L-GreCo chooses the cheapest level of every layer within the error of a reference."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ logger = logging.getLogger("gradcomp")
 
 #: Weight of older periods when coefficients of time are fitted.
 _MEMORY = 0.5
-#: Weight of the common coefficient in that of each layer, beside the mean layer's own times.
+#: Weight of the common coefficient in that of each layer, relative to the mean layer's own times.
 _PULL = 0.1
-#: Sums by layer from which they are fitted; other objectives keep two, as checkpoints always held them.
+#: Sums by layer from which the coefficients are fitted; other objectives keep two, the number in older checkpoints.
 _SUMS = {"time": 5}
 
 #: Steps of a period whose errors are averaged, unless the user says otherwise.
@@ -43,7 +43,7 @@ _SAMPLES = 4
 
 _MOST_BUCKETS = 10**6
 
-#: Steps of the budget for each row where layers are divided into blocks: each row's error is rounded up to whole steps.
+#: Least steps of the budget per row if layers are divided into blocks, since each row's error is rounded up to a step.
 _STEPS_PER_BLOCK = 16
 
 _OBJECTIVES = ("bytes", "time", "position")
@@ -52,55 +52,65 @@ _METRICS = ("norm", "squared", "adam")
 
 @dataclass(frozen=True)
 class LGreCo(Periodic):
-    """Choose every layer's level by a dynamic program: least cost, total error no larger than the reference's.
+    """Chooses levels by a dynamic program: the least cost with a total error no larger than the reference's.
 
     minimise sum over layers of w(l) bytes(l, c_l)   subject to   sum of error(l, c_l) <= alpha sum of error(l, r_l),
 
-    error(l, c) = mean over sampled steps t of ||g_{l,t} - C_c(g_{l,t})||^2, g_{l,t} the gradient of layer l in step t,
-    before compression and without feedback (with the residual where all choices are of low rank); C_c compresses and
-    decompresses; r_l, the reference, is the layer's compression.
+    error(l, c) = mean over sampled steps t of ||g_{l,t} - C_c(g_{l,t})||^2, with g_{l,t} the gradient of layer l in
+    step t, before compression and without error feedback (with the residual if all choices are of low rank); C_c
+    compresses and decompresses; r_l, the reference, is the layer's own compression.
 
-    ``every_steps``: steps in a period. ``samples``: steps of it that are sampled, 4 by default. ``window=W``: as in the
-    paper, error(l, c) = ||G_l - C_c(G_l)||, G_l the gradient accumulated over the last W steps of the period. An
-    embedding's gradient is sparse in a single step, and dense once it has been accumulated.
-
-    ``levels``: candidates, levels or compressors, of several families if you like; by default the paper's ranges,
-    [D/2, 2 D] for bits and ranks, [D/10, 10 D] for densities; ``"hybrid"``: 5 numbers of bits, 4 densities and 4 ranks,
-    those of convolutions or of matrices. ``alpha``: factor on the budget (Markov 2024, section 3.6). ``buckets``: steps
-    into which the budget is divided; errors are rounded up to whole steps, at least one. ``objective``: ``"bytes"``,
-    w = 1; ``"time"``, w = T(l), seconds per further byte of the layer's buckets, fitted with a common latency to the
-    wire times of past periods, each weighted half as much as the next; ``"position"``, w = the
-    position of the layer's last bucket, from 1 (Markov 2024, appendix B.1). ``metric``: ``"squared"``, under which
-    errors of layers add up to that of the model; ``"norm"``, their roots; or ``"adam"``,
+    ``metric`` selects the error. With ``"squared"``, the errors of layers add up to the squared error of the model;
+    ``"norm"`` takes their roots; ``"adam"`` takes
 
         error(l, c) = mean over t of ||g_{l,t} - C_c(g_{l,t})||^2 / rms(l),
 
-    rms(l) the root of the mean square of the layer's elements, which stands for the root of Adam's second moment: the
-    squared error in the norm of that preconditioner. By default the first with samples, the second with a window.
-    ``accordion``: its choice is each period's reference (section 5.3), and ``levels`` then go by default from its high
-    compression's range to its low one's; gradients add up by default, since its rule compares their norms.
+    where rms(l), the root of the mean square of the layer's elements, stands for the root of Adam's second moment: the
+    squared error in the norm of that preconditioner.
 
-    ``blocks=B``: a matrix under ``Quantize`` is divided into up to B blocks of consecutive rows, nearly equal, of four
-    quantisation buckets or more in the mean; up to 256. Each is an item of the program, with a level of its own, as
-    far as all choices of the layer are numbers of bits of one ``Quantize``; what stands here of layers is true of
-    blocks then. The budget has at least 16 steps an item. A block without a gradient keeps its level. See
-    ``docs/decisions/0038``.
+    ``blocks=B`` divides a matrix under ``Quantize`` into up to B blocks of consecutive rows, nearly equal, of four
+    quantisation buckets or more on average. Each block is an item of the program with its own level, if all choices of
+    the layer are numbers of bits of one ``Quantize``; all that is said of layers then holds for blocks. The budget has
+    at least 16 steps per item. A block without a gradient keeps its level. See ``docs/decisions/0038``.
 
-    ``widen``: if more than half of the elements under a compressor sit at an end of its default range, the ranges
-    become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once; a line of the log says so. Bits keep their range,
-    and so do block floats, whose range is of formats: 8 and 4 bits.
+    Layers without a gradient in the period keep their level. If no choice is within the budget, the reference is used
+    and a warning is logged.
 
-    Layers without a gradient in the period keep their level. If nothing fits, the reference is taken, with a warning.
+    Args:
+        every_steps: steps in a period.
+        levels: candidates, which are levels or compressors, of several families if you like; by default the paper's
+            ranges, [D/2, 2 D] for bits and ranks, [D/10, 10 D] for densities. ``"hybrid"``: 5 numbers of bits, 4
+            densities and 4 ranks, which differ between convolutions and matrices.
+        alpha: factor on the budget (Markov 2024, section 3.6).
+        buckets: steps into which the budget is divided; errors are rounded up to whole steps, at least one.
+        objective: ``"bytes"``, w = 1. ``"time"``, w = T(l), seconds per further byte of the layer's exchange buckets,
+            fitted with a common latency to the wire times of past periods, each weighted half as much as the next.
+            ``"position"``, w = the position of the layer's last exchange bucket, from 1 (Markov 2024, appendix B.1).
+        metric: ``"squared"``, ``"norm"`` or ``"adam"``; by default ``"squared"`` with samples, ``"norm"`` with a
+            window.
+        samples: steps of a period that are sampled, 4 by default.
+        window: instead, as in the paper, error(l, c) = ||G_l - C_c(G_l)||, with G_l the gradient summed over the last
+            ``window`` steps of the period. An embedding's gradient is sparse in a single step but dense in such a sum.
+        accordion: its choice is each period's reference (section 5.3); ``levels`` are then by default the range from
+            its high compression's range to its low one's. Gradients are summed by default, since its rule compares
+            their norms.
+        widen: if more than half of the elements under a compressor are at an end of its default range, the ranges
+            become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once, and the log says so. Bits keep their
+            range, and so do block floats, whose range is of formats: 8 and 4 bits.
+        blocks: the most blocks of a layer, up to 256.
+        memory_bytes: see :class:`Periodic`.
 
-    Wire, state, ``memory_bytes``: see :class:`Periodic`.
-    Errors: ConfigError for empty or impossible ``levels``, a reference outside of them or with levels by block,
+    Wire, State: see :class:`Periodic`.
+
+    Errors: ConfigError for empty or impossible ``levels``, a reference that is outside of them or has levels by block,
     ``alpha``, ``buckets`` or ``blocks`` that are not positive, unknown words.
+
     Source: Markov et al. 2024, Algorithm 1 and section 4; Markov 2024, chapter 4 and appendix B.
-    Differs: errors are those of single steps, by default (the authors' published hook takes the last 10 steps, after
-    the residual was added); layers are measured by the ranks that look after them instead of by one worker, each on its
-    own gradients; the budget is the sum of the rounded errors (otherwise the reference itself would not fit); equal
-    costs go to the smaller error; bytes are those on the wire, scales and indices included, and of TopK without zeros
-    those of as many elements as were not 0 in the sampled steps, in the mean; every family may be mixed.
+    Differences: errors are those of single steps by default (the authors' published hook takes the last 10 steps, after
+    the residual was added); layers are measured by the ranks that own them instead of by one worker, each on its own
+    gradients; the budget is the sum of the rounded errors (otherwise the reference itself would not fit); of equal
+    costs the smaller error is taken; bytes are those on the wire, with scales and indices, and for TopK without zeros
+    those of the average number of nonzero elements in the sampled steps; all families can be mixed.
     """
 
     name: ClassVar[str] = "lgreco"
@@ -136,40 +146,36 @@ class LGreCo(Periodic):
 
     @property
     def sampled(self) -> int:
-        """By default some, unless gradients are to add up."""
+        """Returns 4 by default, unless gradients are summed."""
         adds_up = self.window is not None or self.accordion is not None
         return super().sampled or (0 if adds_up else _SAMPLES)
 
     @property
     def squared(self) -> bool:
-        """Whether squares are budgeted."""
+        """Returns true if squared errors are budgeted."""
         return self.metric in ("squared", "adam") or (self.metric is None and self.sampled > 0)
 
     @property
     def by_times(self) -> bool:
-        """Where the objective is time."""
         return self.objective == "time"
 
     @property
     def needs_errors(self) -> bool:
-        """Yes."""
         return True
 
     def candidates(self) -> Candidates | None:
-        """``levels``."""
         return self.levels
 
     def candidate_levels(self, environment: Environment) -> CandidateLevels:
-        """With Accordion: both of its levels are on it, and by default the ranges around them."""
+        """Returns the choices; with Accordion, its two levels and by default the ranges around both."""
         return self._ranges(environment, wide=False)
 
     def wider_levels(self, environment: Environment) -> CandidateLevels | None:
-        """Of default ranges only, and unless ``widen`` says no."""
+        """Returns the wide ranges if ``widen`` is set and the ranges are default ones."""
         return self._ranges(environment, wide=True) if self.widen and self.levels is None else None
 
     @property
     def tells_ends(self) -> bool:
-        """Yes: its choices are where errors and bytes put them."""
         return True
 
     def _ranges(self, environment: Environment, wide: bool) -> CandidateLevels:
@@ -195,7 +201,10 @@ class LGreCo(Periodic):
         )
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
-        """Norms of the last period, negative before there was one; sums for the coefficients of time; warned."""
+        """Returns norms of the last period (:data:`NEVER` at first), sums for the time coefficients, and a flag.
+
+        The flag is 1 once a warning was given.
+        """
         rows = len(candidates.layers)
         return np.concatenate([np.full(rows, NEVER), np.zeros(self._sums * rows), [0.0]])
 
@@ -204,7 +213,7 @@ class LGreCo(Periodic):
         return _SUMS.get(self.objective, 2)
 
     def decide(self, observed: PeriodObservations) -> Decision:
-        """The program over the layers that had a gradient."""
+        """Solves the program over the rows that had a gradient."""
         assert observed.errors is not None, "asked for"
         rows = len(observed.norm)
         memory = observed.memory.copy()
@@ -224,14 +233,14 @@ class LGreCo(Periodic):
         found = self._solve(errors, allowed, costs)
         if found is None:
             if not warned[0]:
-                logger.warning("lgreco: no choice of levels is within the budget, the reference is taken")
+                logger.warning("lgreco: no choice of levels is within the budget; layers use the reference")
             warned[0] = 1.0
             found = reference[heard]
         choices[heard] = found
         return Decision(choices, memory, self._words(observed, choices, reference))
 
     def _budgeted(self, observed: PeriodObservations) -> Doubles:
-        """By row and choice, what adds up to the total that is budgeted; of no use for layers without a gradient."""
+        """Returns the budgeted errors by row and choice; those of rows without a gradient are meaningless."""
         assert observed.errors is not None, "asked for"
         if not self.squared:
             return observed.errors
@@ -248,7 +257,7 @@ class LGreCo(Periodic):
             return np.zeros(0, dtype=np.int64)
         if not np.isfinite(allowed).all():
             return None
-        if not allowed.any():  # the reference loses nothing: neither may anything else
+        if not allowed.any():  # the reference has no error, so only choices without an error are allowed
             free = np.where(errors == 0, costs, np.inf)
             return free.argmin(axis=1) if np.isfinite(free.min(axis=1)).all() else None
         buckets = self.buckets if self.blocks == 1 else max(self.buckets, _STEPS_PER_BLOCK * len(errors))
@@ -257,7 +266,7 @@ class LGreCo(Periodic):
         return None if found is None else found.astype(np.int64)
 
     def _reference(self, observed: PeriodObservations, before: Doubles) -> Numbers:
-        """The choice of every row that sets the budget."""
+        """Returns the choice of every row that sets the budget."""
         rule, candidates = self.accordion, observed.candidates
         if rule is None:
             return candidates.reference
@@ -274,7 +283,7 @@ class LGreCo(Periodic):
         return np.where(rule.critical(before, observed), low, high)
 
     def _weights(self, observed: PeriodObservations, fits: Doubles) -> Doubles:
-        """By row, what a byte costs."""
+        """Returns the cost of a byte by row."""
         if self.objective == "position":
             return observed.position.astype(np.float64) + 1.0
         if self.objective == "time" and (slopes := seconds_per_byte(fits)) is not None:
@@ -286,7 +295,7 @@ class LGreCo(Periodic):
         costs, errors = observed.costs, self._budgeted(observed)
 
         def total(chosen: Numbers) -> float:
-            """In a norm of the model's gradient if squares are budgeted."""
+            """Returns the total error, for budgeted squares as a norm of the model's gradient."""
             found = errors[rows, chosen].sum()
             return float(np.sqrt(found) if self.squared else found)
 
@@ -297,11 +306,12 @@ class LGreCo(Periodic):
 
 
 def seconds_per_byte(sums: Doubles) -> Doubles | None:
-    """Slopes s_l of seconds = latency + s_l bytes, of every layer l; None if times do not rise with bytes.
+    """Returns the slopes s_l of seconds = latency + s_l bytes of every layer l; None if times do not rise with bytes.
 
     ``sums[:, l]``: of xy, x x, x, y and 1 over l's samples of bytes x and seconds y. The latency, at least 0, is that
-    of the line through all samples: buckets that are short are not dear for it. s_l is fitted to l's samples and, with
-    a tenth of the mean layer's weight, to that line, which decides for layers with too few bytes to show a slope.
+    of the line through all samples, so short exchange buckets do not count as expensive. s_l is fitted to l's samples
+    and, with a tenth of the mean layer's weight, to that line, which decides for layers with too few bytes to show a
+    slope.
     """
     xy, xx, x, y, count = sums.sum(axis=1).tolist()
     if not xx:

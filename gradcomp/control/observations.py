@@ -1,4 +1,4 @@
-"""What a periodic controller decides from, and what it decides."""
+"""The observations and the decision of a periodic controller."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PeriodObservations:
-    """What a decision is made from; equal on all ranks. Rows are layers that are up for choice, or blocks of them.
+    """Measurements of a period, equal on all ranks. A row is a controlled layer, or a block of one.
 
-    ``norm``: L2 norm of the accumulated gradient; ``mean``, ``deviation``: of its elements. ``errors[i, k]``: L2 norm
-    of what choice k of layer i loses of it, inf where there is none; None unless the controller ``needs_errors``.
-    ``wire``: seconds that the layer's buckets spent on the wire in the period, in the mean over ranks; ``sent``: bytes
-    that a rank sent for them, by formula. ``nonzero``: of layers with choices that leave zeros out, how many elements
-    were not 0, in the mean; None if there is no such choice. ``position``: the bucket that the layer ends in.
-    ``current``: the choice in force. ``memory``: what the last decision left. ``rate_fall``: by how much the learning
-    rate fell since the period before, as a share of what it was.
+    ``norm``: L2 norm of the accumulated gradient; ``mean``, ``deviation``: mean and standard deviation of its elements.
+    ``errors[i, k]``: L2 error of choice k of row i on that gradient, inf if there is no choice k; None unless the
+    controller ``needs_errors``. ``wire``: seconds that the layer's exchange buckets spent on the wire in the period,
+    averaged over ranks; ``sent``: bytes that a rank sent for them, by formula. ``nonzero``: average number of nonzero
+    elements, for rows with choices that leave zeros out; None if there is no such choice. ``position``: the last
+    exchange bucket that the layer is in. ``current``: the current choice. ``memory``: what the previous decision
+    stored. ``rate_fall``: the relative fall of the learning rate since the previous period.
     """
 
     step: int
@@ -43,19 +43,19 @@ class PeriodObservations:
 
     @cached_property
     def costs(self) -> Doubles:
-        """Those of the candidates, in bytes per step and rank, for as many zeros as there were."""
+        """Returns the costs of the candidates in bytes per step and rank, for the observed number of zeros."""
         return self.candidates.costs if self.nonzero is None else self.candidates.expected_costs(self.nonzero)
 
     @property
     def silent(self) -> npt.NDArray[np.bool_]:
-        """Layers of which there is nothing to decide by."""
+        """Returns a mask of the rows without a gradient, for which there is nothing to decide by."""
         quiet: npt.NDArray[np.bool_] = self.norm == 0
         return quiet
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``choices[i]``: the choice of row i. ``memory``: for the next decision. ``reason``: one line for the log."""
+    """The choice ``choices[i]`` of each row i, the ``memory`` for the next decision, and the ``reason`` for the log."""
 
     choices: Numbers
     memory: Doubles

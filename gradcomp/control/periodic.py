@@ -1,4 +1,4 @@
-"""Controllers that decide now and then, from gradients since the last time."""
+"""The base class of controllers that decide periodically, from the gradients of a period."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ from gradcomp.core.errors import ConfigError
 class Periodic(Controller):
     """Base of the controllers that decide every ``every_steps`` steps, from the gradients of the period.
 
-    Each layer is looked after by one rank, which gathers its own gradients of the layer, before compression, and
-    measures them on a background thread. Tables are added over ranks, so that all see the same; rank 0 decides, also in
-    the background, and shares its choice. Each of the two comes in the first step that finds it ready everywhere: no
-    step waits. With the setting ``deterministic`` each comes :attr:`lag` steps after it began, and that step waits for
-    ranks that are not ready.
+    Each layer is owned by one rank, which gathers its own gradients of the layer, before compression, and measures them
+    on a background thread. Tables are summed over ranks, so that all ranks have the same one; rank 0 decides, also in
+    the background, and shares its choice. Each sum takes place in the first step in which all ranks are ready, so no
+    step waits. With the setting ``deterministic`` each takes place :attr:`lag` steps after its work began, and that
+    step waits for ranks that are not ready.
 
-    ``window``: gradients add up, without feedback, over the last so many steps of the period; by default all of them.
-    ``samples``: instead, so many single steps, spread over the period, are measured one by one; norms, those of errors
-    too, are root mean squares over them. A layer whose choices are all of low rank is then measured with its residual.
+    ``window``: gradients are summed, without error feedback, over the last this many steps of a period; by default over
+    all of them. ``samples``: instead, this many single steps, spread over the period, are measured separately; norms,
+    including those of errors, are root mean squares over them. A layer whose choices are all of low rank is then
+    measured with its residual.
 
-    Wire: twice a period one sum of a table of float64 over ranks, the first with the learning rate. State: 8 bytes per
-    element of the model, divided over the ranks, 4 with ``samples``; as much as the largest layer's again, at least,
-    while it is measured. ``memory_bytes`` caps both on every rank: ConfigError at the start if what is gathered does
-    not fit. ConfigError for both ``window`` and ``samples``.
+    Wire: twice a period one sum of a table of float64 over ranks, the first with the learning rate.
+
+    State: 8 bytes per element of the model, divided among the ranks, or 4 with ``samples``, and at least as much as the
+    largest layer again while it is measured. ``memory_bytes`` limits both on every rank.
+
+    Errors: ConfigError at the start if the gathered values do not fit into ``memory_bytes``, and if both ``window`` and
+    ``samples`` are given.
     """
 
     every_steps: int
@@ -52,25 +56,25 @@ class Periodic(Controller):
 
     @property
     def sampled(self) -> int:
-        """Single steps that are measured in a period; 0 where gradients add up."""
+        """Returns the number of single steps that are measured in a period; 0 if gradients are summed."""
         return self.samples or 0
 
     @property
     def lag(self) -> int:
-        """Steps that measuring, and then deciding, may take with ``deterministic``: a twentieth of the period each."""
+        """Returns the steps that measuring and deciding may each take with ``deterministic``: 1/20 of the period."""
         return max(1, self.every_steps // 20)
 
     @property
     def needs_errors(self) -> bool:
-        """Whether decisions need what every choice loses."""
+        """Returns true if decisions need the error of every choice."""
         return False
 
     def candidates(self) -> Candidates | None:
-        """What layers may travel as; None for the default ranges."""
+        """Returns the candidates of layers; None for the default ranges."""
         return None
 
     def candidate_levels(self, environment: Environment) -> CandidateLevels:
-        """The choices of every layer that is up for choice."""
+        """Returns the choices of every controlled layer."""
         return make_candidates(
             environment.layers,
             environment.compressors,
@@ -80,25 +84,24 @@ class Periodic(Controller):
         )
 
     def wider_levels(self, environment: Environment) -> CandidateLevels | None:
-        """The choices of wider ranges, which take the place of these once most elements are at an end of theirs.
+        """Returns wider choices, which replace these once most elements are at an end of their range.
 
-        None for controllers that keep their ranges.
+        Controllers that keep their ranges return None.
         """
         return None
 
     @property
     def tells_ends(self) -> bool:
-        """Whether a line of the log says so where most elements are at an end of their range."""
+        """Returns true if the log reports that most elements are at an end of their range."""
         return False
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
-        """What the first decision finds in ``memory``; its length never changes."""
+        """Returns the ``memory`` of the first decision; its length never changes."""
         return np.zeros(0)
 
     @abstractmethod
     def decide(self, observed: PeriodObservations) -> Decision:
-        """Choose. On rank 0 only, on a background thread; a pure function."""
+        """Chooses. A pure function that runs on rank 0 only, on a background thread."""
 
     def begin(self, environment: Environment) -> ControllerRun:
-        """See :class:`PeriodicRun`."""
         return PeriodicRun(self, environment)

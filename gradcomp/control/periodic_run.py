@@ -1,4 +1,4 @@
-"""A periodic controller at work: what ranks gather of gradients, each layer's on one rank, is measured and shared."""
+"""The run of a periodic controller: ranks gather gradients, each layer's on one rank, measure and share them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ logger = logging.getLogger("gradcomp")
 
 T = TypeVar("T")
 
-#: Columns of saved observations before those of the errors: these, wire, sent, position; what stands for infinity.
+#: Number of saved columns before those of the errors: COLUMNS, wire, sent, position. The finite value that stands for
+#: infinity.
 _SAVED, _ENDLESS = COLUMNS + 3, 1e300
 
 
 @dataclass
 class SavedObservations:
-    """What rank 0 decides from: one row per layer or block, in numbers that JSON can hold; the fall of the rate."""
+    """The table that rank 0 decides from, one row per layer or block, in numbers that JSON can hold."""
 
     step: int
     table: Doubles
@@ -48,10 +49,11 @@ class SavedObservations:
 
 @dataclass
 class PeriodicState(PhasedState):
-    """``choices``: family and level of each layer. ``sent``: bytes of this period, in the order of ``choices``.
+    """The saved state: ``choices`` has the family and level of each layer.
 
-    ``rate``: the learning rate of the last step; ``rate_before``: its mean over ranks when tables were last shared.
-    ``wide``: ranges have been widened. ``columns``: of the rows that ranks hold of single steps; None if of sums.
+    ``sent``: bytes of this period, in the order of ``choices``. ``rate``: the learning rate of the last step;
+    ``rate_before``: its mean over ranks when tables were last shared. ``wide``: ranges have been widened. ``columns``:
+    of the rows that ranks hold of single steps; None if they hold sums.
     """
 
     choices: dict[str, tuple[str, Level]]
@@ -65,7 +67,7 @@ class PeriodicState(PhasedState):
 
 
 class PeriodicRun(PhasedRun[PeriodicState]):
-    """Gather until the period ends; then measure, share, decide, announce, while the next period gathers."""
+    """Gathers until the period ends; then measures, shares, decides and announces while the next period gathers."""
 
     PHASES = (Phase.GATHER, Phase.MEASURE, Phase.SHARE, Phase.DECIDE, Phase.ANNOUNCE)
 
@@ -83,11 +85,11 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         super().__init__(controller.name, environment, state)
         self.current = candidates.reference.copy()
         self.choose()
-        self.choices = {}  # the plan stays what it is until the first decision
+        self.choices = {}  # the plan does not change until the first decision
         self._gathering = self._gather()
-        #: Processor seconds of this rank: adding gradients up, measuring, deciding.
+        #: Processor seconds of this rank: summing gradients, measuring, deciding.
         self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
-        self._wire = np.zeros(len(self._numbers), dtype=np.float32)  # as it is saved
+        self._wire = np.zeros(len(self._numbers), dtype=np.float32)  # float32, as checkpoints store it
         self._said: set[tuple[str, bool, bool]] = set()
 
     def _gather(self) -> Gathering:
@@ -117,7 +119,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     @property
     def _width(self) -> int:
-        """Columns of the table that is shared: with errors also how many elements are not 0, where that counts."""
+        """Returns the columns of the shared table; the last one counts nonzero elements if they matter."""
         if not self.controller.needs_errors:
             return COLUMNS
         return COLUMNS + self.candidates.width + int(self.candidates.leaves_zeros.any())
@@ -138,7 +140,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     # -- gather ------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Close the period when its time has come, and begin the next; it includes the last accepted step."""
+        """Closes the period, with its last accepted step, when it is over, and begins the next one."""
         state = self._state
         if state.phase is Phase.GATHER and step - state.begun >= self.controller.every_steps:
             self._gathering.close()
@@ -148,16 +150,16 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     @property
     def accumulates(self) -> bool:
-        """Where the period wants this step."""
+        """Returns true if the period wants this step's gradients."""
         return self._gathering.adding
 
     @property
     def overdue(self) -> bool:
-        """Also while the sample before is being measured."""
+        """Returns true also while the previous sample is being measured."""
         return self._gathering.overdue or super().overdue
 
     def accumulate(self, table: Table, layers: Numbers, scale: float) -> None:
-        """Gather the gradients of layers that are this rank's."""
+        """Gathers the gradients of the layers that this rank owns."""
         self._timed("add", lambda: self._gathering.add(table, layers, scale))
 
     def _timed(self, what: str, work: Callable[[], T]) -> T:
@@ -167,13 +169,12 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return result
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """Accept what was gathered."""
         self._gathering.commit(present)
 
     def finish(self, step: Step) -> bool:
-        """Count seconds and bytes, and go on."""
+        """Counts seconds and bytes, and advances the phase."""
         layers = list(self._numbers.values())
-        if not self.environment.deterministic:  # no decision reads it then, and what is saved repeats
+        if not self.environment.deterministic:  # measured times would make saved states differ between runs
             self._wire += step.wire[layers].astype(np.float32)
         self._state.sent += step.sent[layers]
         self._state.rate = step.rate or None
@@ -183,27 +184,26 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     @property
     def due(self) -> bool:
-        """Whether the phase may end with this step: with ``deterministic`` a number of steps after the period did."""
+        """Returns true if the phase may end now; with ``deterministic`` that is a fixed step after the period."""
         if not self.environment.deterministic:
             return True
         lag = self.controller.lag
-        # One step lies between the two: that in which tables are shared.
+        # Tables are shared in the one step between measuring and deciding.
         return self._step >= self._state.begun + (lag if self.phase is Phase.MEASURE else 2 * lag + 1)
 
     def measuring(self) -> Callable[[], Doubles]:
-        """This rank's rows of the table."""
         return self._gathering.measuring()
 
     def _measure(self, values: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
         return measure(self.candidates, values, self._width, self.environment.seed, memory_bytes)
 
     def row(self, measured: Doubles) -> Doubles:
-        """This rank's rows, and its shares of the mean seconds on the wire and of the mean learning rate."""
+        """Returns this rank's rows, and its parts of the mean seconds on the wire and of the mean learning rate."""
         means = np.append(self._wire, self._state.rate or 0.0) / self.environment.world
         return np.concatenate([measured.reshape(-1), means])
 
     def receive(self, step: Step, sums: Doubles) -> bool:
-        """The table of all rows. One with a NaN in it is not used: the period was in vain."""
+        """Stores the table. If it has a NaN, the period is skipped."""
         state, layers, layer_of = self._state, self.candidates.layers, self.candidates.layer_of
         table = sums[: len(layers) * self._width].reshape(len(layers), self._width)
         self._gathering.drop()
@@ -232,7 +232,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     @property
     def observations(self) -> PeriodObservations | None:
-        """What is decided from while it is decided; equal on all ranks."""
+        """Returns the observations of a decision in progress, equal on all ranks, or None."""
         seen = self._state.seen
         if seen is None:
             return None
@@ -259,18 +259,18 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         )
 
     def deciding(self) -> Callable[[], Decision]:
-        """The controller's rule."""
+        """Returns the work that applies the controller's rule."""
         observed = self.observations
         assert observed is not None, "tables were shared"
         return lambda: self._timed("decide", lambda: self.controller.decide(observed))
 
     @property
     def announced(self) -> int:
-        """A choice per row, and the memory."""
+        """Returns the length of an announcement: a choice per row, and the memory."""
         return len(self.current) + len(self._state.memory)
 
     def announcement(self, decision: Decision) -> Doubles:
-        """The choices, which exist, and the memory."""
+        """Returns the choices, checked to exist, and the memory."""
         limits = [len(choices) for choices in self.candidates.choices]
         good = len(decision.choices) == len(limits) and len(decision.memory) == len(self._state.memory)
         if not good or any(not 0 <= k < n for k, n in zip(decision.choices.tolist(), limits, strict=True)):
@@ -281,7 +281,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return np.concatenate([decision.choices.astype(np.float64), decision.memory])
 
     def apply(self, step: Step, sums: Doubles) -> bool:
-        """The choices apply, and the next period may end."""
+        """Applies the choices; the next period may then end."""
         state, before, rows = self._state, self._state.choices, len(self.current)
         self.current = sums[:rows].astype(np.int64)
         state.memory, state.seen, state.phase = sums[rows:].copy(), None, Phase.GATHER
@@ -291,7 +291,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return before != state.choices
 
     def _look_at_ends(self) -> None:
-        """Widen ranges that are too short, if they can be; on all ranks alike, since all have the same choices."""
+        """Widens ranges that are too short, if they can be; on all ranks alike, since all have the same choices."""
         ends = crowded_ends(self.candidates, self.current)
         wider = self._wider if ends and not self._state.wide else None
         widens = wider is not None and any(goes_on(end, self.candidates, wider) for end in ends)
@@ -309,7 +309,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return self.controller.wider_levels(self.environment)
 
     def _range_over(self, wide: bool) -> None:
-        """Have wide ranges, or those of the beginning, with the same choices as far as they are there."""
+        """Switches to wide ranges or back, keeping the current choices that the new ranges have."""
         wider = self._wider if wide else None
         before = [
             choices[k] for choices, k in zip(self.candidates.choices, self.current.tolist(), strict=True)
@@ -323,7 +323,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         self._state.columns = self._gathering.columns
 
     def choose(self) -> None:
-        """Let :attr:`choices` be those in force."""
+        """Sets :attr:`choices` to the current ones."""
         self.choices = self.candidates.chosen(self.current)
         self._state.choices = {
             name: (self.choices[i].family_string(), self.choices[i].level)
@@ -333,15 +333,15 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     # -- state -------------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, dict[str, Floats]]:
-        """What was gathered; seconds on the wire."""
+        """Returns the gathered gradients, and the seconds on the wire."""
         wire = {name: self._wire[row : row + 1].copy() for row, name in enumerate(self._numbers)}
         return {**self._gathering.state(), "wire": wire}
 
     def resume(self, saved: PeriodicState, own: Held) -> bool:
-        """Choices that this controller does not offer, and layers that are new, take their reference."""
+        """Restores the state; layers that are new, or whose choice is not offered, use their reference."""
         if len(saved.sent) != len(saved.choices):
             raise StateError(f"not a state of {self.name}: bytes of {len(saved.sent)} layers")
-        # Of other blocks a memory has another length, on all ranks.
+        # With other blocks a memory has another length, on all ranks.
         same = len(saved.memory) == self.announced - len(self.current)
         names = self._numbers
         memory = saved.memory if same else self.controller.begin_memory(self.candidates)
@@ -372,9 +372,9 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             shape = (len(self.current), _SAVED + self._width - COLUMNS)
             whole &= saved.seen is not None and saved.seen.table.shape == shape
         else:
-            # Of the same columns on all ranks: a rank without layers has nothing that could not fit.
+            # Columns are compared too, so that all ranks agree: a rank without layers has nothing that might not fit.
             whole &= saved.phase is Phase.GATHER or (gathered and saved.columns == self._state.columns)
         if not whole:
-            self._gathering.drop()  # the period that has begun goes on
+            self._gathering.drop()  # only the current period continues
         self._state.seen = saved.seen if whole else None
         return whole

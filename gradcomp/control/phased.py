@@ -1,4 +1,4 @@
-"""Controllers that share what every rank measured and let rank 0 decide: one machine of phases for all of them."""
+"""The base of controllers that share what every rank measured and let rank 0 decide: a state machine of phases."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from gradcomp.reduce.model import Network
 
 
 class Phase(enum.Enum):
-    """What all ranks are at. Checkpoints hold the names."""
+    """The phase that all ranks are in. Checkpoints hold the names."""
 
-    IDLE = "there is nothing to choose"
-    GATHER = "gradients add up until the period ends"
-    OBSERVE = "steps are observed, and every rank measures beside them"
+    IDLE = "no layer can be controlled"
+    GATHER = "gradients are gathered until the period ends"
+    OBSERVE = "steps are observed, and every rank measures in the background"
     PROBE = "the link is measured before the next step"
     MEASURE = "every rank measures its layers"
-    SHARE = "what ranks measured is added over ranks in this step"
+    SHARE = "measurements are summed over ranks in this step"
     DECIDE = "rank 0 decides"
-    ANNOUNCE = "rank 0's decision is added over ranks in this step"
+    ANNOUNCE = "rank 0's decision is summed over ranks in this step"
     CRUISE = "the decision is in force"
 
 
-#: The phases that end with a step in which all ranks are ready, and what follows them.
+#: The phases that end with a step in which all ranks are ready, and the phases that follow them.
 AGREED = {Phase.OBSERVE: Phase.PROBE, Phase.MEASURE: Phase.SHARE, Phase.DECIDE: Phase.ANNOUNCE}
 
 _MEASURING = (Phase.OBSERVE, Phase.PROBE, Phase.MEASURE, Phase.SHARE)
@@ -39,7 +39,7 @@ _DECIDING = (Phase.DECIDE, Phase.ANNOUNCE)
 
 @dataclass
 class PhasedState:
-    """What every phased controller saves. ``begun``: the step in which the period, or the observation, began."""
+    """The saved state of every phased controller. ``begun``: the step in which the period or the observation began."""
 
     phase: Phase
     begun: int
@@ -49,90 +49,92 @@ S = TypeVar("S", bound=PhasedState)
 
 
 class PhasedRun(ControllerRun, ABC, Generic[S]):
-    """Measure, share, decide, announce, apply; the phase changes in the same step on all ranks.
+    """Measures, shares, decides, announces, applies; the phase changes in the same step on all ranks.
 
-    Measuring, on every rank, and deciding, on rank 0, run in the background. Each ends with the first step in which the
-    headers say that it is done everywhere; the step after that one carries the result in a sum over ranks. A controller
-    says what it measures, what it does with the sum, how it decides and how the decision is applied.
+    Measuring, on every rank, and deciding, on rank 0, run in the background. Each ends with the first step in whose
+    headers all ranks report that they are done; the step after that one carries the result in a sum over ranks. A
+    subclass says what to measure, what to do with the sum, how to decide and how to apply the decision.
     """
 
-    #: Those that the controller goes through.
+    #: The phases that the controller goes through.
     PHASES: ClassVar[tuple[Phase, ...]]
 
     def __init__(self, name: str, environment: Environment, state: S) -> None:
         super().__init__(name, environment)
         self._state = state
-        self._work: Future[Any] | None = None  # of this phase; on ranks other than 0, there is none to decide
+        self._work: Future[Any] | None = None  # work of this phase; only rank 0 has some to decide
         self._step = 0
 
     @property
     def state(self) -> S:
-        """What a checkpoint holds, the same on all ranks."""
+        """Returns the state that a checkpoint holds, the same on all ranks."""
         return self._state
 
     @property
     def phase(self) -> Phase:
-        """What all ranks are at."""
         return self._state.phase
 
-    # -- what a controller brings ------------------------------------------------------------------------------
+    # -- interface of subclasses -------------------------------------------------------------------------------
 
     @abstractmethod
     def measuring(self) -> Callable[[], Any]:
-        """The work of this rank whose result is shared."""
+        """Returns the work of this rank whose result is shared."""
 
     @abstractmethod
     def row(self, measured: Any) -> Doubles:
-        """This rank's summand of what is shared; of the same length on all ranks."""
+        """Returns this rank's summand of what is shared; of the same length on all ranks."""
 
     @abstractmethod
     def receive(self, step: Step, sums: Doubles) -> bool:
-        """Take in what was shared, the same on all ranks. Whether it can be decided from; else begin anew."""
+        """Receives the shared sums, the same on all ranks.
+
+        Returns true if a decision can be made from them, else starts anew.
+        """
 
     @abstractmethod
     def deciding(self) -> Callable[[], Any]:
-        """The work of rank 0 whose result is announced."""
+        """Returns the work of rank 0 whose result is announced."""
 
     @abstractmethod
     def announcement(self, decision: Any) -> Doubles:
-        """The decision as numbers, of the length :attr:`announced`."""
+        """Converts the decision to :attr:`announced` numbers."""
 
     @property
     @abstractmethod
     def announced(self) -> int:
-        """How many numbers an announcement has."""
+        """Returns the length of an announcement."""
 
     @abstractmethod
     def apply(self, step: Step, sums: Doubles) -> bool:
-        """Take the decision. Returns whether :attr:`choices` changed. It ends the phase."""
+        """Applies the decision and ends the phase. Returns true if :attr:`choices` changed."""
 
     @abstractmethod
     def resume(self, saved: S, own: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Take over from a saved state what fits here, without its phase. Whether that phase can go on."""
+        """Restores what fits of a saved state, except its phase. Returns true if that phase can continue."""
 
     @property
     def due(self) -> bool:
-        """Whether the phase may end with this step."""
+        """Returns true if the phase may end with this step."""
         return True
 
     def watch(self, step: Step) -> bool:
-        """A step is done in which ranks did not agree on a change of phase. Whether :attr:`choices` changed."""
+        """Handles a step that does not change the phase. Returns true if :attr:`choices` changed."""
         return False
 
     def report(self, step: int) -> Doubles | None:
-        """What is added over ranks in a step that neither shares nor announces."""
+        """Returns a summand for a step that neither shares nor announces, or None."""
         return None
 
-    # -- the machine -------------------------------------------------------------------------------------------
+    # -- the state machine -------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """A step opens: what has to be measured is under way."""
+        """Opens a step, and starts measuring if the phase needs it."""
         self._step = step
         if self._work is None and self.phase in _MEASURING:
             self._start()
 
     def _start(self) -> Future[Any] | None:
-        """Begin the work that the phase needs of this rank, if it needs any."""
+        """Starts the work of this phase, if this rank has any."""
         if self.phase in _MEASURING:
             self._work = self.environment.background(self.measuring())
         elif self.phase in _DECIDING and self.environment.rank == 0:
@@ -141,17 +143,16 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
 
     @property
     def wants_network(self) -> bool:
-        """In the phase that is there for it."""
         return self.phase is Phase.PROBE
 
     def hear(self, network: Network) -> None:
-        """The link was measured: share what was measured in the step that comes."""
+        """Receives the measurement of the link; the next step shares measurements."""
         if self.phase is Phase.PROBE:
             self._state.phase = Phase.SHARE
 
     @property
     def ready(self) -> bool:
-        """Whether this rank's part of the phase is done. Raises what the work raised."""
+        """Returns true if this rank's work of the phase is done; raises the exception of that work."""
         if self.phase not in AGREED or not self.due or self._pending:
             return False
         if self._work is not None:
@@ -160,7 +161,7 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
 
     @property
     def overdue(self) -> bool:
-        """With ``deterministic``: the phase ends with this step, and this rank's part of it is not done."""
+        """Returns true with ``deterministic`` if the phase ends with this step but this rank's work is not done."""
         return self.environment.deterministic and self.phase in AGREED and self.due and self._pending
 
     @property
@@ -168,7 +169,7 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
         return self._work is not None and not self._work.done()
 
     def contribution(self, step: int) -> Doubles | None:
-        """This rank's row of what is shared, and rank 0's decision."""
+        """Returns this rank's row when measurements are shared, and rank 0's decision when it is announced."""
         if self.phase is Phase.SHARE:
             assert self._work is not None, "it was done when this rank said that it was ready"
             return self.row(self._work.result())
@@ -179,7 +180,7 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
         return self.report(step)
 
     def finish(self, step: Step) -> bool:
-        """Go on to the next phase, if all ranks can."""
+        """Advances the phase if all ranks can."""
         if self.phase is Phase.SHARE:
             assert step.sums is not None, "all ranks contributed"
             self._work = None
@@ -199,14 +200,14 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
     # -- state -------------------------------------------------------------------------------------------------
 
     def adopt(self, saved: S, own: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on in the phase that was saved, if all is there; its work in the background begins again."""
+        """Continues in the saved phase if the state is complete; its background work starts again."""
         if saved.phase not in self.PHASES:
             raise StateError(f"not a state of {self.name}: phase {saved.phase.name}")
         self._work = None
         if self.resume(saved, own):
             self._state.phase = saved.phase
         if self.phase in (Phase.OBSERVE, Phase.PROBE):
-            return  # theirs begins with the next step
+            return  # their work starts with the next step
         work = self._start()
         if self.phase in (Phase.SHARE, Phase.ANNOUNCE) and work is not None:
-            work.exception()  # what is due in the next step is waited for
+            work.exception()  # waits for the work, since the next step needs its result

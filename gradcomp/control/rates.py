@@ -1,4 +1,4 @@
-"""How fast compressors are on this machine."""
+"""Measures how fast compressors are on this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gradcomp.kernels.step import StepContext
 
 _LAYER = LayerSpec("probe", (512, 512))
 _REPEATS, _PATIENCE_SECONDS = 6, 0.5
-_LEAST = 1e-9  # seconds: nothing takes no time
+_LEAST = 1e-9  # seconds, so that no rate is infinite
 
 
 def measure_rates(compressor: Compressor) -> Rates:
-    """Bytes of float32 a second, encoded and decoded, in exchanges of a matrix of 1 MiB by one rank alone.
+    """Returns bytes of float32 a second, encoded and decoded, in exchanges of a matrix of 1 MiB by one rank alone.
 
-    The shortest of 6 counts, since the machine trains meanwhile; of fewer if they take more than half a second. What
-    messages are made with is encoding, all else is decoding. Memory: 5 MiB and the payload.
+    The shortest of 6 exchanges counts, since training runs at the same time; of fewer if they take more than half a
+    second. The time to make messages counts as encoding, all other time as decoding. It takes 5 MiB and the payload.
     """
     group = group_of([Piece(0, 0, _LAYER.size)], [_LAYER], [compressor])
     values = np.random.default_rng(0).standard_normal(_LAYER.size).astype(np.float32)
@@ -49,7 +49,7 @@ def measure_rates(compressor: Compressor) -> Rates:
 
 
 def _seconds(exchange: Exchange, context: StepContext) -> tuple[float, float]:
-    """Of one exchange, in messages and around them."""
+    """Returns the seconds of one exchange that make messages, and the other ones."""
     inside, begin = 0.0, perf_counter()
     try:
         message = next(exchange)

@@ -1,4 +1,4 @@
-"""String forms of controllers: ``"lgreco:every_steps=500,objective=time"``."""
+"""Parses string forms of controllers: ``"lgreco:every_steps=500,objective=time"``."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ BUILT_IN: tuple[type[Controller], ...] = (
     Auto,
 )
 
-#: Fields that hold a path, whose slashes separate nothing.
+#: Fields that hold a path, whose slashes do not separate values.
 _PATHS = frozenset({"plan"})
 
 
-#: What errors show of controllers that have no default for ``every_steps``.
+#: Examples in error messages, of controllers that have no default for ``every_steps``.
 _SHOWN = {kind.name: f"{kind.name}:every_steps=500" for kind in (KMeans, Linear, Bayes)}
 _SHOWN |= {kind.name: f"{kind.name}:low=8,high=2,every_steps=500" for kind in (Accordion, AdaQS)}
 
@@ -48,9 +48,9 @@ OF_CONTROLLERS[Auto.name] = 'compression="auto", by itself'
 
 
 def controller_from_string(text: str) -> Controller:
-    """Parse a string form; brackets hold compressors and controllers, slashes separate several values.
+    """Parses a string form; brackets hold compressors and controllers, slashes separate several values.
 
-    ConfigError says what is wrong, what exists, and what was probably meant.
+    ConfigError says what is wrong, lists the known names, and suggests what was probably meant.
     """
     try:
         return _parse(text)
@@ -64,7 +64,7 @@ def _parse(text: str) -> Controller:
     known = {kind.name: kind for kind in BUILT_IN}
     name, inner, rest = split(text.strip())
     if name in registered():
-        raise ConfigError(f"{name} is a compressor and no controller: compression={text.strip()!r}")
+        raise ConfigError(f"{name} is a compressor, not a controller; use compression={text.strip()!r}")
     if name not in known or inner is not None:
         raise ConfigError(f"unknown controller {text!r}; known: {', '.join(sorted(known))}")
     kind = known[name]
@@ -76,7 +76,7 @@ def _parse(text: str) -> Controller:
 
 
 def _nested(text: str) -> Any:
-    """What stands in brackets: a controller if one has that name, else a compressor."""
+    """Parses the text in brackets: a controller if one has that name, else a compressor."""
     if text.partition(":")[0] in {kind.name for kind in BUILT_IN}:
         return _parse(text)
     return from_string(text)

@@ -1,4 +1,4 @@
-"""Error tables from single steps: what layers lose of a few steps' gradients, averaged over the period."""
+"""Measures error tables of single steps, averaged over the period."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from gradcomp.core.vectors import LINE, Floats, Vector
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Table
 
-#: In a row before the columns of the table: how many samples it is the mean of.
+#: A row begins with this many columns before those of the table: the number of samples that it is the mean of.
 _COUNT = 1
 #: The column of the table whose mean is arithmetic; all others are norms.
 _MEAN = 1
 
 
 def sample_steps(every: int, samples: int) -> list[int]:
-    """The steps of a period that are sampled: the middles of its parts."""
+    """Returns the steps of a period that are sampled: the middles of its equal parts."""
     samples = min(samples, every)
     return [(2 * i + 1) * every // (2 * samples) for i in range(samples)]
 
 
 def folded(rows: Floats, measured: Doubles, heard: Numbers) -> Floats:
-    """Rows of k samples, and what one more found of the layers in rows ``heard``: rows of k + 1.
+    """Adds one more sample to the means of k samples, for the layers in rows ``heard``.
 
-    Norms, which errors are too, become root mean squares: x_{k+1} = sqrt((k x_k^2 + x^2) / (k + 1)).
+    Norms, including errors, become root mean squares: x_{k+1} = sqrt((k x_k^2 + x^2) / (k + 1)).
     """
     after = rows.copy()
     count, before, now = rows[heard, :_COUNT].astype(np.float64), rows[heard, _COUNT:], measured[heard]
@@ -45,12 +45,12 @@ def folded(rows: Floats, measured: Doubles, heard: Numbers) -> Floats:
 
 
 class Sampled(Gathering):
-    """The gradients of ``samples`` single steps of a period, one after the other, each measured before the next comes.
+    """Samples the gradients of ``samples`` single steps of a period, and measures each before the next one is taken.
 
-    A sample takes 4 bytes per element. It is measured in the background; where that is late, the next sample is taken
-    when it is done, or left out if it is not done before the one after; with ``deterministic`` the step waits for it.
-    Layers whose choices are all of low rank are measured with their residual, which is what their compressor reads.
-    A step that is not accepted does not count, and the one after it is sampled instead.
+    A sample takes 4 bytes per element. It is measured in the background; if that is late, the next sample is taken when
+    it is done, or left out if it is not done before the sample after the next; with ``deterministic`` the step waits
+    for it. Layers whose choices are all of low rank are measured with their residual, as their compressor reads them. A
+    step that is not accepted does not count, and the following step is sampled instead.
     """
 
     ELEMENT_BYTES = 4
@@ -63,23 +63,23 @@ class Sampled(Gathering):
         self._begins = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
         self._arena = share.environment.zeros(int(self._begins[-1]))
         self._own = np.array([size > 0 for size in share.sizes], dtype=np.bool_)
-        self._heard = np.zeros(len(share.sizes), dtype=np.bool_)  # layers whose sample lies in the arena
+        self._heard = np.zeros(len(share.sizes), dtype=np.bool_)  # layers whose sample is in the arena
         self._committed = False
         self._due = self._last = 0  # samples of the period that are due, and that have been taken
-        self._work: Future[Floats] = at_once(lambda: np.zeros(0, dtype=np.float32))  # what reads the arena
+        self._work: Future[Floats] = at_once(
+            lambda: np.zeros(0, dtype=np.float32)
+        )  # the work that reads the arena
 
     @property
     def nbytes(self) -> int:
-        """See :class:`Gathering`."""
         return 4 * int(self._begins[-1])
 
     @property
     def columns(self) -> int:
-        """See :class:`Gathering`."""
         return self._width
 
     def range_over(self, candidates: CandidateLevels, width: int) -> None:
-        """What was found so far had other choices: the table begins anew."""
+        """Replaces the candidates. The table starts anew, since its errors are those of other choices."""
         self._width = width
         self._layers, self._items = candidates.layers, candidates.items
         self._with_residual = np.zeros(len(self.share.sizes), dtype=np.bool_)
@@ -95,19 +95,19 @@ class Sampled(Gathering):
 
     @property
     def overdue(self) -> bool:
-        """The arena is needed, and what lies in it is not measured yet."""
+        """Returns true if the arena is needed and its contents are not measured yet."""
         return self.adding and self.share.environment.deterministic and not self._work.done()
 
     def open(self, step: int) -> None:
-        """A sample is due, and there is room for it."""
+        """Opens a step, and takes a sample if one is due and the arena is free."""
         self._measure_committed()
         self._heard[:] = False
         self._due = int(np.searchsorted(self._steps, step, side="right"))
-        due = self._last < self._due and step < self._every  # late work does not make a period longer
+        due = self._last < self._due and step < self._every  # later steps, while work is late, do not count
         self.adding = due and (self.share.environment.deterministic or self._work.done())
 
     def add(self, table: Table, layers: Numbers, scale: float) -> None:
-        """Copy the gradients, with residuals where those count."""
+        """Copies the gradients, with residuals for layers whose choices are all of low rank."""
         own = self._own[layers] & (table["gradient"] != 0)
         if not own.any():
             return
@@ -120,13 +120,12 @@ class Sampled(Gathering):
         self._heard[layers] = True
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """The sample counts."""
+        """Makes the sample count."""
         if self.adding:
             self._heard &= present
             self._committed = bool(self._heard.any())
 
     def _measure_committed(self) -> None:
-        """Measure what was committed."""
         if not self._committed:
             return
         self._committed, self._last = False, self._due
@@ -142,13 +141,13 @@ class Sampled(Gathering):
         )
 
     def close(self) -> None:
-        """The next period's table begins anew."""
+        """Closes the period; the table of the next one starts anew."""
         self._measure_committed()
         self._closed, self._current, self._last = self._current, self._nothing(), 0
 
     def measuring(self) -> Callable[[], Doubles]:
-        """What is left to do of the last sample."""
-        closed = self._closed or self._nothing()  # a rank without layers has none after a resume
+        """Returns work that waits for the last sample and returns the table."""
+        closed = self._closed or self._nothing()  # a rank without layers has no closed table after a resume
 
         def table() -> Doubles:
             found: Doubles = closed.result()[:, _COUNT:].astype(np.float64)
@@ -157,11 +156,10 @@ class Sampled(Gathering):
         return table
 
     def drop(self) -> None:
-        """See :class:`Gathering`."""
         self._closed = None
 
     def state(self) -> dict[str, dict[str, Floats]]:
-        """By layer, how many samples were taken and its rows; waits for the sample that is being measured."""
+        """Returns, by layer, the number of samples taken and its rows; waits for the sample that is being measured."""
         self._measure_committed()
         kinds = {"sampled": self._current, **({} if self._closed is None else {"measured": self._closed})}
         return {
@@ -173,7 +171,6 @@ class Sampled(Gathering):
         }
 
     def resume(self, held: Held) -> bool:
-        """See :class:`Gathering`."""
         self._committed, self._last, self._closed = False, 0, None
         self._current, self._closed = self._nothing(), self._nothing()
         found = 0

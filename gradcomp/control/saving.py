@@ -1,4 +1,4 @@
-"""The state of a running controller in a checkpoint: a dataclass as numbers, strings, lists and dicts, and back."""
+"""Converts the state of a controller to numbers, strings, lists and dicts, for a checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ S = TypeVar("S")
 
 
 def to_plain(value: Any) -> Any:
-    """What JSON holds: a dataclass by field names, an enum by name, an array as lists.
+    """Converts a value to what JSON can hold: a dataclass by field names, an enum by name, an array as lists.
 
-    A field that is None, and may be absent by default, is left out.
+    A field that is None and has a default is left out.
     """
     if is_dataclass(value):
         named = ((f, getattr(value, f.name)) for f in fields(value))
@@ -34,7 +34,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[S], data: Any, name: str) -> S:
-    """Inverse of :func:`to_plain`; StateError, with the controller's ``name``, for anything else."""
+    """Inverse of :func:`to_plain`; raises StateError, with the controller's ``name``, for anything else."""
     try:
         found: S = _read(kind, data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -43,7 +43,7 @@ def from_plain(kind: type[S], data: Any, name: str) -> S:
 
 
 def _read(kind: Any, data: Any) -> Any:
-    """The value of a type hint."""
+    """Converts plain data to a value of the type hint ``kind``."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if data is None and type(None) in arguments:
@@ -68,11 +68,11 @@ def _read(kind: Any, data: Any) -> Any:
 
 
 def _read_fields(kind: Any, data: Mapping[str, Any]) -> Any:
-    """A dataclass; fields that have a default may be absent."""
+    """Converts plain data to a dataclass; fields that have a default may be absent."""
     hints = typing.get_type_hints(kind)
     given = [f.name for f in fields(kind) if f.name in data or f.default is MISSING]
     return kind(**{name: _read(hints[name], data[name]) for name in given})
 
 
 def _refuse(kind: Any, data: Any) -> Any:
-    raise TypeError(f"{data!r} is no {kind.__name__}")
+    raise TypeError(f"expected {kind.__name__}, got {data!r}")

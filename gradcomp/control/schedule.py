@@ -1,4 +1,4 @@
-"""Levels that change at given steps."""
+"""Schedule changes levels at given steps."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from gradcomp.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule(Controller):
-    """What layers travel as, step by step.
+    """Gives layers the levels or compressors that a mapping lists by step.
 
         Schedule({0: 8, 500: 4, 2000: {"embedding.*": 2, "*": "topk:density=0.01"}})
 
-    Steps count from the controller's first one, after warm-ups. What an entry says holds until a later one says
-    otherwise; until the first entry layers travel as ``compression=`` says.
+    Steps count from the controller's first one, after warm-ups. An entry applies until a later one replaces it; before
+    the first entry layers use their compressor of ``compression=``.
 
     Args:
-        steps: by step, a level of every layer's own compressor, or a compressor or its string form, or a mapping of
-            these by layer name or shell pattern, of which the first that matches a layer decides; layers that none
-            matches keep what they have.
+        steps: maps each step to a level of every layer's own compressor, or to a compressor or its string form, or to a
+            mapping of these by layer name or shell pattern, of which the first that matches a layer decides; layers
+            that none matches keep their compressor.
 
-    Wire: nothing. State: the choices in force.
+    Wire: nothing.
 
-    Raises:
-        ConfigError: no steps; a step that is not a whole number of at least 0; a name or pattern that matches no layer
-            up for choice, with the closest ones; a level that a layer cannot take, be it in a later step.
+    State: the current choices.
+
+    Errors: ConfigError if there are no steps, if a step is not a whole number of at least 0, if a name or pattern
+    matches no controlled layer (the closest names are listed), or if a layer cannot take a level, even one of a later
+    step.
     """
 
     name: ClassVar[str] = "schedule"
@@ -41,10 +43,10 @@ class Schedule(Controller):
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, Mapping) or not self.steps:
-            raise ConfigError(f"a schedule is a mapping of steps, and not empty, got {self.steps!r}")
+            raise ConfigError(f"a schedule must be a mapping of steps and not empty, got {self.steps!r}")
         for step in self.steps:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise ConfigError(f"steps of a schedule are whole numbers of at least 0, got {step!r}")
+                raise ConfigError(f"steps of a schedule must be whole numbers of at least 0, got {step!r}")
             self._entries(step)
 
     def _entries(self, step: int) -> tuple[Entry, ...]:
@@ -54,7 +56,7 @@ class Schedule(Controller):
         return (Entry("*", checked(given, what)),)
 
     def begin(self, environment: Environment) -> ControllerRun:
-        """Every step's entries are checked at the start."""
+        """Returns a run, once every step's entries are checked."""
         return Timetable(
             self.name,
             environment,
@@ -65,7 +67,7 @@ class Schedule(Controller):
         )
 
     def to_string(self) -> str:
-        """Steps in their order, choices in string form."""
+        """Returns the name with the steps in their order and the choices in string form."""
         rows = {
             step: {entry.pattern: text(entry.choice) for entry in self._entries(step)}
             for step in sorted(self.steps)

@@ -1,4 +1,4 @@
-"""A running that changes choices at known steps."""
+"""The run of controllers that change choices at known steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gradcomp.core.errors import GradcompError, StateError
 
 @dataclass
 class TimetableState:
-    """``choices``: string forms by layer name."""
+    """The saved state: ``choices`` maps layer names to string forms."""
 
     choices: dict[str, str]
 
 
 class Timetable(ControllerRun):
-    """``changes[n]``: what layers take in the n-th step that is the controller's, and keep until a later entry.
+    """Changes choices at known steps: ``changes[n]`` applies from the controller's n-th step until a later entry.
 
-    Nothing is communicated: what is in force is a function of the step. The state holds it all the same, so that a run
-    that goes on under another timetable changes over after its first step.
+    Nothing is communicated, since the choices are a function of the step. The state holds them nevertheless, so that a
+    run that continues under another timetable changes over after its first step.
     """
 
     def __init__(
@@ -40,22 +40,21 @@ class Timetable(ControllerRun):
         return found
 
     def finish(self, step: Step) -> bool:
-        """Take what holds for the next step."""
+        """Switches to the choices of the next step."""
         number = step.number + 1 - self.environment.first_step
         before, self.choices = self.choices, self._at(number)
         changed = self.choices != before
         if changed:
-            self.reason = f"its step {number}"
+            self.reason = f"step {number} of the controller"
         return changed
 
     @property
     def state(self) -> TimetableState:
-        """The choices in force."""
         layers = self.environment.layers
         return TimetableState({layers[i].name: c.to_string() for i, c in self.choices.items()})
 
     def adopt(self, saved: TimetableState, own: Mapping[str, Mapping[str, Any]]) -> None:
-        """What was in force; what should be, if it differs, comes with the end of the next step."""
+        """Restores the choices that were in force; if others are due, they follow at the end of the next step."""
         numbers = {layer.name: i for i, layer in enumerate(self.environment.layers)}
         try:
             found = {name: from_string(form) for name, form in saved.choices.items()}

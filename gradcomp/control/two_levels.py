@@ -1,4 +1,4 @@
-"""What controllers have in common that move layers between a level of low and one of high compression."""
+"""The base class of controllers that switch layers between a level of low and one of high compression."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradcomp.core.errors import ConfigError
 class TwoLevels(Periodic):
     """Base of the controllers between ``low`` and ``high``: two levels, or two compressors of any family.
 
-    Of ``compression=``, the family counts and not the level: choices are ``low``, first, to ``high``, last.
+    Of ``compression=`` only the family is used, not the level: choices go from ``low``, first, to ``high``, last.
     """
 
     every_steps: int = field(kw_only=True)
@@ -39,14 +39,16 @@ class TwoLevels(Periodic):
     @property
     @abstractmethod
     def start(self) -> Candidate:
-        """What layers travel as until the first decision."""
+        """Returns the choice of all layers until the first decision."""
 
     def candidates(self) -> list[Candidate]:
-        """``low``, then ``high``."""
         return [self.low, self.high]
 
     def candidate_levels(self, environment: Environment) -> CandidateLevels:
-        """The candidates, with :attr:`start` for a reference. ConfigError if low compression sends less than high."""
+        """Returns the candidates, with :attr:`start` as reference.
+
+        ConfigError if low compression sends less than high.
+        """
         begin = checked(self.start, "start")
         own = [None if c is None else resolve(c, begin) for c in environment.compressors]
         candidates = make_candidates(
@@ -56,12 +58,12 @@ class TwoLevels(Periodic):
         if sum(s[0] for s in sent) < sum(s[-1] for s in sent):
             raise ConfigError(
                 f"{self.name}: low compression, {self.low!r}, sends fewer bytes than high compression, {self.high!r}: "
-                "exchange them"
+                "swap low and high"
             )
         return candidates
 
     def begin(self, environment: Environment) -> ControllerRun:
-        """Layers begin at :attr:`start`, whatever the plan says."""
+        """Returns a run whose layers begin at :attr:`start`, whatever the plan says."""
         running = PeriodicRun(self, environment)
         running.choose()
         return running

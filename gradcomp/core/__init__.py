@@ -1,1 +1,1 @@
-"""Types, plan, state store, statistics, configuration and errors. Imports nothing above itself."""
+"""Types, plan, state, statistics, configuration and errors. Imports nothing from above itself."""

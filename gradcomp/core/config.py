@@ -21,7 +21,7 @@ PREFIX = "GRADCOMP_"
 _SECRET = PREFIX + "SECRET"
 _LEAST_SECRET_CHARACTERS = 16
 
-#: Elements of a bucket where no setting says: what suits a CPU's cache, and what makes a GPU's launches pay.
+#: Default elements of an exchange bucket: it fits into a CPU's cache, or is large enough for a GPU's launches.
 HOST_SLICE, DEVICE_SLICE = 1 << 20, 1 << 24
 
 #: Settings of earlier versions, with what to do instead.
@@ -29,7 +29,7 @@ _REMOVED = {
     "residuals": "residuals are float32; leave the setting out, or choose 8 or 4 bits, which keep none by default",
 }
 
-#: Names of transports; with a plus, of two levels.
+#: Names of transports; a plus joins two levels.
 TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+mpi")
 
 
@@ -41,9 +41,9 @@ def _setting(
     *,
     shared: bool = False,
 ) -> Any:
-    """A field with its documentation and its validity rule; ``shared`` settings must agree on all ranks.
+    """Returns a dataclass field with its documentation and its rule; ``shared`` settings must agree on all ranks.
 
-    A rule that names what is registered later is a function.
+    A rule that lists names which are registered later is a function.
     """
     written = rule if callable(rule) else lambda: rule
     return field(default=default, metadata={"doc": doc, "check": check, "rule": written, "shared": shared})
@@ -74,8 +74,8 @@ class Config:
     )
     slice_elements: int = _setting(
         0,
-        "Most elements of one bucket, four times that uncompressed; a larger layer is cut into slices. 0: 16777216 if "
-        "the gradients of all ranks are on GPUs, else 1048576.",
+        "Most elements of one exchange bucket, four times that uncompressed; a larger layer is cut into slices. 0: "
+        "16777216 if the gradients of all ranks are on GPUs, else 1048576.",
         lambda v: v == 0 or v >= 8,
         "at least 8, or 0",
         shared=True,
@@ -85,21 +85,21 @@ class Config:
     )
     reduction: str = _setting(
         "sra",
-        "How codes are added over ranks: see the page on algorithms; auto takes the cheapest.",
+        "How codes are summed over ranks: see the page on algorithms; auto takes the cheapest.",
         _is_reduction,
         lambda: f"one of {', '.join(names())} and {AUTO}; parameter_server:servers=2 for two servers",
         shared=True,
     )
     reorder: bool = _setting(
         True,
-        "Re-order buckets once by the order in which rank 0's gradients arrived in its first step.",
+        "Re-order exchange buckets once, by the order in which rank 0's gradients arrived in its first step.",
         lambda v: True,
         "a boolean",
         shared=True,
     )
     cold_after_steps: int = _setting(
-        3, "Steps without a gradient anywhere after which a layer moves to the last bucket.", _positive, "positive",
-        shared=True,
+        3, "Steps without a gradient on any rank after which a layer moves to the last exchange bucket.", _positive,
+        "positive", shared=True,
     )  # fmt: skip
     statistics_every_steps: int = _setting(
         100, "Steps between reduced statistics and the periodic log line; 0 for never.", _not_negative,
@@ -111,7 +111,7 @@ class Config:
     )  # fmt: skip
     fingerprint_every_steps: int = _setting(
         500,
-        "Further comparisons of all parameters, every so many steps; 0 for none, and no sample of them in each step.",
+        "Steps between further comparisons of all parameters; 0 for none, and no sample of them in each step.",
         _not_negative,
         "not negative",
         shared=True,
@@ -125,20 +125,20 @@ class Config:
     )
     deterministic: bool = _setting(
         False,
-        "Let a controller's decisions apply a fixed number of steps after they began, so that runs with one repeat.",
+        "Apply a controller's decisions a fixed number of steps after they began, so that its runs are repeatable.",
         lambda v: True,
         "a boolean",
         shared=True,
     )
     transport: str = _setting(
         AUTO,
-        "What carries the gradients: torch.distributed, MPI, shared memory on one host, Horovod, NCCL, or shared "
-        "memory on each host and another between them; auto: what the ranks met through.",
+        "Transport of gradients: torch.distributed, MPI, shared memory on one host, Horovod, NCCL, or shared memory "
+        "on each host and another between them; auto: the one that the ranks' rendezvous used.",
         lambda v: v in TRANSPORTS,
         f"one of {', '.join(TRANSPORTS)}",
     )
     stall_warning_seconds: float = _setting(
-        10.0, "Wait after which a rank says what it waits for.", _positive, "positive"
+        10.0, "Wait after which a rank logs what it waits for.", _positive, "positive"
     )
     timeout_seconds: float = _setting(
         600.0, "Wait after which a rank aborts the job with a TransportError.", _positive, "positive"
@@ -158,13 +158,13 @@ class Config:
     )
     kernels: str = _setting(
         "auto",
-        "Kernel body: auto (the compiled one, an error without it), native or reference (NumPy).",
+        "Kernels: auto (the compiled ones, an error without them), native or reference (NumPy).",
         lambda v: v in ("auto", "native", "reference"),
         "auto, native or reference",
     )
     log_level: str = _setting(
         "info",
-        "Level of the gradcomp logger where the program has not set one.",
+        "Level of the gradcomp logger unless the program has set one.",
         lambda v: v in ("debug", "info", "warning", "error"),
         "debug, info, warning or error",
     )
@@ -185,10 +185,10 @@ class Config:
 
     @staticmethod
     def resolve(environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
-        """Settings from arguments, environment and file, in this order; ``None`` means "not given".
+        """Returns settings from arguments, environment and file, in this order; ``None`` means "not given".
 
-        Raises ConfigError for an unknown argument or file key and for an invalid value. Of unknown ``GRADCOMP_*``
-        variables tells :func:`unknown_variables`: they may belong to another version.
+        Raises ConfigError for an unknown argument or file key and for an invalid value. Unknown ``GRADCOMP_*``
+        variables are left to :func:`unknown_variables`, since they may belong to another version.
         """
         environ = os.environ if environ is None else environ
         types = {item.name: type(item.default) for item in dataclasses.fields(Config)}
@@ -212,15 +212,15 @@ class Config:
         return Config(**values)
 
     def shared(self) -> dict[str, Any]:
-        """The settings that every rank must have in common."""
+        """Returns the settings that must agree on all ranks."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["shared"]}
 
     def settings(self) -> dict[str, Any]:
-        """All settings, by name."""
+        """Returns all settings by name, shared ones and others."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def changed(self) -> dict[str, Any]:
-        """Those that are not the default."""
+        """Returns the settings that differ from their default."""
         return {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
@@ -229,7 +229,7 @@ class Config:
 
     @staticmethod
     def table() -> str:
-        """The settings as a Markdown table (``docs/configuration.md`` holds it; a test compares)."""
+        """Returns the settings as a Markdown table (``docs/configuration.md`` holds it; a test compares)."""
         rows = ["| variable | default | meaning | must be |", "|---|---|---|---|"]
         for item in dataclasses.fields(Config):
             meta = item.metadata
@@ -246,7 +246,7 @@ def refuse_removed(name: str, given: str) -> None:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A warning for each variable that has our prefix and is none of ours, with the one that was probably meant."""
+    """Returns a warning for each unknown variable with our prefix, with the name that was probably meant."""
     names = ["config", "secret", *(item.name for item in dataclasses.fields(Config))]
     warnings = []
     for variable in sorted(environ):
@@ -259,9 +259,10 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def secret(environ: Mapping[str, str]) -> bytes:
-    """What ``GRADCOMP_SECRET`` holds: it signs what the ranks tell each other. Empty if it is not set.
+    """Returns ``GRADCOMP_SECRET``, which signs what the ranks send each other at start-up; empty if it is not set.
 
-    No setting, so that it is neither shown nor logged nor read from a file. Raises ConfigError if it is short.
+    It is not a setting, so that it is neither shown nor logged nor read from a file. Raises ConfigError if it is too
+    short.
     """
     text = environ.get(_SECRET, "").strip()
     if 0 < len(text) < _LEAST_SECRET_CHARACTERS:

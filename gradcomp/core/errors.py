@@ -7,7 +7,7 @@ The page ``docs/errors.md`` says for each what the caller may still do.
 class GradcompError(RuntimeError):
     """Base of every error that gradcomp raises on purpose.
 
-    A RuntimeError, for that is what scripts catch around collectives of torch.distributed and Horovod.
+    It is a RuntimeError, which scripts catch around collectives of torch.distributed and Horovod.
     """
 
 
@@ -31,16 +31,16 @@ class DeviceError(GradcompError):
     """A GPU failed, or its memory is full; the exchanger is unusable."""
 
 
-#: What ``except hvd.HorovodInternalError`` catches, after which elastic scripts restart: every error of gradcomp's.
+#: Elastic scripts restart after ``except hvd.HorovodInternalError``, so that name catches every error of gradcomp.
 HorovodInternalError = GradcompError
 
 
 class HostsUpdatedInterrupt(GradcompError):  # noqa: N818 - Horovod's name
-    """The hosts of an elastic job have changed: Horovod's name, for scripts that catch it. gradcomp raises none."""
+    """The hosts of an elastic job have changed. gradcomp never raises it; Horovod's scripts catch it by this name."""
 
 
 class MissingNameError(GradcompError, AttributeError):
-    """A name of Horovod's that gradcomp does not have; the text says what there is instead."""
+    """A name of Horovod's that gradcomp does not have; the message says what to use instead."""
 
 
 class StateError(GradcompError):

@@ -1,4 +1,4 @@
-"""String forms, ``name[inner]:field=value,...``: what compressors and controllers are written as."""
+"""Parses string forms of compressors and controllers, ``name[inner]:field=value,...``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Made = TypeVar("Made")
 
 
 def split(text: str) -> tuple[str, str | None, str]:
-    """``name[inner]:fields`` -> its parts; without brackets there is no inner one."""
+    """Splits ``name[inner]:fields`` into its parts; inner is None without brackets."""
     name, bracket, rest = text.partition("[")
     if not bracket or ":" in name:
         name, _, rest = text.partition(":")
@@ -23,13 +23,13 @@ def split(text: str) -> tuple[str, str | None, str]:
         if depth == 0:
             after = rest[at + 1 :]
             if after and not after.startswith(":"):
-                raise ConfigError(f"{text!r}: expected ':' behind ']', got {after!r}")
+                raise ConfigError(f"{text!r}: expected ':' after ']', got {after!r}")
             return name, rest[:at], after[1:]
     raise ConfigError(f"{text!r}: a bracket is not closed")
 
 
 def outside_brackets(text: str, separator: str = ",") -> list[str]:
-    """The parts between those separators that no bracket encloses."""
+    """Splits the text at separators that are not inside brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character == "[") - (character == "]")
@@ -43,7 +43,7 @@ def outside_brackets(text: str, separator: str = ",") -> list[str]:
 def arguments_of(
     text: str, rest: str, fields: Collection[str], read: Callable[[str, str], Any]
 ) -> dict[str, Any]:
-    """``field=value,...`` behind a name as arguments; ``read(field, value)`` makes a value. ``text``: for errors."""
+    """Parses ``field=value,...`` into arguments; ``read(field, value)`` makes a value, ``text`` is for errors."""
     arguments: dict[str, Any] = {}
     for item in filter(None, outside_brackets(rest)):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -57,7 +57,7 @@ def arguments_of(
 
 
 def build(kind: Callable[..., Made], text: str, arguments: dict[str, Any]) -> Made:
-    """``kind(**arguments)``; ConfigError that names the fields without which there is none. ``text``: for errors."""
+    """Returns ``kind(**arguments)``; a ConfigError about ``text`` names the required fields that are missing."""
     needed = [name for name, one in signature(kind).parameters.items() if one.default is Parameter.empty]
     if missing := [name for name in needed if name not in arguments]:
         raise ConfigError(f"{text!r} lacks {', '.join(missing)}")
@@ -65,7 +65,7 @@ def build(kind: Callable[..., Made], text: str, arguments: dict[str, Any]) -> Ma
 
 
 def value_of(text: str, nested: Callable[[str], Any]) -> Any:
-    """A number, a word, ``true``, ``none``, ``a/b`` for a tuple, or in brackets what ``nested`` reads."""
+    """Parses a number, a word, ``true``, ``none``, ``a/b`` as a tuple, or in brackets what ``nested`` parses."""
     parts = outside_brackets(text, "/")
     if len(parts) > 1:
         return tuple(value_of(part, nested) for part in parts if part)

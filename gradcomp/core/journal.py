@@ -29,15 +29,15 @@ logger = logging.getLogger("gradcomp")
 
 FORMAT = 1
 
-#: Numbers that a log may hold are below it, so that no sum, ratio or figure made of them overflows.
+#: Numbers in a log must be below this, so that no sum, ratio or figure made of them overflows.
 LIMIT = 2**63
 
 
 class Journal:
-    """Appends lines to a run log, each written out at once; any thread may.
+    """Appends lines to a run log, from any thread; each line is written out at once.
 
-    Raises ConfigError if the file cannot be opened. A line that cannot be written later (a full disk) is warned about,
-    and ends the log, not the training.
+    Raises ConfigError if the file cannot be opened. If a line cannot be written later (a full disk), a warning is
+    logged and the log ends, but not the training.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,7 +50,7 @@ class Journal:
             raise ConfigError(f"cannot append to the run log {path}: {error.strerror or error}") from error
 
     def run(self, world: int, controller: str, compression: str, layers: Sequence[LayerSpec]) -> None:
-        """Begin a run: what follows is of ``world`` ranks and these layers, until the next call."""
+        """Begins a run: until the next call, lines are about ``world`` ranks and these layers."""
         rows = [[layer.name, list(layer.shape), layer.dtype] for layer in layers]
         self._write(
             "run",
@@ -63,7 +63,7 @@ class Journal:
         )
 
     def plan(self, step: int, plan: Plan, predicted_bytes: int) -> None:
-        """A plan that takes effect at ``step``; one rank sends so many bytes a step under it, by formula."""
+        """Logs a plan that takes effect at ``step``; one rank sends ``predicted_bytes`` a step under it, by formula."""
         rows = [[a.layer, a.compressor, a.level] for a in plan.assignments]
         self._write(
             "plan",
@@ -74,7 +74,10 @@ class Journal:
         )
 
     def measured(self, step: int, version: int, steps: int, measured_bytes: float) -> None:
-        """The mean of what this rank sent in each of the ``steps`` steps under plan ``version``; nothing after none."""
+        """Logs the mean of the bytes that this rank sent in each of the ``steps`` steps under plan ``version``.
+
+        Nothing is logged if there were no steps.
+        """
         if steps > 0:
             self._write(
                 "bytes",
@@ -85,17 +88,17 @@ class Journal:
             )
 
     def choice(self, step: int, text: str) -> None:
-        """Why a controller decided as it did, in one line."""
+        """Logs why a controller decided as it did, in one line."""
         self._write("choice", step=int(step), text=text)
 
     def close(self) -> None:
-        """Close the file; what is logged later is dropped. May be called again."""
+        """Closes the file; later lines are dropped. May be called again."""
         with self._lock:
             self._close()
 
     def _close(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what could not be written has been warned about
+            with suppress(OSError):  # a failed write has been warned about already
                 self._file.close()
             self._file = None
 
@@ -114,7 +117,7 @@ class Journal:
 
 
 def _ends_within_a_line(file: BinaryIO) -> bool:
-    """Whether the run before was killed while it wrote its last line."""
+    """Returns true if the previous run was killed while it wrote its last line."""
     if file.seek(0, SEEK_END) == 0:
         return False
     file.seek(-1, SEEK_END)
@@ -126,7 +129,7 @@ def _ends_within_a_line(file: BinaryIO) -> bool:
 
 @dataclass(frozen=True)
 class Logged:
-    """One plan of a run: in force from ``step`` on, with bytes per step of one rank, where they were measured."""
+    """One plan of a run: used from ``step`` on, with the bytes that one rank sends per step, if they were measured."""
 
     step: int
     plan: Plan
@@ -137,7 +140,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a log. ``choices`` are (step, text)."""
+    """One run of a log; ``choices`` are (step, text)."""
 
     version: str
     world: int
@@ -149,31 +152,31 @@ class Run:
 
     @property
     def dense_bytes(self) -> int:
-        """What one rank would send a step uncompressed: 2 d (N-1) / N for d bytes of gradient, as Statistics has it."""
+        """Returns the bytes that one rank would send uncompressed in a step: 2 d (N-1) / N for d bytes of gradient."""
         return 2 * sum(layer.nbytes for layer in self.layers) * (self.world - 1) // self.world
 
     def ratio(self, sent_bytes: float) -> float | None:
-        """How many times fewer these are than uncompressed; None where nothing is sent either way."""
+        """Returns the uncompressed bytes divided by these; None if nothing is sent either way."""
         return self.dense_bytes / sent_bytes if sent_bytes and self.dense_bytes else None
 
     def in_force(self, step: int | None = None) -> Logged | None:
-        """The plan of a step, or the last one; None before the first."""
+        """Returns the plan of a step, or the last one; None before the first."""
         begun = [logged for logged in self.plans if step is None or logged.step <= step]
         return begun[-1] if begun else None
 
 
 def read(path: str | os.PathLike[str]) -> list[Run]:
-    """The runs of a log, in order.
+    """Returns the runs of a log, in order.
 
     Lines of unknown kinds are skipped, as is a line that a killed run did not finish: the last one, or the one before
-    a run begins. Raises ConfigError, with the number of the line, for anything else that the format does not allow.
+    a run begins. Raises ConfigError, with the line number, for anything else that the format does not allow.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read the run log {path}: {error.strerror or error}") from error
     runs: list[Run] = []
-    rest = lines.pop()  # behind the last newline: nothing, or a line that was not finished
+    rest = lines.pop()  # after the last newline: nothing, or an unfinished line
     records = [_parse(line) for line in lines] + ([_parse(rest)] if rest else [])
     for number, record in enumerate(records, 1):
         try:
@@ -186,7 +189,7 @@ def read(path: str | os.PathLike[str]) -> list[Run]:
 
 
 def _parse(line: bytes) -> Any:
-    """The value of a line; None for what is not JSON (or is null, which no line may be either)."""
+    """Returns the value of a line; None if it is not JSON (or is null, which no line may be either)."""
     try:
         return json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -198,7 +201,7 @@ def _begins_run(records: list[Any]) -> bool:
 
 
 def _take(runs: list[Run], record: Any) -> None:
-    """Add one line to the runs; ValueError says what is wrong with it."""
+    """Adds one line to the runs; raises ValueError that says what is wrong with it."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     kind = _text(record, "kind")
@@ -206,7 +209,7 @@ def _take(runs: list[Run], record: Any) -> None:
         runs.append(_run(record))
     elif kind in _ADD:
         if not runs:
-            raise ValueError(f"a line of kind {kind!r} before the first of kind 'run'")
+            raise ValueError(f"a line of kind {kind!r} comes before the first line of kind 'run'")
         runs[-1] = _ADD[kind](runs[-1], record)
 
 
@@ -250,7 +253,7 @@ def _add_bytes(run: Run, record: dict[str, Any]) -> Run:
     measured = record.get("measured_bytes")
     if isinstance(measured, bool) or not isinstance(measured, int | float) or not 0 <= measured < LIMIT:
         raise ValueError(f"measured_bytes must be a number of bytes, got {shortened(measured)}")
-    # A run that loads a checkpoint may come to a version again: the last plan of that number is meant.
+    # A run that loads a checkpoint may use a version number again: the last plan with that number is meant.
     for at in reversed(range(len(run.plans))):
         if run.plans[at].plan.version == version:
             logged = replace(run.plans[at], measured_bytes=float(measured), measured_steps=steps)

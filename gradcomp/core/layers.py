@@ -1,4 +1,4 @@
-"""What gradcomp knows of a layer without looking at its values."""
+"""The description of a layer without its values."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class LayerSpec:
 
     @cached_property
     def size(self) -> int:
-        """Number of elements."""
+        """Returns the number of elements, the product of the shape."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of the gradient in bytes."""
+        """Returns the size of the gradient in bytes."""
         return self.size * ITEM_BYTES[self.dtype]
 
     @cached_property
     def hash(self) -> int:
-        """32-bit name hash, the layer's coordinate in the random counter (a collision is harmless)."""
+        """Returns the 32-bit hash of the name, a coordinate of the random counter (a collision is harmless)."""
         return zlib.crc32(self.name.encode())
 
 
 def check_unique(layers: Sequence[LayerSpec]) -> None:
-    """Raise ConfigError that lists every name used more than once."""
+    """Raises ConfigError that lists every name used more than once."""
     counts = Counter(layer.name for layer in layers)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
@@ -64,10 +64,10 @@ def check_unique(layers: Sequence[LayerSpec]) -> None:
 
 @dataclass(frozen=True)
 class Filter:
-    """Which layers are worth compressing; the others travel exactly.
+    """Selects the layers that are worth compressing; the others are sent exactly.
 
-    Small, one-dimensional, bias and normalisation layers are sensitive and carry few bytes (CGX, section 3.5.1).
-    ``include`` and ``exclude`` are shell patterns on the layer name and win over everything else,
+    Small, one-dimensional, bias and normalisation layers are sensitive and take few bytes (Markov 2024, section 3.5.1,
+    CGX). ``include`` and ``exclude`` are shell patterns on the layer name and take precedence over everything else,
     ``exclude`` first.
     """
 
@@ -78,7 +78,7 @@ class Filter:
     include: tuple[str, ...] = ()
 
     def reason_to_exclude(self, layer: LayerSpec) -> str | None:
-        """Why the layer travels exactly, or None if it is compressed."""
+        """Returns why the layer is sent exactly, or None if it is compressed."""
         if any(fnmatchcase(layer.name, pattern) for pattern in self.exclude):
             return "excluded by name"
         if layer.dtype == "float64":

@@ -1,6 +1,6 @@
-"""Plans in words: short names of compressors, levels with their unit, and the histogram of a plan.
+"""Describes plans: short names of compressors, levels with their unit, and the histogram of a plan.
 
-All of it from the strings that a plan holds: a log is also read where the package that brought a compressor is not
+All of it is derived from the strings in a plan, because a log may also be read where the package of a compressor is not
 installed, and by a gradcomp that does not know it.
 """
 
@@ -14,18 +14,18 @@ from gradcomp.core.plan import Level, Plan
 
 EXACT = "exact"
 
-#: What the level of a compressor is, by name; others have none, or are another package's that is not installed.
-#: Written where a compressor gets its name: see `gradcomp.compress.registry.register`.
+#: The kind of a compressor's level, by name; others have no level, or are of a package that is not installed.
+#: `gradcomp.compress.registry.register` adds entries.
 LEVELS: dict[str, str] = {}
 
-#: Of more levels than these, a histogram gives the lowest, the median and the highest.
+#: Most levels that a histogram lists; if there are more, it gives the lowest, the median and the highest.
 MOST_LEVELS = 12
 
 
 def short_name(family: str) -> str:
-    """A family without its fields: ``topk``, ``error_feedback[topk]``; a cast is named by its dtype.
+    """Returns a family without its fields: ``topk``, ``error_feedback[topk]``; a cast is named by its dtype.
 
-    :data:`EXACT` where nothing is lost.
+    It is :data:`EXACT` if nothing is lost.
     """
     head = _head(family)
     outer, bracket, name = head.rpartition("[")
@@ -37,7 +37,7 @@ def short_name(family: str) -> str:
 
 
 def names(families: Iterable[str]) -> dict[str, str]:
-    """Short names by family; those that would be equal get the fields in which they differ."""
+    """Returns short names by family; names that would be equal get the fields in which they differ."""
     alike: dict[str, list[str]] = {}
     for family in sorted(set(families)):
         alike.setdefault(short_name(family), []).append(family)
@@ -49,17 +49,17 @@ def names(families: Iterable[str]) -> dict[str, str]:
             own = ",".join(field for field in fields[family] if field not in common)
             named[family] = f"{name}({own})" if own and name != EXACT else name
         if len({named[family] for family in members}) < len(members) and name != EXACT:
-            named.update(zip(members, members, strict=True))  # the same fields, of different owners
+            named.update(zip(members, members, strict=True))  # the same fields at different nesting levels
     return named
 
 
 def level_kind(family: str) -> str | None:
-    """What the family's level is: bits, rank, density, threshold; None if there is none or it is not known."""
+    """Returns the kind of the family's level: bits, rank, density or threshold; None if it has none or is not known."""
     return LEVELS.get(_head(family).rpartition("[")[2])
 
 
 def level_text(family: str, level: Level) -> str:
-    """A level with its unit, of levels by block the range; nothing for none."""
+    """Returns a level with its unit; of levels by block their range; empty for None."""
     if level is None:
         return ""
     if isinstance(level, tuple):
@@ -75,21 +75,21 @@ def level_text(family: str, level: Level) -> str:
 
 
 def level_number(level: Level) -> float:
-    """A level as one number: of levels by block the mean, 0 for none."""
+    """Returns a level as one number: of levels by block their mean, 0 for None."""
     if isinstance(level, tuple):
         return sum(level) / len(level)
     return 0.0 if level is None else float(level)
 
 
 def printable(text: str) -> str:
-    """Text from a file, for one line of a terminal: what is not a visible character is escaped."""
+    """Returns text from a file for one line of a terminal: characters that are not visible are escaped."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 def histogram(plan: Plan) -> str:
-    """How many layers have which compressor and level.
+    """Returns the number of layers by compressor and level.
 
-    As ``quantize: 2 bits x 12, 3 bits x 40; topk: 0.01 x 3; exact x 21``, the exact ones last.
+    An example is ``quantize: 2 bits x 12, 3 bits x 40; topk: 0.01 x 3; exact x 21``, exact layers last.
     """
     named = names(a.compressor for a in plan.assignments)
     layers: dict[str, list[tuple[float, str]]] = {}
@@ -113,10 +113,10 @@ def _part(name: str, levels: list[tuple[float, str]]) -> str:
 
 
 def _head(family: str) -> str:
-    """What stands before the first field: ``error_feedback[topk``."""
+    """Returns the text before the first field: ``error_feedback[topk``."""
     return re.split(r"[\]:]", family, maxsplit=1)[0]
 
 
 def _fields(family: str) -> list[str]:
-    """``name=value`` of all nesting levels, in order."""
+    """Returns ``name=value`` of all nesting levels, in order."""
     return [part for part in re.split(r"[\[\],:]+", family) if "=" in part and not part.endswith("=")]

@@ -1,4 +1,4 @@
-"""What a mistaken name or string form was probably meant to be."""
+"""Suggests what a mistaken name or string form was probably meant to be."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.forms import outside_brackets, split
 
-#: What wrappers are shown around: the first that one can wrap.
+#: Inner compressors in examples of wrappers; the first one that fits is shown.
 _INNER = ("topk:density=0.01", "quantize:bits=4")
 
-#: Words for compressors that are no names here: bits, then formats, then another name of a method.
+#: Words that are not names of compressors here, and their string forms: bits, then formats, then names of methods.
 _WORDS = {
     r"(?:int|u?q|qsgd|quanti[sz]e)?[-_ ]?([1-8])[-_ ]?(?:bits?)?": r"quantize:bits=\1",
     r"fp?8|float8|e4m3": "block_float:format=fp8_e4m3",
@@ -29,7 +29,7 @@ _WORDS = {
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is meant, whatever its case and its separators; None if none is near."""
+    """Returns the known word that is meant, ignoring case and separators; None if none is near."""
     by_letters = {_letters(one): one for one in known}
     match = get_close_matches(_letters(word), by_letters, n=1)
     return by_letters[match[0]] if match else None
@@ -41,16 +41,16 @@ def _letters(word: str) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """How strings of one name are written: its fields with their defaults, and the field that a bare value is for."""
+    """The syntax of one name's string forms: its fields with their defaults, and the field that a bare value is for."""
 
     values: Mapping[str, Any]
     bare: str | None
     wraps: bool
-    shown: str = ""  # an example, where the bare field's default makes none
+    shown: str = ""  # an example, if the bare field has no default to make one of
 
     @staticmethod
     def of(kind: Any, bare: str | None, shown: str = "") -> Form:
-        """Of a dataclass; a field ``inner`` is what it wraps."""
+        """Returns the form of a dataclass; its field ``inner``, if any, holds the compressor that it wraps."""
         values = {one.name: _default(one) for one in fields(kind)}
         return Form(
             {name: value for name, value in values.items() if name != "inner"},
@@ -60,7 +60,7 @@ class Form:
         )
 
     def example(self, name: str, inner: str | None) -> str:
-        """A string of this form, with the field that matters most."""
+        """Returns a string of this form, with the field that matters most."""
         if self.shown:
             return self.shown
         head = f"{name}[{inner or _INNER[0]}]" if self.wraps else name
@@ -73,9 +73,9 @@ def _default(field: Field[Any]) -> Any:
 
 
 def hint(text: str, forms: Mapping[str, Form], parse: Callable[[str], object], example: str = "") -> str:
-    """What to add to the error about ``text``: `` (did you mean 'topk:density=0.01'?)``, or an example of its name.
+    """Returns a suggestion for the error about ``text``: `` (did you mean 'topk:density=0.01'?)``, or an example.
 
-    Whatever is named parses. Empty if only a value is wrong, of which the error itself speaks.
+    Every suggestion parses. It is empty if only a value is wrong, which the error itself explains.
     """
     for candidate in _candidates(text.strip(), forms):
         if candidate == text.strip() and ":" in candidate:
@@ -90,12 +90,12 @@ def hint(text: str, forms: Mapping[str, Form], parse: Callable[[str], object], e
 
 
 def head_of(text: str) -> str:
-    """The name that a string form begins with."""
+    """Returns the name that a string form begins with."""
     return text.strip().partition(":")[0].partition("[")[0].strip()
 
 
 def hinted(error: ConfigError, said: str) -> ConfigError:
-    """The error with a hint, which stands before a list of all names."""
+    """Returns the error with a hint, inserted before its list of all names."""
     problem, known, names = str(error).partition("; known: ")
     return ConfigError(problem + said + known + names)
 
@@ -109,7 +109,7 @@ def _parses(text: str, parse: Callable[[str], object]) -> bool:
 
 
 def _candidates(text: str, forms: Mapping[str, Form]) -> Iterable[str]:
-    """What may be meant, the likeliest first."""
+    """Yields the string forms that may be meant, the likeliest first."""
     for pattern, said in _WORDS.items():
         if (match := re.fullmatch(pattern, text.lower())) and text not in forms:
             yield match.expand(said)
@@ -119,7 +119,7 @@ def _candidates(text: str, forms: Mapping[str, Form]) -> Iterable[str]:
 
 
 def _repaired(text: str, forms: Mapping[str, Form], inner_example: str) -> str | None:
-    """The form with the nearest name and fields; None where nothing is near."""
+    """Returns the form with the nearest name and fields; None if nothing is near."""
     try:
         name, inner, rest = split(text.strip())
     except ConfigError:
@@ -145,7 +145,10 @@ def _repaired(text: str, forms: Mapping[str, Form], inner_example: str) -> str |
 
 
 def _argument(item: str, form: Form) -> tuple[str, str] | None:
-    """``0.01`` -> density, 0.01; ``bit=4`` -> bits, 4; ``density`` -> density with its default."""
+    """Returns the field and the value of an item: ``0.01`` is a bare density, ``bit=4`` means bits=4.
+
+    A field without a value, as ``density``, gets its default.
+    """
     key, equals, value = (part.strip() for part in item.partition("="))
     if not equals and form.bare is not None and re.fullmatch(r"[-+.\de]*\d[-+.\de]*", key):
         return form.bare, key

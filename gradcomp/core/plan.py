@@ -1,4 +1,4 @@
-"""The plan: which compressor, at which level, for every layer."""
+"""The plan assigns a compressor and a level to every layer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 
-#: Of a layer, or of each of its blocks of rows.
+#: The level of a layer, or of each of its blocks of rows.
 Level = int | float | None | tuple[int, ...]
 
-#: A layer has at most so many blocks.
+#: The largest number of blocks of a layer.
 MOST_BLOCKS = 256
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One layer's entry: ``compressor`` is the string form without its level, ``level`` the knob.
+    """One layer's entry: ``compressor`` is the string form without its level, ``level`` the level.
 
     A tuple has a level for each block of rows: see :mod:`gradcomp.compress.blocks`. In JSON it is a list.
     """
@@ -34,10 +34,10 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """Layer -> compressor and level, in the order of the layers; equal on all ranks.
+    """Maps layers to compressors and levels, in the order of the layers; equal on all ranks.
 
     ``version`` grows by one with every change. ``digest`` identifies plan and layers together: ranks compare it
-    before the first exchange, and its first four bytes travel in every header.
+    before the first exchange, and its first four bytes are sent in every header.
     """
 
     version: int
@@ -51,11 +51,11 @@ class Plan:
 
     @cached_property
     def by_layer(self) -> Mapping[str, Assignment]:
-        """Assignments by layer name."""
+        """Returns the assignments by layer name."""
         return {a.layer: a for a in self.assignments}
 
     def to_json(self) -> str:
-        """Canonical text: equal plans give equal text."""
+        """Returns canonical text: equal plans give equal text."""
         return _begin(self.assignments) + _end(self.version)
 
     @staticmethod
@@ -71,11 +71,11 @@ class Plan:
             raise WireFormatError(f"not a plan: {error}") from error
 
     def digest(self, layers: Sequence[LayerSpec]) -> bytes:
-        """SHA-256 over the plan and the manifest of the layers."""
+        """Returns the SHA-256 of the plan and the manifest of the layers."""
         return Fingerprint(self.assignments, layers).digest(self.version)
 
     def check_covers(self, layers: Iterable[LayerSpec]) -> None:
-        """Raise ConfigError unless the plan assigns exactly these layers."""
+        """Raises ConfigError unless the plan assigns exactly these layers."""
         names = {layer.name for layer in layers}
         planned = set(self.by_layer)
         if names != planned:
@@ -86,21 +86,21 @@ class Plan:
 
 
 class Fingerprint:
-    """What the digests of all versions of a plan have in common, so that one more costs little."""
+    """The part of a digest that all versions of a plan share, hashed once."""
 
     def __init__(self, assignments: Sequence[Assignment], layers: Sequence[LayerSpec]) -> None:
         self._begun = hashlib.sha256(_begin(assignments).encode())
         self._manifest = manifest(layers)
 
     def digest(self, version: int) -> bytes:
-        """:meth:`Plan.digest` of the plan with this version."""
+        """Returns :meth:`Plan.digest` of the plan with this version."""
         hashed = self._begun.copy()
         hashed.update((_end(version) + self._manifest).encode())
         return hashed.digest()
 
 
 def _begin(assignments: Sequence[Assignment]) -> str:
-    """Canonical text of a plan up to its version: keys are sorted."""
+    """Returns the canonical text of a plan up to its version; keys are sorted."""
     rows = [[a.layer, a.compressor, a.level] for a in assignments]
     return f'{{"assignments":{json.dumps(rows, separators=(",", ":"))}'
 
@@ -119,7 +119,7 @@ def _assignment(layer: Any, compressor: Any, level: Any) -> Assignment:
 
 
 def manifest(layers: Sequence[LayerSpec]) -> str:
-    """Canonical text of the layers: name, shape, dtype, in order."""
+    """Returns canonical text of the layers: name, shape, dtype, in order."""
     return json.dumps(
         [[layer.name, list(layer.shape), layer.dtype] for layer in layers], separators=(",", ":")
     )

@@ -1,4 +1,4 @@
-"""What a frontend needs and the core does not: said before an import fails in the midst of it."""
+"""Checks for the modules that a frontend needs besides the core, before its imports fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 def need(package: str, extra: str, *modules: str) -> None:
-    """ModuleNotFoundError that names the extra to install, if one of the modules is not there."""
+    """Raises ModuleNotFoundError that names the extra to install, if one of the modules is missing."""
     for module in modules:
         if not _is_there(module):
             raise ModuleNotFoundError(
@@ -18,5 +18,5 @@ def need(package: str, extra: str, *modules: str) -> None:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # a finder hides it; a stand-in without a spec
+    except (ModuleNotFoundError, ValueError):  # a finder hides the module, or a mock has no spec
         return False

@@ -1,4 +1,4 @@
-"""How reductions are named in settings: ``"ring"``, ``"parameter_server:servers=2"``."""
+"""Parses the names of reductions in settings: ``"ring"``, ``"parameter_server:servers=2"``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gradcomp.core.meant import closest
 
 _names: list[str] = []
 
-#: The name that stands for the cheapest of them.
+#: The name that stands for the cheapest reduction.
 AUTO = "auto"
 
-#: What others call them.
+#: Other names of reductions, for suggestions.
 _WORDS = {
     "ps": "parameter_server",
     "allreduce": "ring",
@@ -22,14 +22,14 @@ _WORDS = {
 
 
 def register(name: str) -> None:
-    """There is a reduction of this name; ConfigError if there is another one already."""
+    """Registers the name of a reduction; ConfigError if it is taken."""
     if name in (*_names, AUTO):
         raise ConfigError(f"there is a reduction named {name!r} already")
     _names.append(name)
 
 
 def names() -> tuple[str, ...]:
-    """Every reduction, in the order in which they were registered, which is that of preference among equals."""
+    """Returns every reduction in the order of registration, by which equally cheap ones are preferred."""
     return tuple(_names)
 
 
@@ -45,7 +45,7 @@ class Scheme:
 
 
 def parse(text: str) -> Scheme:
-    """Read a string form; ConfigError if there is no such reduction or option."""
+    """Parses a string form; ConfigError if there is no such reduction or option."""
     name, _, options = text.partition(":")
     if name not in (*_names, AUTO):
         meant = closest(name, [*_names, AUTO, *_WORDS])

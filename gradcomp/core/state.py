@@ -1,8 +1,8 @@
-"""State: double-buffered arenas, read by this step and written for the next.
+"""State in double-buffered arenas, read by this step and written for the next.
 
 Every exchange reads the current value of a row and writes the next one beside it. Committing a row swaps the two;
-discarding a step costs nothing. Rows are layers for first residuals and for fields, ranges of layers for second
-residuals. Memory: 8 bytes per element.
+discarding a step costs nothing. Rows are layers for residuals and fields, and ranges of layers for server-side errors.
+Memory: 8 bytes per element.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gradcomp.core.vectors import LINE, Floats, Indices, Vector, Zeros, host_zer
 class DoubleBuffer:
     """Rows of float32, each with a current value in one of two arenas and its next value in the other.
 
-    ``lengths``: elements per row. All rows start at zero, and at a cache line, which lets kernels stream to them.
-    ``zeros``: where they lie.
+    ``lengths``: elements per row. All rows start at zero, and at a cache line, so that kernels can use streaming
+    stores. ``zeros`` allocates them.
     """
 
     def __init__(self, lengths: Sequence[int], zeros: Zeros = host_zeros) -> None:
@@ -37,17 +37,16 @@ class DoubleBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Memory of both arenas."""
         return 8 * self._total
 
     def places(self, rows: Indices) -> tuple[Indices, Indices]:
-        """Elements of both arenas at which the rows' current values begin, and at which their next ones do."""
+        """Returns the elements of both arenas at which the rows' current values begin, and their next ones."""
         current = self._current[rows] * self._total
         offsets = self._offsets[rows]
         return current + offsets, self._total - current + offsets
 
     def turn(self, rows: Indices) -> bytes:
-        """Return which of the two arenas is current for each row: :meth:`places` follows from rows and this."""
+        """Returns which of the two arenas is current for each row: :meth:`places` follows from rows and this."""
         return self._current[rows].tobytes()
 
     def commit(self, rows: npt.NDArray[np.bool_]) -> None:
@@ -58,17 +57,17 @@ class DoubleBuffer:
         return int(self._current[row]) * self._total + int(self._offsets[row])
 
     def read_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
-        """Addresses of element ``starts[i]`` of row ``rows[i]``'s current value."""
+        """Returns the addresses of element ``starts[i]`` of row ``rows[i]``'s current value."""
         return self._addresses(self._current[rows], rows, starts)
 
     def write_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
-        """Addresses of element ``starts[i]`` of row ``rows[i]``'s next value."""
+        """Returns the addresses of element ``starts[i]`` of row ``rows[i]``'s next value."""
         return self._addresses(1 - self._current[rows], rows, starts)
 
     def addresses(
         self, rows: Indices, starts: Indices | int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Both, in this order."""
+        """Returns the read addresses and the write addresses."""
         current = self._current[rows]
         places = ((self._offsets[rows] + starts) * 4).astype(np.uint64)
         return self._bases[current] + places, self._bases[1 - current] + places
@@ -78,15 +77,15 @@ class DoubleBuffer:
 
     @property
     def memory(self) -> Any:
-        """Both arenas, for kernels; see :meth:`places`."""
+        """Returns both arenas, for kernels; see :meth:`places`."""
         return self._arenas.memory
 
     def load(self, rows: Indices) -> Floats:
-        """Copies of the rows' current values, one behind the other."""
+        """Returns copies of the rows' current values, one after the other."""
         return self._arenas.take(self._places(rows, self._current[rows]))
 
     def store(self, rows: Indices, values: Floats) -> None:
-        """Write the rows' next values, one behind the other."""
+        """Writes the rows' next values, which ``values`` holds one after the other."""
         self._arenas.put(self._places(rows, 1 - self._current[rows]), values)
 
     def _places(self, rows: Indices, arenas: Indices) -> Indices:
@@ -97,24 +96,24 @@ class DoubleBuffer:
         return places
 
     def value(self, row: int) -> Floats:
-        """The row's current value, read-only; see :meth:`gradcomp.core.vectors.Vector.read`."""
+        """Returns the row's current value, read-only; see :meth:`gradcomp.core.vectors.Vector.read`."""
         begin = self._begin(row)
         return self._arenas.read(begin, begin + int(self.lengths[row]))
 
     def set(self, row: int, values: Floats, start: int = 0) -> None:
-        """Replace the row's current value, from element ``start`` on."""
+        """Replaces the row's current value from element ``start`` on."""
         if len(values):
             self._arenas.write(values, self._begin(row) + start)
 
     def vector(self, row: int) -> Vector:
-        """The memory of the row's current value."""
+        """Returns the memory of the row's current value."""
         begin = self._begin(row)
         return self._arenas.part(begin, begin + int(self.lengths[row]))
 
 
 @dataclass(frozen=True)
 class Range:
-    """``length`` elements of layer number ``layer``, from element ``start``."""
+    """The ``length`` elements of layer number ``layer`` that begin at element ``start``."""
 
     layer: int
     start: int
@@ -122,16 +121,16 @@ class Range:
 
     @property
     def end(self) -> int:
-        """One past the last element."""
+        """Returns the index after the last element."""
         return self.start + self.length
 
 
 class Residuals:
-    """First residuals (one row per layer) and the second residuals of the ranges that this rank owns.
+    """The residuals (one row per layer), and the server-side errors of the ranges that this rank owns.
 
-    ``sizes[i]`` is the number of elements kept for layer i: its size with error feedback, else 0.
-    The invariant that every change keeps: the mean over ranks of (first residual) plus the owner's second residual
-    is what has not been applied yet.
+    ``first`` holds the residuals, ``second`` the server-side errors. ``sizes[i]`` is the number of elements kept for
+    layer i: its size with error feedback, else 0. Every change keeps this invariant: the mean over ranks of residuals
+    plus the owner's server-side error is what has not been applied yet.
     """
 
     def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros) -> None:
@@ -142,16 +141,15 @@ class Residuals:
         self._range_layers: Indices = np.zeros(0, dtype=np.int64)
 
     def like(self, sizes: Sequence[int]) -> Residuals:
-        """Zeros for layers of other sizes, in the same memory."""
+        """Returns zeros for layers of other sizes, in the same kind of memory."""
         return Residuals(sizes, self._zeros)
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes."""
         return self.first.nbytes + self.second.nbytes
 
     def grow(self, sizes: Sequence[int]) -> None:
-        """Make room for layers that did not keep a residual before; what exists is kept."""
+        """Adds rows for layers that did not keep a residual before; existing values are kept."""
         wanted = np.maximum(self.first.lengths, np.asarray(sizes, dtype=np.int64))
         if np.array_equal(wanted, self.first.lengths):
             return
@@ -161,14 +159,14 @@ class Residuals:
         self.first = fresh
 
     def commit(self, layers: npt.NDArray[np.bool_]) -> None:
-        """Accept the step for the layers where the mask is true."""
+        """Accepts the step for the layers where the mask is true."""
         self.first.commit(layers)
         self.second.commit(layers[self._range_layers])
 
     def own(self, ranges: Sequence[Range], world: int) -> None:
-        """Take over ``ranges``; what this rank no longer owns goes into its first residual, N-fold.
+        """Takes ownership of ``ranges``; server-side errors of ranges that it loses go into its residual, times N.
 
-        The second residual belongs to the mean, a first residual to one of N summands: hence the factor.
+        A server-side error belongs to the mean, a residual to one of N summands: hence the factor.
         """
         if tuple(ranges) == self.ranges:
             return
@@ -196,14 +194,14 @@ class Residuals:
         self._range_layers = np.array([r.layer for r in ranges], dtype=np.int64)
 
 
-#: Makes a layer's first value of a field from the one that it had, which may be empty or of another length.
+#: Returns a layer's first value of a field, given its previous one, which may be empty or of another length.
 Begin = Callable[[Floats], Floats]
 
 
 class Fields:
-    """What compressors keep for a layer beside residuals, by field name: momentum, the factor of a warm start.
+    """State of compressors by layer besides residuals, by field name: momentum, the factor of a warm start.
 
-    A layer that no longer uses a field keeps its value, for the day when it does again.
+    A layer that no longer uses a field keeps its value, in case it uses the field again.
     """
 
     def __init__(self, layers: int, zeros: Zeros = host_zeros) -> None:
@@ -217,20 +215,19 @@ class Fields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Fields that some layer has, or had."""
+        """Returns the fields that some layer has, or had."""
         return tuple(self._buffers)
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def holder(self, name: str) -> int:
-        """The layer that has this field, where it is kept once for all: see ``Compressor.shared_fields``."""
+        """Returns the layer that has a field which is kept once for all: see ``Compressor.shared_fields``."""
         return int(np.flatnonzero(self._active[name])[0])
 
     def arrange(self, wanted: Sequence[Mapping[str, tuple[int, Begin]]]) -> None:
-        """Give every layer the fields in ``wanted[layer]``: name -> (elements, how to begin)."""
+        """Gives every layer the fields in ``wanted[layer]``: name -> (elements, function of the first value)."""
         for name in dict.fromkeys([*self._buffers, *(name for fields in wanted for name in fields)]):
             old = self._buffers.get(name) or DoubleBuffer([0] * self._layers, self._zeros)
             lengths = [
@@ -247,13 +244,13 @@ class Fields:
             self._buffers[name] = fresh
 
     def forget(self, name: str) -> None:
-        """Zero what layers hold of a field that they no longer use."""
+        """Sets the values of layers that no longer use a field to zero."""
         if name in self._buffers:
             for layer in np.flatnonzero(~self._active[name]).tolist():
                 self._buffers[name].set(layer, np.zeros(int(self._buffers[name].lengths[layer]), np.float32))
 
     def put(self, name: str, values: Mapping[int, Floats]) -> None:
-        """Set current values by layer; the others have none."""
+        """Sets current values by layer; the other layers have none."""
         lengths = [values[i].size if i in values else 0 for i in range(self._layers)]
         buffer = DoubleBuffer(lengths, self._zeros)
         for layer, value in values.items():
@@ -262,6 +259,6 @@ class Fields:
         self._active[name] = np.zeros(self._layers, dtype=np.bool_)
 
     def commit(self, layers: npt.NDArray[np.bool_]) -> None:
-        """Accept the step for the layers where the mask is true."""
+        """Accepts the step for the layers where the mask is true."""
         for name, buffer in self._buffers.items():
             buffer.commit(layers & self._active[name])

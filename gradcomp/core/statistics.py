@@ -1,4 +1,4 @@
-"""Counters of one exchanger."""
+"""Counts the bytes, steps and seconds of one exchanger."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 @dataclass
 class Statistics:
-    """What one rank did since the start. Bytes are those this rank sent; seconds are wall time.
+    """Counters of one rank since the start: bytes that it sent, and seconds of wall time.
 
     ``dense_bytes`` is what an uncompressed exchange of the same gradients in their own dtype would have sent by the
     same reduction, 2 d (N-1) / N. ``exposed_seconds`` is the time the training thread waited for the exchange,
-    ``vote_seconds`` for ranks to agree on steps (``on_skip="agree"``).
+    ``vote_seconds`` the time ranks took to agree on steps (``on_skip="agree"``).
     """
 
     steps: int = 0
@@ -30,23 +30,23 @@ class Statistics:
               "exposed_seconds", "vote_seconds")  # fmt: skip
 
     def vector(self) -> npt.NDArray[np.float64]:
-        """The fields in order, for reduction."""
+        """Returns the fields in order, for reduction."""
         return np.array([getattr(self, name) for name in self.FIELDS], dtype=np.float64)
 
     @classmethod
     def mean(cls, vector: npt.NDArray[np.float64], ranks: int) -> Statistics:
-        """The mean over ranks, from the sum of their vectors; counts are rounded down."""
+        """Returns the mean over ranks, from the sum of their vectors; counts are rounded down."""
         values = dict(zip(cls.FIELDS, (vector / ranks).tolist(), strict=True))
         counts = {name: int(values[name]) for name in cls.FIELDS if not name.endswith("_seconds")}
         return cls(**{**values, **counts})
 
     @property
     def ratio(self) -> float:
-        """Dense bytes over sent bytes; 1.0 before the first step."""
+        """Returns dense bytes over sent bytes; 1.0 before the first step."""
         return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """A flat dictionary for TensorBoard, Weights and Biases and others: ``gradcomp/steps``, ``gradcomp/ratio``, ...
+        """Returns a flat dictionary for TensorBoard and other loggers: ``gradcomp/steps``, ``gradcomp/ratio``, ...
 
         Bytes and seconds are means over the steps since the start: ``gradcomp/wire_bytes_per_step``.
         """

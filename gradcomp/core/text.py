@@ -1,4 +1,4 @@
-"""Text from other processes, before it reaches a log, an error or a terminal."""
+"""Makes text from other processes safe for a log, an error or a terminal."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ _MOST_CHARACTERS = 2000
 
 
 def printable(text: str | bytes, most: int = _MOST_CHARACTERS) -> str:
-    """The text on one line, at most ``most`` characters: what a terminal could act on is escaped, the rest is cut off.
+    """Returns the text on one line of at most ``most`` characters: escapes what a terminal could act on, cuts the rest.
 
-    Escaped are control and format characters, line ends, and bytes that are not UTF-8. Text that was made printable
-    stays as it is.
+    Control and format characters, line ends, and bytes that are not UTF-8 are escaped. Text that was made printable
+    stays the same.
     """
     whole = len(text)
     if isinstance(text, bytes):

@@ -1,4 +1,4 @@
-"""A file of Chrome trace JSON that grows while a run goes on and is valid after every write."""
+"""Writes a file of Chrome trace JSON that grows during a run and is valid after every write."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 _TAIL = b"\n]}\n"
 _WRITE_SECONDS = 0.5
 _MOST_ROWS = 1 << 16  # of one exchanger
-_FIRST_CHANNEL_ROW = 1 << 30  # behind all exchangers
+_FIRST_CHANNEL_ROW = 1 << 30  # after the rows of all exchangers
 
 
 class Timeline:
-    """Records the spans of traces, twice a second, by a thread of its own, so that no step waits for a disk.
+    """Writes the spans of traces twice a second, on its own thread, so that no step waits for a disk.
 
-    New events overwrite the end of the file, which is written behind them in the same call. What cannot be written (a
-    full disk) is warned about, and ends the timeline, not the training. ``mark_steps``: an event where each step began.
-    ConfigError if the file cannot be made.
+    New events overwrite the end of the file, which is written again after them in the same call. If a write fails (a
+    full disk), a warning is logged and the timeline ends, but not the training. ``mark_steps`` adds an event at the
+    beginning of each step. Raises ConfigError if the file cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, mark_steps: bool = False) -> None:
@@ -37,7 +37,7 @@ class Timeline:
         self._traces: list[Trace] = []
         self._rows: set[int] = set()
         self._channels: dict[str, int] = {}
-        self._marked: dict[int, int] = {}  # by exchanger, the last step that has its mark
+        self._marked: dict[int, int] = {}  # by exchanger, the last marked step
         self._end = 0
         self._stopping = threading.Event()
         try:
@@ -50,7 +50,7 @@ class Timeline:
         self._thread.start()
 
     def listen(self, trace: Trace) -> None:
-        """Record what this trace is told from now on, in rows of its own."""
+        """Records all further spans of this trace, in separate rows."""
         number = len(self._traces)
         self._traces.append(trace)
         first = number * _MOST_ROWS
@@ -70,7 +70,7 @@ class Timeline:
         trace.listener = add
 
     def add_call(self, channel: str, name: str, called: float, begin: float, end: float) -> None:
-        """Record one of the user's collectives, in its channel's row: until all ranks made the call, and its work."""
+        """Records one of the user's collectives in its channel's row: the wait for all ranks, and its work."""
         row = self._channels.get(channel)
         if row is None:
             row = self._channels[channel] = _FIRST_CHANNEL_ROW + len(self._channels)
@@ -80,7 +80,7 @@ class Timeline:
             self._events.put(span_event(self._rank, row, span, since - self._epoch, until - since, call=name))
 
     def close(self) -> None:
-        """Write what is left, and end. May be called again."""
+        """Writes the remaining events, and closes the file. May be called again."""
         for trace in self._traces:
             trace.listener = None
         self._stopping.set()
@@ -117,7 +117,7 @@ class Timeline:
         self._end += len(lines)
 
     def _cut(self) -> None:
-        """Back to the last valid end."""
+        """Truncates the file to its last valid end."""
         try:
             os.ftruncate(self._file, self._end)
             os.pwrite(self._file, _TAIL, self._end)

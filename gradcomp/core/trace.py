@@ -1,4 +1,4 @@
-"""The bounded ring of spans: what one exchanger's buckets spent their time on."""
+"""A bounded trace of the time that one exchanger's buckets spend in each phase."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: The phases of a bucket, in their order. ``ready``: until its last gradient came. ``queue``: until the engine's thread
-#: took it up. ``compress``, ``reduce`` and ``decompress``: kernels. ``send``: a round of messages. ``feedback``:
-#: residuals that are rounded, or take their new values.
+#: The phases of an exchange bucket, in order. ``ready``: until its last gradient arrives. ``queue``: until the engine's
+#: thread takes it. ``compress``, ``reduce`` and ``decompress``: kernels. ``send``: a round of messages. ``feedback``:
+#: residuals are rounded, or get their new values.
 PHASES = ("ready", "queue", "compress", "send", "reduce", "decompress", "feedback")
 
-#: The bucket of spans that are a whole step's.
+#: The bucket number of spans of a whole step.
 WHOLE_STEP = -1
 
 #: Called with (phase, step, bucket, begin, end) for every span.
 Listener = Callable[[str, int, int, float, float], None]
 
-#: Begins a profiler's range of a name and returns what ends it; None where nobody profiles.
+#: Begins a named range of a profiler and returns a function that ends it; None if no profiler runs.
 Ranges = Callable[[str], Callable[[], object] | None]
 
 _ranges: Ranges | None = None
 
 
 def profile_with(ranges: Ranges) -> None:
-    """A frontend's profiler shows the phases that this process computes, from now on."""
+    """Shows the phases that this process computes in a frontend's profiler, from now on."""
     global _ranges
     _ranges = ranges
 
 
 def begin_range(name: str) -> Callable[[], object] | None:
-    """Begin a profiler's range; what ends it, on the same thread."""
+    """Begins a profiler's range; returns a function that ends it, to be called on the same thread."""
     return None if _ranges is None else _ranges(name)
 
 
 @dataclass(frozen=True)
 class Span:
-    """One interval of a bucket's life. Times in seconds of ``time.perf_counter``."""
+    """One interval of an exchange bucket. Times in seconds of ``time.perf_counter``."""
 
     name: str
     step: int
@@ -51,7 +51,7 @@ class Span:
 
 
 class Trace:
-    """The last ``capacity`` spans; appending is cheap and thread-safe. ``listener`` is told of each, too."""
+    """Keeps the last ``capacity`` spans; appending is cheap and thread-safe. ``listener`` is called with each."""
 
     def __init__(self, capacity: int, rank: int = 0) -> None:
         self._spans: deque[tuple[str, int, int, float, float]] = deque(maxlen=capacity)
@@ -60,22 +60,21 @@ class Trace:
         self.listener: Listener | None = None
 
     def add(self, name: str, step: int, bucket: int, begin: float, end: float) -> None:
-        """Record an interval."""
         self._spans.append((name, step, bucket, begin, end))
         listener = self.listener
         if listener is not None:
             listener(name, step, bucket, begin, end)
 
     def spans(self) -> tuple[Span, ...]:
-        """The recorded spans, oldest first."""
+        """Returns the recorded spans, oldest first."""
         return tuple(Span(*each) for each in tuple(self._spans))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the spans as Chrome trace JSON (chrome://tracing, Perfetto), atomically.
+        """Writes the spans as Chrome trace JSON (chrome://tracing, Perfetto), atomically.
 
-        A row for each bucket, one process per rank, microseconds.
+        It has a row for each exchange bucket, one process per rank, and times in microseconds.
         """
-        spans = self.spans()  # others may go on adding
+        spans = self.spans()  # other threads may add more
         events = [row_event(self._rank, row_of(b), title(b)) for b in sorted({span.bucket for span in spans})]
         events += [
             span_event(
@@ -90,21 +89,21 @@ class Trace:
 
 
 def title(bucket: int) -> str:
-    """The name of a bucket's row."""
+    """Returns the name of an exchange bucket's row."""
     return "step" if bucket == WHOLE_STEP else f"bucket {bucket}"
 
 
 def row_of(bucket: int) -> int:
-    """The number of a bucket's row: numbers of threads are not negative."""
+    """Returns the number of an exchange bucket's row, which is not negative, as it stands for a thread's."""
     return bucket - WHOLE_STEP
 
 
 def row_event(rank: int, row: int, name: str) -> dict[str, Any]:
-    """The event that names a row."""
+    """Returns the event that names a row."""
     return {"ph": "M", "pid": rank, "tid": row, "name": "thread_name", "args": {"name": name}}
 
 
 def span_event(rank: int, row: int, name: str, begin: float, seconds: float, **args: Any) -> dict[str, Any]:
-    """The event of one interval, ``begin`` seconds after the first; ``args`` are shown with it."""
+    """Returns the event of one interval, ``begin`` seconds after the first; ``args`` are shown with it."""
     times = {"ts": begin * 1e6, "dur": seconds * 1e6}
     return {"ph": "X", "pid": rank, "tid": row, "name": name, **times, "args": args}

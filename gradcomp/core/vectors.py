@@ -1,4 +1,4 @@
-"""float32 memory for kernels, the host's or a GPU's: this program reads and writes it by explicit copies alone."""
+"""float32 memory for kernels, on the host or a GPU, which this process accesses by explicit copies only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE = 16  # float32 elements of a cache line
 
 
 class Vector(ABC):
-    """``size`` elements from ``address`` on, where kernels reach them."""
+    """A vector of ``size`` elements at ``address``, which kernels can access."""
 
     size: int
     address: int
@@ -24,35 +24,35 @@ class Vector(ABC):
     @property
     @abstractmethod
     def memory(self) -> Any:
-        """The elements as kernels take an array of them: the memory itself, which on a GPU kernels alone may touch."""
+        """Returns the elements as the array that kernels take; on a GPU only kernels may access it."""
 
     @abstractmethod
     def read(self, begin: int = 0, end: int | None = None) -> Floats:
-        """Elements ``begin`` to ``end``, read-only; a GPU's are copied, the host's are the memory itself."""
+        """Returns elements ``begin`` to ``end``, read-only; a copy on a GPU, the memory itself on the host."""
 
     @abstractmethod
     def write(self, values: Floats, begin: int = 0) -> None:
-        """Replace the elements from ``begin`` on."""
+        """Replaces the elements from ``begin`` on."""
 
     @abstractmethod
     def take(self, places: Indices) -> Floats:
-        """A copy of the elements at ``places``."""
+        """Returns a copy of the elements at ``places``."""
 
     @abstractmethod
     def put(self, places: Indices, values: Floats) -> None:
-        """Replace the elements at ``places``, none of which is named twice."""
+        """Replaces the elements at ``places``, which are all different."""
 
     @abstractmethod
     def part(self, begin: int, end: int) -> Vector:
-        """The same memory, from ``begin`` to ``end``."""
+        """Returns a vector of the same memory, from ``begin`` to ``end``."""
 
 
-#: Makes a vector of so many zeros.
+#: Allocates a vector of zeros of this size.
 Zeros = Callable[[int], Vector]
 
 
 class HostVector(Vector):
-    """An array of this process, used where it lies; float32, flat and contiguous."""
+    """A vector over an array of this process; float32, flat and contiguous."""
 
     def __init__(self, values: Floats) -> None:
         self._values = values
@@ -61,35 +61,30 @@ class HostVector(Vector):
 
     @property
     def memory(self) -> Floats:
-        """See :class:`Vector`."""
         return self._values
 
     def read(self, begin: int = 0, end: int | None = None) -> Floats:
-        """No copy: it shows what is written later."""
+        """Returns a read-only view, not a copy: it shows later writes."""
         view = self._values[begin:end]
         view.flags.writeable = False
         return view
 
     def write(self, values: Floats, begin: int = 0) -> None:
-        """See :class:`Vector`."""
         self._values[begin : begin + len(values)] = values
 
     def take(self, places: Indices) -> Floats:
-        """See :class:`Vector`."""
         taken: Floats = np.take(self._values, places)
         return taken
 
     def put(self, places: Indices, values: Floats) -> None:
-        """See :class:`Vector`."""
         self._values[places] = values
 
     def part(self, begin: int, end: int) -> Vector:
-        """See :class:`Vector`."""
         return HostVector(self._values[begin:end])
 
 
 def host_zeros(size: int) -> Vector:
-    """Zeros in this process's memory, from a cache line on."""
+    """Returns zeros in host memory that begin at a cache line."""
     padded = np.zeros(size + LINE, np.float32)
     start = -(padded.ctypes.data // 4) % LINE
     return HostVector(padded[start : start + size])

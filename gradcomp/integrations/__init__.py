@@ -1,1 +1,1 @@
-"""Compression inside other libraries' trainers. Each module imports its library: import the one that you use."""
+"""Compresses gradients in other libraries' trainers. Each module imports its library: import the one that you use."""

@@ -1,4 +1,4 @@
-"""Compression under Hugging Face Accelerate: one call after ``accelerator.prepare``."""
+"""Compresses gradients in Hugging Face Accelerate, by one call after ``accelerator.prepare``."""
 
 from __future__ import annotations
 
@@ -29,24 +29,29 @@ def compress(
     controller: Controller | str | None = None,
     missing_ok: bool = False,
 ) -> HookState:
-    """Compress the gradients of a prepared model, and save their state with ``accelerator.save_state``.
+    """Compresses the gradients of a prepared model, and saves their state with ``accelerator.save_state``.
 
     Registers a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel that ``prepare`` returned, with the
     accelerator's own GradScaler. ``save_state(directory)`` then writes each rank's compression state to
-    ``directory/gradcomp``, for further models ``gradcomp_1`` and so on; ``load_state(directory)`` goes on from it, bit
-    for bit on as many ranks.
+    ``directory/gradcomp``, for further models ``gradcomp_1`` and so on; ``load_state(directory)`` continues from it,
+    bit for bit with as many ranks.
 
     Args:
         accelerator: the one that prepared the model.
-        model: what ``prepare`` returned, before its first step.
+        model: the model that ``prepare`` returned, before its first step.
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
         controller: as for ``ddp_comm_hook``.
-        missing_ok: load checkpoints without compression state too; residuals then start from zero.
+        missing_ok: also load checkpoints without compression state; residuals then start from zero.
 
-    Returns what ``ddp_comm_hook`` does: ``state.metrics()`` is a flat dictionary for ``accelerator.log``.
-    Collective. Calls ``gc.init()`` if nobody has. Wire: see the compressor. Raises as ``ddp_comm_hook``, and
-    ConfigError for a model that this accelerator has not prepared or that is in no DistributedDataParallel.
-    Saving and loading raise as :func:`gradcomp.torch.save` and :func:`gradcomp.torch.load`.
+    Returns:
+        The state of ``ddp_comm_hook``: ``state.metrics()`` is a flat dictionary for ``accelerator.log``.
+
+    Raises:
+        ConfigError: the model was not prepared by this accelerator, or is not in DistributedDataParallel; and the
+            errors of ``ddp_comm_hook``. Saving and loading raise as :func:`gradcomp.torch.save` and
+            :func:`gradcomp.torch.load`.
+
+    Collective. Calls ``gc.init()`` if that was not done. Wire: see the compressor.
     """
     if not any(bare(each) is bare(model) for each in accelerator._models):
         raise ConfigError("compress() takes the model that this accelerator's prepare() returned")
@@ -64,6 +69,6 @@ def compress(
 
 
 def _directory(checkpoint: str, models: list[Any], model: torch.nn.Module) -> Path:
-    """Numbered as Accelerate numbers the models in a checkpoint."""
+    """Returns the directory of a model, numbered as Accelerate numbers the models in a checkpoint."""
     number = next(number for number, each in enumerate(models) if bare(each) is bare(model))
     return Path(checkpoint) / (DIRECTORY if number == 0 else f"{DIRECTORY}_{number}")

@@ -1,4 +1,4 @@
-"""What the integrations share: the hook on a wrapped model, and the directory of its state inside a checkpoint."""
+"""Code that the integrations share: registers the hook on a wrapped model, and saves its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from gradcomp.torch.ddp import HookState, ddp_comm_hook
 from gradcomp.torch.runtime import init
 from gradcomp.torch.saving import load, save
 
-#: The directory of the compression state inside, or behind the name of, a library's own checkpoint.
+#: Name of the compression state's directory inside a library's own checkpoint, or suffix of the checkpoint's name.
 DIRECTORY = "gradcomp"
 
 
 def register(
     model: torch.nn.Module, compression: Policy | Compressor | str, library: str, **options: Any
 ) -> HookState:
-    """Register a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel that ``model`` is; its state.
+    """Registers a :func:`gradcomp.torch.ddp_comm_hook` on a DistributedDataParallel model and returns its state.
 
-    Calls ``gc.init()`` if nobody has. ``options``: those of ``ddp_comm_hook``. A world of one rank needs no hook.
-    Collective. ConfigError if several ranks train and the model is in no DistributedDataParallel.
+    Calls ``gc.init()`` if that was not done. ``options``: those of ``ddp_comm_hook``. A world of one rank needs no
+    hook. Collective. Raises ConfigError if several ranks train and the model is not in DistributedDataParallel.
     """
     if not runtime.is_initialized():
         init()
     ddp = _ddp_of(model)
     if ddp is None and runtime.size() > 1:
         raise ConfigError(
-            f"{library} has not wrapped the model in DistributedDataParallel, whose gradients are compressed: it is a "
-            f"{type(model).__name__}"
+            f"{library} has not wrapped the model in DistributedDataParallel, whose gradients gradcomp compresses: it "
+            f"is a {type(model).__name__}"
         )
     state, hook = ddp_comm_hook(model if ddp is None else ddp, compression, **options)
     if ddp is not None:
@@ -42,7 +42,7 @@ def register(
 
 
 def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that the model is, or that was compiled."""
+    """Returns the DistributedDataParallel that the model is or that was compiled to it, or None."""
     while not isinstance(model, DistributedDataParallel):
         inner = getattr(model, "_orig_mod", None)
         if not isinstance(inner, torch.nn.Module):
@@ -52,7 +52,7 @@ def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def save_state(directory: str | Path, state: HookState) -> None:
-    """Write the compression state beside a library's checkpoint. Collective; errors as :func:`gradcomp.torch.save`."""
+    """Writes the compression state beside a library's checkpoint. Collective; errors as :func:`gradcomp.torch.save`."""
     save(directory, state, keep=0)
 
 
@@ -64,17 +64,17 @@ def load_state(
     missing_ok: bool,
     hint: str = "",
 ) -> None:
-    """Go on from :func:`save_state`. Collective; errors as :func:`gradcomp.torch.load`.
+    """Continues from :func:`save_state`. Collective; errors as :func:`gradcomp.torch.load`.
 
     ``model``: if its parameters are loaded already, they are compared at once, else when the next step begins.
-    ``missing_ok``: residuals start from zero where the checkpoint has no compression state; the next step says so.
+    ``missing_ok``: residuals start from zero if the checkpoint has no compression state; the next step logs it.
     """
     try:
         found = load(directory, state, model=model, missing_ok=missing_ok)
     except StateError as error:
         if not Path(directory).exists():
             raise StateError(
-                f"{directory} is not there: the checkpoint was saved without compression state, or the job ended "
+                f"{directory} does not exist: the checkpoint was saved without compression state, or the job ended "
                 f"before it was complete{hint}; missing_ok=True starts with residuals of zero"
             ) from error
         raise

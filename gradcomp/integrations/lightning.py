@@ -1,4 +1,4 @@
-"""Compression under Lightning's ``Trainer``: a strategy."""
+"""Compresses gradients in Lightning's ``Trainer``, by a strategy."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ from gradcomp.torch.ddp import HookState
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    """``Trainer(strategy=CompressedDDPStrategy("quantize:bits=4"))``: DDPStrategy with compressed gradients.
+    """A DDPStrategy with compressed gradients: ``Trainer(strategy=CompressedDDPStrategy("quantize:bits=4"))``.
 
     Registers a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel, with the GradScaler of
-    ``precision="16-mixed"``. Whatever saves a checkpoint ``FILE.ckpt`` (``ModelCheckpoint``,
-    ``trainer.save_checkpoint``) writes each rank's compression state to the directory ``FILE.ckpt.gradcomp`` first;
-    what removes the one removes the other. ``trainer.fit(ckpt_path=...)`` goes on from both, bit for bit on as many
-    ranks.
+    ``precision="16-mixed"``. When a checkpoint ``FILE.ckpt`` is saved (by ``ModelCheckpoint`` or
+    ``trainer.save_checkpoint``), each rank's compression state is first written to the directory
+    ``FILE.ckpt.gradcomp``; both are removed together. ``trainer.fit(ckpt_path=...)`` continues from both, bit for bit
+    with as many ranks.
 
     Args:
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
         controller: as for ``ddp_comm_hook``.
-        missing_ok: resume from checkpoints without compression state too; residuals then start from zero.
+        missing_ok: also resume from checkpoints without compression state; residuals then start from zero.
         arguments: those of DDPStrategy.
 
-    Collective. Calls ``gc.init()`` if nobody has. Wire: see the compressor. Raises as ``ddp_comm_hook``; saving and
-    resuming raise as :func:`gradcomp.torch.save` and :func:`gradcomp.torch.load`, and ConfigError for a checkpoint at a
-    URL: the directory must be on storage that all ranks share.
+    Raises:
+        ConfigError: the checkpoint is at a URL, but the directory must be on storage that all ranks share; and the
+            errors of ``ddp_comm_hook``. Saving and resuming raise as :func:`gradcomp.torch.save` and
+            :func:`gradcomp.torch.load`.
+
+    Collective. Calls ``gc.init()`` if that was not done. Wire: see the compressor.
     """
 
     def __init__(
@@ -54,17 +57,17 @@ class CompressedDDPStrategy(DDPStrategy):
         self._compression = compression, controller
         self._missing_ok = missing_ok
         self._loaded_from: Path | None = None
-        #: What ``ddp_comm_hook`` returned; None before ``fit``.
+        #: The state of ``ddp_comm_hook``; None before ``fit``.
         self.compression_state: HookState | None = None
 
     def metrics(self) -> dict[str, float]:
-        """The counters of this rank as a flat dictionary for ``log_dict``; empty before ``fit``."""
+        """Returns the counters of this rank as a flat dictionary for ``log_dict``; empty before ``fit``."""
         return {} if self.compression_state is None else self.compression_state.metrics()
 
-    # -- what the trainer calls -----------------------------------------------------------------------------------
+    # -- methods that the trainer calls ---------------------------------------------------------------------------
 
     def configure_ddp(self) -> None:
-        """Wrap the model, and register the hook."""
+        """Wraps the model, and registers the hook."""
         super().configure_ddp()
         compression, controller = self._compression
         self.compression_state = register(
@@ -76,7 +79,7 @@ class CompressedDDPStrategy(DDPStrategy):
         )
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """The model has what the checkpoint held, if there is one; the compression state follows."""
+        """Loads the compression state once the model has the parameters of the checkpoint, if there is one."""
         loaded_from, self._loaded_from = self._loaded_from, None
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and loaded_from is not None:
@@ -85,7 +88,7 @@ class CompressedDDPStrategy(DDPStrategy):
             load_state(directory, self.compression_state, self.model, missing_ok=self._missing_ok)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Called before :meth:`setup`, when there is no hook yet."""
+        """Notes the checkpoint's path, since the trainer calls this before :meth:`setup`, when there is no hook yet."""
         self._loaded_from = Path(checkpoint_path)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return loaded
@@ -93,21 +96,21 @@ class CompressedDDPStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """The compression state goes first: a file that is there has its directory."""
+        """Writes the compression state first, so that every existing checkpoint file has its directory."""
         if self.compression_state is not None and "optimizer_states" in checkpoint:
-            # Rank 0's name counts: other ranks may have made theirs from other metrics.
+            # Ranks may make file names from different metrics, so all use rank 0's name.
             save_state(_beside(self.broadcast(str(filepath))), self.compression_state)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """The file, then the directory."""
+        """Removes the file, and then the directory."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero and "://" not in str(filepath):
             shutil.rmtree(_beside(filepath), ignore_errors=True)
 
 
 def _beside(filepath: str | Path) -> Path:
-    """The directory of the compression state of a checkpoint, which may be a link to another."""
+    """Returns the directory of the compression state of a checkpoint, which may be a link to another."""
     if "://" in str(filepath):
         raise ConfigError(
             f"{filepath}: compression state is saved to storage that all ranks share, not to a URL"

@@ -1,4 +1,4 @@
-"""Compression under Ray Train: a prepared model, Keras' workers that meet, checkpoints through Ray's own report."""
+"""Compresses gradients in Ray Train: hooks a prepared model, initialises Keras' workers, and reports checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradcomp.control import Controller
 if TYPE_CHECKING:
     from gradcomp.torch.ddp import HookState
 
-# The frontends are imported when they are asked for: a worker of one framework need not have the other.
+# The frontends are imported on first use, since a worker of one framework need not have the other.
 
 
 def compress(
@@ -30,12 +30,21 @@ def compress(
     *,
     controller: Controller | str | None = None,
 ) -> HookState:
-    """Compress the gradients of the model that ``ray.train.torch.prepare_model`` returned, in a ``TorchTrainer``.
+    """Compresses the gradients of the model that ``ray.train.torch.prepare_model`` returned, in a ``TorchTrainer``.
 
-    Registers a :func:`gradcomp.torch.ddp_comm_hook` and returns its state. The other arguments are its own.
-    Collective over the workers. Calls ``gc.init()``, which takes the process group that Ray has made, if nobody has.
-    Wire: see the compressor. Raises as ``ddp_comm_hook``, and ConfigError for a model that Ray has not wrapped in
-    DistributedDataParallel.
+    Args:
+        model: the prepared model.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
+        controller: as for :func:`gradcomp.torch.ddp_comm_hook`, which this registers.
+
+    Returns:
+        The state of the hook.
+
+    Raises:
+        ConfigError: Ray has not wrapped the model in DistributedDataParallel; and the errors of ``ddp_comm_hook``.
+
+    Collective over the workers. Calls ``gc.init()``, which uses the process group that Ray has created, if that was not
+    done. Wire: see the compressor.
     """
     from gradcomp.integrations.hooks import register
 
@@ -43,14 +52,14 @@ def compress(
 
 
 def report(metrics: dict[str, Any], opt: Any, **arguments: Any) -> None:
-    """``ray.train.report`` with a checkpoint of :func:`gradcomp.torch.save`, and with gradcomp's metrics.
+    """Calls ``ray.train.report`` with a checkpoint of :func:`gradcomp.torch.save`, and with gradcomp's metrics.
 
-    Every worker writes its part to a directory of its own, and Ray merges them in its storage: no worker needs to see
+    Every worker writes its part to its own directory, and Ray merges them in its storage, so no worker needs access to
     the others' disks. Collective over the workers, between two steps; raises as ``save``.
 
     Args:
-        metrics: those of the script; ``opt.metrics()`` joins them.
-        opt: what :func:`compress` or :func:`gradcomp.torch.DistributedOptimizer` returned.
+        metrics: those of the script, to which ``opt.metrics()`` are added.
+        opt: the result of :func:`compress` or :func:`gradcomp.torch.DistributedOptimizer`.
         arguments: ``model``, ``optimizer`` and ``extra``, as for ``save``.
     """
     from gradcomp.torch.saving import save
@@ -62,11 +71,11 @@ def report(metrics: dict[str, Any], opt: Any, **arguments: Any) -> None:
 
 
 def load(opt: Any, **arguments: Any) -> dict[str, Any] | None:
-    """Go on from the last checkpoint that :func:`report` gave to Ray: its ``extra``; None if there is none yet.
+    """Continues from the last checkpoint that :func:`report` gave to Ray; returns its ``extra``, or None without one.
 
-    After a failure Ray starts the workers anew with that checkpoint. With as many workers training continues bit for
-    bit. ``arguments``: ``model`` and ``optimizer``, as for :func:`gradcomp.torch.load`. Collective over the workers;
-    raises as ``load``.
+    After a failure Ray restarts the workers with that checkpoint. With as many workers training continues bit for bit.
+    ``arguments``: ``model`` and ``optimizer``, as for :func:`gradcomp.torch.load`. Collective over the workers; raises
+    as ``load``.
     """
     from gradcomp.torch.saving import load as load_from
 
@@ -78,11 +87,11 @@ def load(opt: Any, **arguments: Any) -> dict[str, Any] | None:
 
 
 def init_tensorflow(**settings: Any) -> None:
-    """:func:`gradcomp.tf.init` for the workers of a ``TensorflowTrainer``, which meet through torch.distributed.
+    """Calls :func:`gradcomp.tf.init` on the workers of a ``TensorflowTrainer``, which connect by torch.distributed.
 
     The first worker offers a free port of its host; the launch environment (``RANK``, ``MASTER_ADDR`` and so on) is set
-    on every worker. Needs torch beside TensorFlow. ``settings``: those of ``init``. Collective over the workers; raises
-    as ``init``, and ConfigError if torch is missing.
+    on every worker. Needs torch besides TensorFlow. ``settings``: those of ``init``. Collective over the workers;
+    raises as ``init``, and ConfigError if torch is missing.
     """
     context = ray.train.get_context()
     rank = context.get_world_rank()

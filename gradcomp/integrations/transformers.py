@@ -1,4 +1,4 @@
-"""Compression under Hugging Face Transformers' ``Trainer``: a callback."""
+"""Compresses gradients in Hugging Face Transformers' ``Trainer``, by a callback."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from gradcomp.torch.modules import bare
 
 
 class CompressionCallback(TrainerCallback):
-    """``Trainer(..., callbacks=[CompressionCallback("quantize:bits=4")])``: compressed gradients, saved and resumed.
+    """Compresses, saves and resumes: ``Trainer(..., callbacks=[CompressionCallback("quantize:bits=4")])``.
 
     When training begins, it registers a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel that the
     trainer has wrapped around its model; the hook finds the GradScaler. With every checkpoint each rank's compression
-    state is written to ``checkpoint-N/gradcomp``. ``trainer.train(resume_from_checkpoint=...)`` goes on from there, bit
-    for bit on as many ranks. What the trainer logs gets :meth:`metrics` too, for callbacks behind this one.
+    state is written to ``checkpoint-N/gradcomp``. ``trainer.train(resume_from_checkpoint=...)`` continues from there,
+    bit for bit with as many ranks. :meth:`metrics` are added to the trainer's logs, for callbacks after this one.
 
     Args:
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
         controller: as for ``ddp_comm_hook``.
-        resume_from: the checkpoint, where ``resume_from_checkpoint`` is a path outside of ``output_dir``.
-        missing_ok: resume from checkpoints without compression state too; residuals then start from zero.
+        resume_from: the checkpoint, if ``resume_from_checkpoint`` is a path outside of ``output_dir``.
+        missing_ok: also resume from checkpoints without compression state; residuals then start from zero.
 
-    Collective. Calls ``gc.init()`` if nobody has. Wire: see the compressor. Raises as ``ddp_comm_hook``, and
-    ConfigError if the trainer uses no DistributedDataParallel or searches hyperparameters; saving and resuming
-    raise as :func:`gradcomp.torch.save` and :func:`gradcomp.torch.load`.
+    Raises:
+        ConfigError: the trainer does not use DistributedDataParallel, or searches hyperparameters; and the errors of
+            ``ddp_comm_hook``. Saving and resuming raise as :func:`gradcomp.torch.save` and :func:`gradcomp.torch.load`.
+
+    Collective. Calls ``gc.init()`` if that was not done. Wire: see the compressor.
     """
 
     def __init__(
@@ -55,14 +57,14 @@ class CompressionCallback(TrainerCallback):
         self._resume_from = resume_from
         self._missing_ok = missing_ok
         self._wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        #: What ``ddp_comm_hook`` returned; None before training begins.
+        #: The state of ``ddp_comm_hook``; None before training begins.
         self.compression_state: HookState | None = None
 
     def metrics(self) -> dict[str, float]:
-        """The counters of this rank as a flat dictionary, ``{"gradcomp/ratio": 7.6, ...}``; empty before training."""
+        """Returns the counters of this rank, ``{"gradcomp/ratio": 7.6, ...}``; empty before training."""
         return {} if self.compression_state is None else self.compression_state.metrics()
 
-    # -- what the trainer calls -----------------------------------------------------------------------------------
+    # -- methods that the trainer calls ---------------------------------------------------------------------------
 
     def on_train_begin(
         self,
@@ -72,14 +74,16 @@ class CompressionCallback(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """The model is wrapped, and the checkpoint loaded, if there is one."""
+        """Registers the hook on the wrapped model, and loads the compression state if training resumes."""
         if state.is_hyper_param_search:
-            raise ConfigError("CompressionCallback does not take part in a search of hyperparameters")
+            raise ConfigError("CompressionCallback does not support a search of hyperparameters")
         assert model is not None
         found = [ddp for ddp in live(DistributedDataParallel) if bare(ddp) is bare(model)]
         new = [ddp for ddp in found if ddp not in self._wrapped]
         if len(new) > 1:
-            raise ConfigError(f"the model is in {len(new)} DistributedDataParallels, of which one trains it")
+            raise ConfigError(
+                f"the model is in {len(new)} DistributedDataParallels; keep the one that trains it"
+            )
         if new or self.compression_state is None:
             compression, controller = self._arguments
             wrapped = new[0] if new else model
@@ -98,7 +102,7 @@ class CompressionCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The trainer has written a checkpoint."""
+        """Writes the compression state to the checkpoint that the trainer has written."""
         if self.compression_state is not None and not args.save_only_model:
             save_state(self._directory(None, args, state), self.compression_state)
 
@@ -110,7 +114,7 @@ class CompressionCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Callbacks behind this one log the metrics too."""
+        """Adds the metrics to the logs, for callbacks after this one."""
         if logs is not None:
             logs.update(self.metrics())
 

@@ -1,4 +1,4 @@
-"""The figures of the command ``gradcomp``; they need the extra ``plot``."""
+"""Draws the figures of the command ``gradcomp``; they need the extra ``plot``."""
 
 from gradcomp.plots.information import draw_information
 from gradcomp.plots.profile import draw_profile

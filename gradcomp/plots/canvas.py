@@ -1,4 +1,4 @@
-"""Figures without a display, all in one style: how they begin, how lines look, and how they become files."""
+"""Figures without a display, in one style: creates them, styles their lines, and writes them to files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from gradcomp.core.errors import ConfigError
 
-#: Okabe and Ito's colours, which people with colour vision deficiencies tell apart; the palest two are left out.
+#: Okabe and Ito's colours, which people with colour vision deficiency can tell apart; the palest two are left out.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
-#: What others are compared with: no compression, a uniform plan, a shuffled pair.
+#: Colour of baselines: no compression, a uniform plan, a shuffled pair.
 REFERENCE_COLOUR = "#444444"
 
 _MARKERS = "osD^vP"
@@ -40,9 +40,9 @@ _STYLE = {
 def drawing(
     path: str | os.PathLike[str], width: float, height: float, note: str | None = None
 ) -> Iterator[Any]:
-    """An empty figure of so many inches, which is written as PNG at the end; ``note`` goes into its metadata.
+    """Yields an empty figure of this size in inches, and writes it as PNG at the end; ``note`` goes into its metadata.
 
-    ConfigError, naming what to install, without matplotlib, and if the file cannot be written.
+    Raises ConfigError without matplotlib, with the command that installs it, and if the file cannot be written.
     """
     try:
         import matplotlib
@@ -61,14 +61,14 @@ def drawing(
 
 
 def look(number: int, marked: bool = True) -> dict[str, Any]:
-    """Colour, dashes and marker of the line with this number: no two of the first 24 look the same."""
+    """Returns colour, dashes and marker of the line with this number; the first 24 lines all look different."""
     colour = number % len(COLOURS)
     style = {"color": COLOURS[colour], "linestyle": _DASHES[number // len(COLOURS) % len(_DASHES)]}
     return {**style, "marker": _MARKERS[colour]} if marked else style
 
 
 def whole_numbers(axis: Any) -> None:
-    """Ticks of an axis that counts something."""
+    """Puts the ticks of an axis at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -1,4 +1,4 @@
-"""The information plane as a figure: over steps and over layers (Abrahamyan et al. 2021, Figures 3, 4 and 12)."""
+"""Draws the information plane over steps and over layers (Abrahamyan et al. 2021, Figures 3, 4 and 12)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcomp.plots.canvas import COLOURS, REFERENCE_COLOUR, drawing, whole_numb
 
 ENTROPY_COLOUR = "#777777"
 
-#: So many layers are drawn over steps.
+#: Number of layers that are drawn over steps.
 _SHOWN_LAYERS = 4
 
 #: Longest name in a legend.
@@ -26,14 +26,14 @@ _NAME_LETTERS = 32
 def draw_information(
     planes: Sequence[Plane], path: str | os.PathLike[str], titles: Sequence[str] | None = None
 ) -> None:
-    """Write a PNG with two panels for each plane.
+    """Writes a PNG with two panels for each plane.
 
-    Left, against the step, for up to four layers: I(g_1; g_2) as a solid line, H(g_2) dotted, shuffled pairs dashed
-    (Figures 3 and 12). Right, against the layer, the means over steps (Figure 4). Raises ConfigError without
-    matplotlib, or if the file cannot be written.
+    The left one shows, over steps and for up to four layers, I(g_1; g_2) as a solid line, H(g_2) dotted and shuffled
+    pairs dashed (Figures 3 and 12). The right one shows, over layers, the means over steps (Figure 4). Raises
+    ConfigError without matplotlib, or if the file cannot be written.
     """
     if not planes or (titles is not None and len(titles) != len(planes)):
-        raise ConfigError("a figure needs at least one plane, and a title for each or for none")
+        raise ConfigError("a figure needs at least one plane, and a title for each plane or for none")
     names = titles or [f"ranks {plane.pair[0]} and {plane.pair[1]}" for plane in planes]
     with drawing(path, 12, 3.6 * len(planes)) as figure:
         rows = figure.subplots(len(planes), 2, squeeze=False)
@@ -87,6 +87,6 @@ def _over_layers(panel: Any, plane: Plane) -> None:
 
 
 def _text(name: str) -> str:
-    """A name on one line; a dollar would begin a formula."""
+    """Returns a name on one line, with dollars escaped, since they would begin a formula."""
     short = name if len(name) <= _NAME_LETTERS else "…" + name[1 - _NAME_LETTERS :]
     return printable(short).replace("$", r"\$")

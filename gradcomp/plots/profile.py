@@ -1,4 +1,4 @@
-"""The profile of a plan as a figure: level against layer, before the layers' sizes (Markov et al. 2024, Figure 1)."""
+"""Draws the profile of a plan: levels by layer, in front of the layers' sizes (Markov et al. 2024, Figure 1)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ SIZE_COLOUR = "#cfd8e4"
 #: Levels that differ by more than this factor are drawn on a logarithmic axis.
 LINEAR_FACTOR = 20
 
-#: Of more layers than these, single marks would run into each other.
+#: Largest number of layers that have single marks, which would overlap beyond it.
 MARKED_LAYERS = 200
 
-#: Up to so many layers are named below the figure; more have numbers.
+#: Largest number of layers that are named below the figure; more are numbered.
 NAMED_LAYERS = 60
 
-#: Longest name in the legend, and of a layer.
+#: Longest name of a layer, and in the legend.
 NAME_LETTERS = 40
 
 Rows = Sequence[Assignment]
-Legend = dict[str, Any]  # label -> what it stands for, an artist of matplotlib
+Legend = dict[str, Any]  # label -> the artist of matplotlib that it names
 
 
 def draw_profile(run: Run, shown: Logged, path: str | os.PathLike[str]) -> None:
-    """Write the profile of a plan as PNG.
+    """Writes the profile of a plan as PNG.
 
-    One panel for each kind of level (bits, rank, density), in which every compressor has its colour; the run's first
-    plan, often the uniform one, is a dashed grey line. Up to 60 layers are named, more are numbered. Raises ConfigError
-    without matplotlib, or if the file cannot be written.
+    It has one panel for each kind of level (bits, rank, density), in which every compressor has its colour; the run's
+    first plan, often the uniform one, is a dashed grey line. Up to 60 layers are named, more are numbered. Raises
+    ConfigError without matplotlib, or if the file cannot be written.
     """
     rows = _rows(run, shown)
     kinds = sorted({_kind(a) for a in rows} - {""}) or [""]
@@ -58,7 +58,7 @@ def draw_profile(run: Run, shown: Logged, path: str | os.PathLike[str]) -> None:
 
 
 def _labels(run: Run) -> list[str]:
-    """The layers' names, as far as there is room for them."""
+    """Returns the layers' names, or none if there are too many to fit."""
     return [_short(layer.name) for layer in run.layers] if len(run.layers) <= NAMED_LAYERS else []
 
 
@@ -67,12 +67,12 @@ def _rows(run: Run, logged: Logged) -> Rows:
 
 
 def _kind(a: Assignment) -> str:
-    """What a level is, for the axis; empty for a layer that has none."""
+    """Returns the kind of a level, for the axis; empty for a layer without a level."""
     return "" if a.level is None else level_kind(a.compressor) or "level"
 
 
 def _draw_first(panel: Any, run: Run, rows: Rows, kind: str, legend: Legend) -> None:
-    """The run's first plan, unless it is the one that is shown."""
+    """Draws the run's first plan, unless it is the one that is shown."""
     first = _rows(run, run.plans[0])
     if kind and first != rows and any(_kind(a) == kind for a in first):
         points = [(number, level_number(a.level)) for number, a in enumerate(first, 1) if _kind(a) == kind]
@@ -82,7 +82,7 @@ def _draw_first(panel: Any, run: Run, rows: Rows, kind: str, legend: Legend) -> 
 
 
 def _draw_levels(panel: Any, rows: Rows, kind: str, legend: Legend) -> None:
-    """A line for each compressor with this kind of level, from one of its layers to the next."""
+    """Draws a line for each compressor with this kind of level, from one of its layers to the next."""
     named = names(a.compressor for a in rows)
     single = len(rows) <= MARKED_LAYERS
     style = {"markersize": 4, "linewidth": 1.2} if single else {"markersize": 2, "linewidth": 0.6}
@@ -98,7 +98,7 @@ def _draw_levels(panel: Any, rows: Rows, kind: str, legend: Legend) -> None:
 
 
 def _draw_without(panel: Any, rows: Rows, legend: Legend) -> None:
-    """Marks along the lower edge for layers that have no level, the exact ones apart."""
+    """Marks layers without a level along the lower edge; exact layers have another mark."""
     named = names(a.compressor for a in rows)
     for name, mark in ((EXACT, "x"), ("without a level", "|")):
         here = [
@@ -113,8 +113,8 @@ def _draw_without(panel: Any, rows: Rows, legend: Legend) -> None:
 
 
 def _draw_sizes(panel: Any, run: Run, legend: Legend) -> None:
-    """Bars on an axis of their own, behind the levels."""
-    elements = [max(layer.size, 0.5) for layer in run.layers]  # an empty one's bar ends at the lower edge
+    """Draws the layers' sizes as bars on their own axis, behind the levels."""
+    elements = [max(layer.size, 0.5) for layer in run.layers]  # an empty layer's bar ends at the lower edge
     behind = panel.twinx()
     behind.grid(False)
     width = 0.9 if len(elements) <= MARKED_LAYERS else 1.0
@@ -128,7 +128,7 @@ def _draw_sizes(panel: Any, run: Run, legend: Legend) -> None:
 
 
 def _scale(panel: Any, kind: str, layers: int) -> None:
-    """Axes from what was drawn: levels from zero, or logarithmic where they are far apart."""
+    """Scales the axes to the drawn levels: from zero, or logarithmic if they differ by a large factor."""
     panel.set_xlim(0.5, max(layers, 1) + 0.5)
     whole_numbers(panel.xaxis)
     if not kind:
@@ -158,11 +158,10 @@ def _title(run: Run, shown: Logged) -> str:
 
 
 def _entry(name: str, layers: int) -> str:
-    """A line of the legend."""
     return f"{_short(name)}, {layers} layer{'s' * (layers != 1)}"
 
 
 def _short(name: str) -> str:
-    """A name on one line. Names come from a file: a dollar would begin a formula."""
+    """Returns a name on one line. Names come from a file, and an unescaped dollar would begin a formula."""
     short = name if len(name) <= NAME_LETTERS else name[: NAME_LETTERS - 1] + "…"
     return printable(short).replace("$", r"\$")

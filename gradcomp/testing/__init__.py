@@ -1,4 +1,4 @@
-"""The contract suite of compressors, for those of your own: no framework, no network, ranks simulated in one thread.
+"""The contract suite for compressors, also your own: no framework, no network, ranks simulated in one thread.
 
     from gradcomp.testing import Row, check_compressor
 
@@ -15,9 +15,9 @@ __all__ = ["CHECKS", "Check", "Row", "Simulation", "check_compressor", "feedback
 
 
 def check_compressor(row: Row) -> None:
-    """AssertionError for the first promise that a compressor does not keep. It takes some seconds.
+    """Raises AssertionError for the first promise that a compressor breaks. It takes some seconds.
 
-    ``python -O`` leaves assertions out, and so finds nothing.
+    ``python -O`` leaves assertions out, so it finds nothing.
     """
     for check in CHECKS.values():
         check(row)

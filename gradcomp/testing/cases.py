@@ -1,4 +1,4 @@
-"""What a check of the contract is: a promise, the compressors that make it, and the simulated ranks that it runs on."""
+"""The checks of the contract: a promise, the compressors that make it, and the simulated ranks that it runs on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS = [
     LayerSpec("one.bias", (1,), kind="bias"),
     LayerSpec("odd.weight", (37,)),
     LayerSpec("conv.weight", (5, 3, 3, 3)),
-    LayerSpec("large.weight", (29, 31)),  # beyond the slice cap
+    LayerSpec("large.weight", (29, 31)),  # larger than CAP, so cut into slices
 ]
 ODD, CONV, LARGE = 2, 3, 4
 WORLDS = (1, 2, 3, 4, 7)
@@ -26,14 +26,15 @@ WORLDS = (1, 2, 3, 4, 7)
 
 @dataclass(frozen=True)
 class Row:
-    """What the suite may expect of a compressor.
+    """A compressor, and what the suite may expect of it.
 
-    ``error``: bound on the error of a first step, in units of the largest gradient (where nothing stronger holds).
-    ``unbiased``: the expected mean is the true one. ``constants``: equal values come back as they were. ``draws``: the
-    seed changes the mean. ``overflows``: sums of the largest numbers do. ``sized``: its bytes are a function of layers
-    and level. ``waits``: what is in the residual may stay there until more arrives. ``products``: it sends matrix
-    products, whose sums every body and instruction set may order its own way. ``everything``: it sends all of it, and
-    owes nothing. ``by_part``: its codes depend on all of a layer's part within a chunk, and so the mean on the layout.
+    ``error``: bound on the error of a first step, in units of the largest gradient (if no stronger bound holds).
+    ``unbiased``: the expected mean is the true one. ``constants``: equal values are exchanged exactly. ``draws``: the
+    seed changes the mean. ``overflows``: sums of the largest numbers overflow. ``sized``: its bytes are a function of
+    layers and level. ``waits``: values may stay in the residual until more arrive. ``products``: it sends matrix
+    products, whose sums each kernel body and instruction set may order differently. ``everything``: it sends all values
+    and keeps no residual. ``by_part``: its codes depend on all of a layer's part within a chunk, and so the mean on the
+    layout.
     """
 
     compressor: Compressor
@@ -50,19 +51,19 @@ class Row:
 
     @property
     def telescopes(self) -> bool:
-        """Whether the sum of what was applied and the residual is the sum of the gradients."""
+        """Returns true if the applied values and the residual add up to the gradients."""
         traits = self.compressor.traits
         changed = traits.preconditions or traits.residual_decay != 1.0
         return traits.accounts and traits.keeps_residual and not changed
 
     @property
     def steady(self) -> bool:
-        """Whether it is the same in all steps."""
+        """Returns true if the compressor is the same in all steps."""
         return not self.compressor.changes
 
     @property
     def elsewhere(self) -> Compressor | None:
-        """The same compressor at another level, if it has levels."""
+        """Returns the same compressor at another level, if it has levels."""
         level = self.compressor.level
         if level is None:
             return None
@@ -75,14 +76,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """One promise. ``applies``: to a row; ``arguments``: what it is to be checked with, by name."""
+    """One promise. ``applies``: true for the rows that make it; ``arguments``: the values to check it with, by name."""
 
     run: Callable[..., None]
     applies: Callable[[Row], bool]
     arguments: Mapping[str, Sequence[Any]]
 
     def __call__(self, row: Row) -> bool:
-        """AssertionError if the row does not keep it; False if it does not apply. Of every argument one value."""
+        """Raises AssertionError if the row breaks the promise; returns False if it does not apply.
+
+        It runs with one value of each argument.
+        """
         if not self.applies(row):
             return False
         with np.errstate(over="ignore", invalid="ignore"):  # some gradients overflow, or are NaN
@@ -97,7 +101,7 @@ CHECKS: dict[str, Check] = {}
 def check(
     applies: Callable[[Row], bool] = lambda row: True, **arguments: Sequence[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator of a promise."""
+    """Registers a function as a promise in :data:`CHECKS`."""
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         CHECKS[run.__name__] = Check(run, applies, arguments)
@@ -107,5 +111,5 @@ def check(
 
 
 def simulated(row: Row, layers: Sequence[LayerSpec], world: int, **options: Any) -> Simulation:
-    """The row's compressor on so many ranks."""
+    """Returns a simulation of the row's compressor on ``world`` ranks."""
     return Simulation(layers, row.compressor, world, **options)

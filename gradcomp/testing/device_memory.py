@@ -1,4 +1,4 @@
-"""Memory that a device's kernels and this program reach at the same address."""
+"""Memory that kernels of a device and this process can access at the same address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 
 
 def shared(driver: Any, size: int, dtype: Any = np.float32) -> Any:
-    """Zeros that kernels of a device and this program reach; of a GPU managed memory, while no kernel runs."""
+    """Returns zeros that a device's kernels and this process can access.
+
+    A GPU's are managed memory, which this process may access only while no kernel runs.
+    """
     dtype = np.dtype(dtype)
     nbytes = size * dtype.itemsize
     if hasattr(driver, "shared"):
@@ -18,7 +21,7 @@ def shared(driver: Any, size: int, dtype: Any = np.float32) -> Any:
 
     memory = cupy.cuda.malloc_managed(max(nbytes, 1))
     whole: Any = (ctypes.c_uint8 * max(nbytes, 1)).from_address(memory.ptr)
-    whole.memory = memory  # lives as long as any view of it
+    whole.memory = memory  # keeps the memory alive as long as any view of it
     view = np.frombuffer(whole, np.uint8)[:nbytes]
     view[:] = 0
     return view.view(dtype)

@@ -1,4 +1,4 @@
-"""Promises about residuals and all other state: error feedback, discarded steps, loss scales, checkpoints."""
+"""Promises about residuals and other state: error feedback, discarded steps, loss scales, checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradcomp.testing.simulation import Gradients, Outcome, Simulation, plan_for
 
 
 class Account:
-    """Sum of true means minus sum of applied means, to compare with what the ranks say they owe."""
+    """The sum of true means minus the sum of applied means, to compare with the ranks' residuals."""
 
     def __init__(self, ranks: Simulation) -> None:
         self.ranks = ranks
@@ -25,7 +25,7 @@ class Account:
         self.largest = 1e-30
 
     def step(self, gradients: Gradients, scale: float = 1.0, **options: Any) -> Outcome:
-        """A step on gradients without loss scale; with it, that is what the ranks get and give."""
+        """Runs a step on gradients without loss scale; ranks get and return them multiplied by ``scale``."""
         scaled = [
             [g if g is None or scale == 1.0 else g * np.float32(scale) for g in rank] for rank in gradients
         ]
@@ -42,7 +42,7 @@ class Account:
         return outcome
 
     def check(self, tolerance: float = 1e-6) -> None:
-        """AssertionError unless they are equal."""
+        """Raises AssertionError unless the difference is what the residuals hold."""
         for layer, missing in enumerate(self.missing):
             owed = self.ranks.owed(layer)
             bound = tolerance * max(self.largest, np.abs(owed).max(initial=0))
@@ -51,7 +51,7 @@ class Account:
 
 @check(lambda row: row.telescopes, world=WORLDS)
 def error_feedback_telescopes(row: Row, world: int) -> None:
-    """True minus applied means are what the ranks still owe, after every step."""
+    """True means minus applied means equal what the residuals hold, after every step."""
     ranks = simulated(row, LAYERS, world, slice_elements=CAP)
     account = Account(ranks)
     for _ in range(4):
@@ -62,7 +62,11 @@ def error_feedback_telescopes(row: Row, world: int) -> None:
 
 @check(lambda row: row.telescopes and row.steady, seed=(0,))
 def error_feedback_telescopes_through_everything_that_moves_state(row: Row, seed: int) -> None:
-    """Re-ordered buckets, absent and cold layers, skipped and discarded steps, changes of level and compressor."""
+    """The sums agree through all that moves state.
+
+    That is: re-ordered exchange buckets, absent and cold layers, skipped and discarded steps, changes of level and of
+    compressor.
+    """
     world = 3
     ranks = simulated(
         row,
@@ -98,7 +102,7 @@ def error_feedback_telescopes_through_everything_that_moves_state(row: Row, seed
     lambda row: row.compressor.traits.keeps_residual and row.steady and not row.waits and not row.everything
 )
 def a_missing_gradient_still_sends_the_residual(row: Row) -> None:
-    """A rank without a gradient sends what it holds."""
+    """A rank without a gradient sends its residual."""
     layers = [LayerSpec("w", (8, 8))]
     ranks = simulated(row, layers, 2)
     ranks.step()
@@ -118,7 +122,7 @@ def a_missing_gradient_still_sends_the_residual(row: Row) -> None:
 
 @check(lambda row: row.steady)
 def a_layer_absent_everywhere_is_not_written_and_keeps_its_state(row: Row) -> None:
-    """Nothing is written to it, and no state of it changes."""
+    """The mean of a layer that no rank has is not written, and none of its state changes."""
     ranks = simulated(row, LAYERS, 3, slice_elements=CAP, reorder=False)
     ranks.step()
     before = ranks.state()
@@ -135,7 +139,7 @@ def a_layer_absent_everywhere_is_not_written_and_keeps_its_state(row: Row) -> No
 
 @check(lambda row: row.steady)
 def a_discarded_step_leaves_no_trace_in_the_state(row: Row) -> None:
-    """The state is what it was before."""
+    """The state after a discarded step is the state before it."""
     ranks = simulated(row, LAYERS, 3, slice_elements=CAP, reorder=False)
     ranks.step()
     before = ranks.state()
@@ -145,7 +149,7 @@ def a_discarded_step_leaves_no_trace_in_the_state(row: Row) -> None:
 
 @check(lambda row: row.telescopes, scales=[(1.0, 2.0**16, 2.0**15, 2.0**-3), (1000.0, 500.0, 3.0)])
 def residuals_do_not_depend_on_the_loss_scale(row: Row, scales: tuple[float, ...]) -> None:
-    """Means come back in scaled units; an exact account in unscaled ones shows that residuals are kept without."""
+    """Means have the loss scale; that unscaled sums agree shows that residuals have none."""
     ranks = simulated(row, LAYERS, 3, slice_elements=CAP)
     account = Account(ranks)
     for scale in scales:
@@ -155,7 +159,7 @@ def residuals_do_not_depend_on_the_loss_scale(row: Row, scales: tuple[float, ...
 
 @check()
 def a_loss_scale_that_is_a_power_of_two_changes_no_bit(row: Row) -> None:
-    """Means are the same but for the scale."""
+    """Means are the same except for the scale."""
     plain, scaled = (simulated(row, LAYERS, 3, slice_elements=CAP) for _ in range(2))
     for scale in (2.0**16, 2.0**15, 2.0**-3):
         want = plain.step().all_means()

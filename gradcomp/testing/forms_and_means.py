@@ -18,13 +18,13 @@ from gradcomp.testing.simulation import Mean, same_bytes, true_mean
 
 @check()
 def string_form_reads_back(row: Row) -> None:
-    """The string form is the configuration."""
+    """Parsing the string form gives an equal compressor."""
     assert from_string(row.compressor.to_string()) == row.compressor
 
 
 @check()
 def family_and_level_read_back(row: Row) -> None:
-    """So are family and level, which plans hold."""
+    """Family and level, which plans hold, give an equal compressor."""
     assert at_level(row.compressor.family_string(), row.compressor.level) == row.compressor
 
 
@@ -42,7 +42,7 @@ def ranks_hold_the_same_bytes(row: Row, world: int) -> None:
 
 @check(lambda row: row.error is not None, world=WORLDS)
 def error_is_bounded(row: Row, world: int) -> None:
-    """The mean of a first step is as near to the true one as the row says."""
+    """The mean of a first step is within the row's bound of the true one."""
     ranks = simulated(row, LAYERS, world, slice_elements=CAP)
     gradients = ranks.gradients()
     outcome = ranks.step(gradients)
@@ -69,7 +69,7 @@ def mean_of_many_steps_is_the_true_mean(row: Row) -> None:
 
 @check()
 def zeros_give_zeros(row: Row) -> None:
-    """Of zeros the mean is zero."""
+    """The mean of zeros is zero."""
     ranks = simulated(row, LAYERS, 3, slice_elements=CAP)
     outcome = ranks.step([[np.zeros(layer.size, np.float32) for layer in LAYERS] for _ in range(3)])
     assert all((mean == 0).all() for mean in outcome.all_means())
@@ -87,7 +87,7 @@ def equal_values_come_back_as_they_were(row: Row, value: float) -> None:
 
 @check()
 def the_seed_decides_every_draw(row: Row) -> None:
-    """Runs with one seed are equal; runs with two differ where the compressor draws."""
+    """Runs with one seed are equal; runs with two seeds differ if the compressor draws."""
 
     def run(seed: int) -> bytes:
         ranks = simulated(row, LAYERS, 3, slice_elements=CAP, config_seed=seed)
@@ -105,7 +105,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @check(lambda row: not row.by_part)
 def layout_and_timing_change_no_byte_of_the_mean(row: Row) -> None:
-    """Neither do slices, overlap, delays and the order of buckets."""
+    """Slices, overlap, delays and the order of exchange buckets change no byte of the mean."""
 
     def run(layers: Sequence[LayerSpec], **settings: Any) -> Iterator[dict[str, Mean]]:
         ranks = simulated(row, layers, 3, reorder=False, **settings)
@@ -119,7 +119,7 @@ def layout_and_timing_change_no_byte_of_the_mean(row: Row) -> None:
     plain = list(run(LAYERS, slice_elements=10**6, overlap=False))
     runs = {name: list(run(LAYERS, **settings)) for name, settings in VARIANTS.items()}
     runs["other bucket order"] = list(run(LAYERS[::-1], slice_elements=CAP))
-    # NumPy's sums depend on where a matrix lies.
+    # NumPy's sums depend on the alignment of a matrix.
     as_it_was = close if row.products and numpy_multiplies(BASELINE_RANKS + 1) else same_bytes
     for name, means in runs.items():
         for step, (got, want) in enumerate(zip(means, plain, strict=True)):
@@ -128,7 +128,7 @@ def layout_and_timing_change_no_byte_of_the_mean(row: Row) -> None:
 
 
 def close(a: Mean, b: Mean) -> bool:
-    """About equal, for sums in another order."""
+    """Returns true if values are about equal, for sums in another order."""
     return bool(np.allclose(a, b, rtol=1e-3, atol=1e-4))
 
 
@@ -176,13 +176,16 @@ def a_non_finite_gradient_is_seen_by_all_and_poisons_nothing(row: Row, layer: in
 
 @check(lambda row: row.overflows and row.steady)
 def a_sum_that_overflows_is_seen_by_all(row: Row) -> None:
-    """So it is where the sum of finite gradients is not finite."""
+    """The same holds if the sum of finite gradients is not finite."""
     ranks = simulated(row, LAYERS, 3, slice_elements=CAP, reorder=False)
     ranks.step()
     before = ranks.state()
     gradients = ranks.gradients()
     for rank in gradients:
-        rank[CONV][::2], rank[CONV][1::2] = 3e38, -3e38  # everywhere: a mean of magnitudes is large, too
+        rank[CONV][::2], rank[CONV][1::2] = (
+            3e38,
+            -3e38,
+        )  # in all elements, so that a mean of magnitudes overflows too
     outcome = ranks.step(gradients)
     assert outcome.result.nonfinite.tolist() == [i == CONV for i in range(len(LAYERS))]
     assert outcome.committed == [False] * 3

@@ -1,4 +1,4 @@
-"""N ranks of one model, stepped in one thread: random polling orders, delays and faults, repeatable by seed.
+"""Simulates N ranks of one model in one thread: random polling orders, delays and faults, repeatable by seed.
 
     ranks = Simulation(layers, Quantize(4), world=3, shuffle=True, delay=0.5, slice_elements=64)
     outcome = ranks.step(ranks.gradients())
@@ -47,19 +47,22 @@ DTYPES = {
     "float64": np.dtype(np.float64),
 }
 
-_UNTOUCHED = 777.0  # what a freshly allocated output holds, so that an unwritten mean shows
+_UNTOUCHED = 777.0  # fills a newly allocated output, so that an unwritten mean is noticed
 _POLLS = 200_000  # per step; more than any test needs
 
 
 def plan_for(layers: Sequence[LayerSpec], compressor: Compressor, version: int = 0) -> Plan:
-    """Every layer under one compressor, however small; float64 layers, which no codec takes, under Identity."""
+    """Returns a plan that gives every layer, however small, this compressor.
+
+    Only float64 layers, which no codec takes, get Identity.
+    """
     chosen = [Identity() if layer.dtype == "float64" else compressor for layer in layers]
     rows = zip(layers, chosen, strict=True)
     return Plan(version, tuple(Assignment(layer.name, c.family_string(), c.level) for layer, c in rows))
 
 
 def random_gradients(layers: Sequence[LayerSpec], world: int, seed: int = 0, size: float = 1.0) -> Gradients:
-    """Normal numbers of the given size; another draw for each rank."""
+    """Returns normal numbers with this standard deviation, drawn separately for each rank."""
     generator = np.random.default_rng(seed)
     return [
         [(size * generator.standard_normal(layer.size)).astype(DTYPES[layer.dtype]) for layer in layers]
@@ -68,25 +71,25 @@ def random_gradients(layers: Sequence[LayerSpec], world: int, seed: int = 0, siz
 
 
 def true_mean(gradients: Gradients, layer: int) -> Mean:
-    """The mean over all ranks in float64, absent gradients counting as zero; None if nobody had one."""
+    """Returns the mean over all ranks in float64, absent gradients counting as zero; None if no rank has one."""
     present = [rank[layer].astype(np.float64) for rank in gradients if isinstance(rank[layer], np.ndarray)]
     return sum(present) / len(gradients) if present else None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished step. ``means[rank][layer]`` is None where nothing was written."""
+    """A finished step. ``means[rank][layer]`` is None if nothing was written."""
 
     means: list[list[Mean]]
     results: list[StepResult]
     committed: list[bool]
 
     def mean(self, layer: int) -> Mean:
-        """The layer's mean; all ranks must hold the same bytes."""
+        """Returns the layer's mean; all ranks must hold the same bytes."""
         return self.all_means()[layer]
 
     def all_means(self) -> list[Mean]:
-        """Every layer's mean; all ranks must hold the same bytes."""
+        """Returns every layer's mean; all ranks must hold the same bytes."""
         first = self.means[0]
         for rank, means in enumerate(self.means):
             for layer, (mine, theirs) in enumerate(zip(means, first, strict=True)):
@@ -95,7 +98,7 @@ class Outcome:
 
     @property
     def result(self) -> StepResult:
-        """What the ranks concluded; all must agree."""
+        """Returns the result of the step, on which all ranks must agree."""
         first = self.results[0]
         for other in self.results:
             for name in ("present", "sparse", "nonfinite"):
@@ -104,7 +107,7 @@ class Outcome:
 
 
 def same_bytes(a: Array | None, b: Array | None) -> bool:
-    """Equal bytes, or both absent."""
+    """Returns true if the bytes are equal, or both arrays are absent."""
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
@@ -116,7 +119,7 @@ class Rank:
 
     layers: Sequence[LayerSpec]
     plan: Plan
-    transport: Any  # a Transport; one that records has ``sent``
+    transport: Any  # a Transport; a recording one has ``sent``
     config: Config
     options: Options
     outputs: dict[int, Array] = field(default_factory=dict)
@@ -128,13 +131,13 @@ class Rank:
         )
 
     def _allocate(self, layer: int) -> int:
-        assert layer not in self.outputs, f"room for layer {layer} was asked for twice"
+        assert layer not in self.outputs, f"memory for layer {layer} was requested twice"
         self.outputs[layer] = self._room(layer)
         self.outputs[layer][:] = _UNTOUCHED
         return self.outputs[layer].ctypes.data
 
     def submit(self, layer: int, gradient: Gradient) -> None:
-        """Hand in one layer; the mean replaces a copy of the gradient, in place."""
+        """Submits one layer; the mean replaces a copy of the gradient, in place."""
         if gradient is None or isinstance(gradient, str):
             self.pipeline.registry.submit_absent(layer, sparse=gradient == SPARSE)
             return
@@ -157,13 +160,13 @@ class Rank:
 class Simulation:
     """N ranks in one process.
 
-    ``seed`` of the simulated timing, ``config_seed`` of gradcomp's own draws.
-    ``shuffle``: ranks take turns at random, hand in layers in orders of their own and poll in between. ``delay``: the
-    probability that a finished collective stays hidden at a poll. ``record``: ``transport.sent`` keeps what each rank
-    sends. ``average=False``: sums instead of means. ``topology``: who shares a host; ``network``: what ``auto`` takes
-    its choice from. ``controller`` changes levels, and works in ``background``. ``devices``: of each
-    rank, else the host. ``transports``: instead of the simulated ones. ``settings`` go to :class:`Config`.
-    Attribute ``rate``: that of the steps to come, 0 if it is not known; ``fingerprints``: those of the ranks.
+    ``seed`` seeds the simulated timing, ``config_seed`` gradcomp's own draws. ``shuffle``: ranks take turns at random,
+    submit layers in different orders and poll in between. ``delay``: the probability that a finished collective is not
+    seen at a poll. ``record``: ``transport.sent`` records what each rank sends. ``average=False``: sums instead of
+    means. ``topology``: the hosts of the ranks; ``network``: the link by which ``auto`` chooses a reduction.
+    ``controller`` changes levels, and works in ``background``. ``devices``: the device of each rank, by default the
+    host. ``transports`` replace the simulated ones. ``settings`` go to :class:`Config`.
+    The attribute ``rate`` is the learning rate of the next steps, 0 if not known; ``fingerprints`` are the ranks'.
     """
 
     def __init__(
@@ -189,10 +192,10 @@ class Simulation:
     ) -> None:
         settings.setdefault(
             "checksums", tamper is None
-        )  # who changes messages wants to see what is behind those
+        )  # a test that tampers with messages wants to get past the checksums
         self.layers = list(layers)
         self.size = world
-        self.random = random.Random(seed)  # noqa: S311 - of simulated timing
+        self.random = random.Random(seed)  # noqa: S311 - for simulated timing
         self.shuffle = shuffle
         hold = (lambda rank, number, polls: self.random.random() < delay) if delay else None
         self.world = World(world, delay=hold, tamper=tamper)
@@ -203,7 +206,7 @@ class Simulation:
         )
         schedule, policy = None, None
         if isinstance(compression, Compressor):
-            # Every layer, however small: float64 ones excepted, which no codec takes.
+            # All layers are compressed, however small, except float64 ones, which no codec takes.
             everything = Filter(min_elements=0, min_dimensions=0, exclude_kinds=())
             compression = Policy(compression, filter=everything)
         if isinstance(compression, Policy):
@@ -213,7 +216,7 @@ class Simulation:
         running: list[ControllerRun | None] = [None] * world
         places = devices or [HOST] * world
         if controller is not None:
-            assert policy is not None, "a controller changes what a policy says"
+            assert policy is not None, "a controller changes the levels of a policy"
             running = [
                 controller.begin(
                     Environment(
@@ -244,7 +247,7 @@ class Simulation:
     # -- stepping -----------------------------------------------------------------------------------------------
 
     def gradients(self, absent: Sequence[int] = (), size: float = 1.0) -> Gradients:
-        """Fresh random gradients at every call; nobody has the ``absent`` layers."""
+        """Returns new random gradients at every call; no rank has the ``absent`` layers."""
         self.drawn += 1
         drawn = random_gradients(self.layers, self.size, seed=self.drawn, size=size)
         return [[None if i in absent else g for i, g in enumerate(rank)] for rank in drawn]
@@ -258,9 +261,9 @@ class Simulation:
         order: Sequence[int] | None = None,
         during: Callable[[], None] | None = None,
     ) -> Outcome:
-        """One exchange on all ranks; raises the first rank's error.
+        """Runs one exchange on all ranks; raises the first rank's error.
 
-        ``order`` of the layers (default: last first, as backward goes); ``during`` is called at every turn.
+        ``order`` is the order of the layers (default: last first, as in backward); ``during`` is called at every turn.
         """
         errors = self.attempt(gradients, scale=scale, order=order, during=during)
         for error in errors:
@@ -285,7 +288,7 @@ class Simulation:
         during: Callable[[], None] | None = None,
         dying: Sequence[int] = (),
     ) -> list[Exception | None]:
-        """One exchange, without a verdict: every rank's error. A rank that raised leaves the world.
+        """Runs one exchange and returns every rank's error or None. A rank that raised leaves the world.
 
         Ranks in ``dying`` leave it after a few turns, without an error of their own.
         """
@@ -315,7 +318,7 @@ class Simulation:
                     self.pipelines[r].poll()
                     if not self.pipelines[r].is_open and not turns[r]:
                         active.remove(r)
-            except Exception as error:  # noqa: BLE001  (the verdict is the test's)
+            except Exception as error:  # noqa: BLE001  (the test judges the error)
                 errors[r] = error
                 self.world.kill(r)
                 active.remove(r)
@@ -334,7 +337,7 @@ class Simulation:
         def submit(layer: int) -> Callable[[], None]:
             return lambda: rank.submit(layer, gradients[layer])
 
-        # A layer without gradient may say so, or be noticed at the flush only.
+        # A layer without a gradient is submitted as absent, or only noticed at the flush.
         silent = [i for i in order if gradients[i] is None and self.random.random() < 0.5]
         return [
             lambda: rank.pipeline.open(scale, self.rate, fingerprint=self.fingerprints[r]),
@@ -345,7 +348,7 @@ class Simulation:
     # -- state --------------------------------------------------------------------------------------------------
 
     def owed(self, layer: int) -> Array:
-        """What was not applied yet: mean of the first residuals plus the owners' second ones, in float64."""
+        """Returns what was not applied yet: the mean of the residuals plus the server-side errors, in float64."""
         total = np.zeros(self.layers[layer].size)
         for pipeline in self.pipelines:
             residuals = pipeline.residuals
@@ -358,7 +361,7 @@ class Simulation:
         return total
 
     def state(self) -> list[tuple[list[bytes], dict[Range, bytes]]]:
-        """Every rank's residuals, each with what else is kept for its layer, to compare."""
+        """Returns every rank's residuals and other state by layer, to compare."""
         return [
             (
                 [

@@ -14,7 +14,7 @@ from gradcomp.testing.recording import payload_of
 
 @check(world=WORLDS)
 def every_byte_that_is_sent_is_counted(row: Row, world: int) -> None:
-    """Statistics count what the transport sends."""
+    """Statistics count all bytes that the transport sends."""
     ranks = simulated(row, LAYERS, world, slice_elements=CAP, reorder=False, record=True)
     ranks.step()
     for rank in ranks.ranks:
@@ -30,7 +30,7 @@ def _bytes_to_others(kind: str, nbytes: int, world: int) -> int:
 
 @check(lambda row: row.sized and row.steady, world=WORLDS)
 def bytes_sent_follow_the_formula(row: Row, world: int) -> None:
-    """Of all ranks together: sums and reductions 2 d (N - 1), what is gathered N d (N - 1), headers included."""
+    """All ranks together send 2 d (N - 1) bytes for sums and reductions, N d (N - 1) for gathers, plus headers."""
     ranks = simulated(row, LAYERS, world, slice_elements=CAP, reorder=False, record=True)
     ranks.step()
     low, slack = 0, 0
@@ -49,19 +49,19 @@ def bytes_sent_follow_the_formula(row: Row, world: int) -> None:
         elif isinstance(message, Gather):
             low += world * (world - 1) * (padded(payload) + header)
             if not message.fixed:
-                low += world * (world - 1) * (padded(8) + header)  # sizes first
+                low += world * (world - 1) * (padded(8) + header)  # sizes are gathered first
         else:
             assert isinstance(message, Broadcast)
             indices, values = message.max_bytes, payload - message.max_bytes
             low += (world - 1) * (padded(indices) + world * header + 2 * values)
     sums = sum(kind == "allreduce" for rank in ranks.ranks for kind, _ in rank.transport.sent)
     sent = sum(p.transport.bytes_sent for p in ranks.pipelines)
-    assert low - sums <= sent <= low + slack  # of a sum each rank's share is rounded down
+    assert low - sums <= sent <= low + slack  # each rank's part of a sum is rounded down
 
 
 @check(lambda row: row.sized)
 def wire_bytes_is_what_travels(row: Row) -> None:
-    """What a rank puts in, headers aside: its chunks of two rounds, its sums, its part of what is gathered."""
+    """A rank sends ``wire_bytes``, headers aside: its chunks of two rounds, its sums, its part of what is gathered."""
     layers = [LayerSpec("w", (30, 10))]
     ranks = simulated(row, layers, 2, record=True, reorder=False)
     for _ in range(4):
@@ -75,7 +75,7 @@ def wire_bytes_is_what_travels(row: Row) -> None:
         for rank in ranks.ranks:
             rank.transport.sent.clear()
         if any(p.plan.version for p in ranks.pipelines):
-            break  # a schedule has come to what it leads to: the next step is of another kind
+            break  # a schedule has ended, so the next step has another compressor
         kinds = [kind for kind, _ in sent[0].values()]
         group = ranks.pipelines[0].layout.buckets[0].groups[0]
         message = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), 2)))
@@ -85,7 +85,7 @@ def wire_bytes_is_what_travels(row: Row) -> None:
             assert isinstance(message, Reduce)
             assert 0 <= travelled - payload <= _bytes_of_cut(message, group)
         else:
-            counts = 4 * CountHeader(1).length  # behind the first sum, where nothing was gathered before
+            counts = 4 * CountHeader(1).length  # appended to the first sum if nothing was gathered before
             sizes = padded(8) if isinstance(message, Gather) and not message.fixed else 0
             travelled = max(
                 sum(
@@ -98,6 +98,6 @@ def wire_bytes_is_what_travels(row: Row) -> None:
 
 
 def _bytes_of_cut(message: Reduce, group: Group) -> int:
-    """What a border of chunks may add: a byte that it falls into, and the unit of one more segment's scales."""
+    """Returns the bytes that a border of chunks may add: a byte that it splits, and one more unit of scales."""
     inside = (group.table["level"] * group.table["bucket_size"] % 8).any()
     return int(inside) + UNIT_BYTES.get(message.codec.kind, 0)

@@ -73,7 +73,7 @@ def test_layers_are_chosen_by_pattern():
 
 
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "one rank": (recording(1), {}, "1 rank: two are compared"),
+    "one rank": (recording(1), {}, "1 rank; a comparison needs two"),
     "a rank that is not there": (recording(), {"pair": (0, 3)}, "two of ranks 0 to 2, got 0 and 3"),
     "a rank and itself": (recording(), {"pair": (1, 1)}, "got 1 and 1"),
     "a negative rank": (recording(), {"pair": (0, -1)}, "got 0 and -1"),

@@ -147,7 +147,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a header that promises too much": (replaced("values", huge_header()), "bytes of its shape"),
     "a header that is none": (replaced("values", b"\x93NUMPY\x01\x00\x04\x00haha"), "not a recording"),
     "another dtype": (replaced("values", member(np.zeros((3, 2, 26)))), "must be <f4"),
-    "too few values": (replaced("values", member(np.zeros((3, 2, 25), "<f4"))), "25 values of a rank"),
+    "too few values": (replaced("values", member(np.zeros((3, 2, 25), "<f4"))), "a rank has 25 values"),
     "too few rows": (replaced("values", member(np.zeros((2, 2, 26), "<f4"))), "2 rows of values"),
     "steps that go back": (replaced("steps", member(np.array([5, 0, 15]))), "do not ascend"),
     "a negative step": (replaced("steps", member(np.array([-5, 0, 15]))), "do not ascend"),
@@ -170,7 +170,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a layer without a shape": (about(layers=[["a", None, "float32"]] * 3), "a layer must be"),
     "an unknown dtype": (about(layers=[["a", [1], "int8"]] * 3), "has dtype int8"),
     "a name twice": (about(layers=[["a", [200], "float32"]] * 3), "must be unique"),
-    "fewer layers": (about(layers=[["a", [200], "float32"]]), "3 counts of positions for 1 layers"),
+    "fewer layers": (about(layers=[["a", [200], "float32"]]), "3 counts of positions do not fit 1 layers"),
 }
 
 

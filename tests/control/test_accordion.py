@@ -178,7 +178,7 @@ def test_bad_input(given, words):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_levels_the_wrong_way_round(world):
-    with pytest.raises(ConfigError, match="exchange them"):
+    with pytest.raises(ConfigError, match="swap low and high"):
         Accordion(2, 8, every_steps=3).begin(environment([64], world=world))
 
 

@@ -109,10 +109,7 @@ def test_densities_widen_once_and_the_log_says_so(caplog):
     assert sparse.index(0.01) < sparse.index(min(sparse))
     assert min(sparse) < 0.01
     assert (
-        caplog.text.count(
-            "of the elements under topk have the lowest level that was up for choice: ranges are"
-        )
-        == 1
+        caplog.text.count("of the elements under topk have the lowest level of their range: ranges are") == 1
     )
     assert all(p.controller.state.wide for p in ranks.pipelines)
 
@@ -123,14 +120,14 @@ def test_without_widening_the_range_stays_and_the_log_says_so_once(caplog):
         caplog.clear()
         found, ranks = run(controller)
         assert min(plan[0] for plan in found) == found[-1][0] == 0.01
-        assert caplog.text.count("have the lowest level that was up for choice: levels= may go further") == 1
+        assert caplog.text.count("have the lowest level of their range: levels= may go further") == 1
         assert "wide" not in ranks.pipelines[0].controller.shared_state()
 
 
 def test_others_than_l_greco_say_nothing(caplog):
     caplog.set_level(logging.INFO, "gradcomp")
     run(KMeans(5))
-    assert "up for choice" not in caplog.text
+    assert "level of their range" not in caplog.text
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -84,14 +84,14 @@ def test_a_plan_says_nothing_of_layers_that_travel_exactly():
         Assignment("bias", "cast:dtype=float32"),
     ]
     assert set(begin(Plan(7, tuple(rows)))) == {"head.weight"}
-    with pytest.raises(ConfigError, match=r"'bias' is not up for choice"):
+    with pytest.raises(ConfigError, match=r"'bias' is not controlled"):
         begin(Plan(7, (*rows[:1], Assignment("bias", "quantize:bucket_size=512", 2))))
     with pytest.raises(ConfigError, match=r"'gone'.*closest"):
         begin(Plan(7, (*rows, Assignment("gone", "quantize:bucket_size=512", 2))))
 
 
 def test_names_in_a_plan_are_no_patterns():
-    with pytest.raises(ConfigError, match=r"no layer up for choice matches '\*'"):
+    with pytest.raises(ConfigError, match=r"no controlled layer matches '\*'"):
         begin(Plan(0, (Assignment("*", "quantize:bucket_size=512", 2),)))
 
 

@@ -99,7 +99,7 @@ def test_layers_that_lose_little_take_four_bits(caplog):
     assert Plan.from_json(agreed.to_json()) == agreed
     assert "block_float(format=fp4_e2m1) x" in histogram(agreed)
     assert "block_float(format=fp8_e4m3) x" in histogram(agreed)
-    assert "up for choice" not in caplog.text
+    assert "level of their range" not in caplog.text
 
 
 def test_formats_beside_levels_of_another_family():

@@ -638,7 +638,10 @@ def test_gains_of_another_form_begin_anew(caplog):
     assert "gain" not in old.pipelines[0].controller.shared_state()
     for a, b in zip(old.pipelines, new.pipelines, strict=True):
         restore(b, snapshot(a))
-    assert caplog.text.count("the saved gains are by energy, these are by norm and begin anew") == 1
+    assert (
+        caplog.text.count("the checkpoint's gains are by energy, but gain='norm' is set: gains begin anew")
+        == 1
+    )
     before, after = old.pipelines[0].controller.search, new.pipelines[0].controller.search
     assert chosen(after) == chosen(before)
     assert np.isnan(after.gains[:, 1:]).all()

@@ -96,7 +96,7 @@ def test_nothing_within_the_budget_is_warned_about(caplog):
     decision = rule.decide(observed)
     assert chosen(observed, decision.choices) == [4, 4]
     assert decision.memory.tolist() == [1.0]
-    assert "linear: nothing loses at most 0.5 times" in caplog.text
+    assert "linear: no choice of levels has at most 0.5 times" in caplog.text
 
 
 @pytest.mark.parametrize("bad", [{"levels": []}, {"alpha": 0.0}, {"alpha": float("inf")}, {"alpha": "1"}])

@@ -120,7 +120,7 @@ def test_a_controller_as_compression_is_told_where_it_goes():
 
 def test_a_compressor_as_controller_is_told_where_it_goes():
     with pytest.raises(
-        ConfigError, match="quantize is a compressor and no controller: compression='quantize:bits=4'"
+        ConfigError, match="quantize is a compressor, not a controller; use compression='quantize:bits=4'"
     ):
         controller_from_string("quantize:bits=4")
 

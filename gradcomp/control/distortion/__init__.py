@@ -1,1 +1,1 @@
-"""What a layer loses under a compressor: measured for controllers, apart from training."""
+"""Measurements of the error of compressors on a layer, for controllers, apart from training."""

@@ -1,4 +1,4 @@
-"""What coding loses of every block of a layer, for many levels at once."""
+"""Measures coding errors of every block of a layer, for many levels at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT
 
 Doubles = npt.NDArray[np.float64]
 
-#: Elements that are coded in one call, so that what becomes of them is still in the cache when it is added up.
+#: Elements coded in one call: few enough that their errors are still in the cache when they are summed.
 _AT_ONCE = 1 << 15
 
 
@@ -30,15 +30,15 @@ def block_errors(
     seed: int,
     memory_bytes: int | None = None,
 ) -> Doubles:
-    """||values - decode(encode(values))|| of every block and choice, shape (B, K).
+    """Returns ||values - decode(encode(values))|| of every block and choice, shape (B, K).
 
     ``choices``: levels of one compressor that has levels by block. ``begins``: elements at which the blocks begin.
-    Draws are those of the layer, so squares of blocks add up to that of :func:`errors`.
+    Random draws are those of the layer, so the squares of the blocks add up to the square of :func:`errors`.
 
-    Blocks are coded in calls of 32,768 elements, a larger one in several, all levels in each. Takes 4 bytes and a code
-    by choice for each of those elements; ``memory_bytes`` makes it fewer. Values on a device are measured there.
-    Returns inf where what would be decoded is not finite; all NaN if a value is not finite.
-    ConfigError if not even one quantisation bucket may be coded at all levels.
+    Blocks are coded in calls of 32,768 elements, larger ones in several calls, with all levels in each call. This takes
+    4 bytes and a code for each choice and element of a call; ``memory_bytes`` makes calls smaller. Values on a device
+    are measured there. Returns inf where the decoded value would not be finite; all NaN if a value is not finite.
+    Raises ConfigError if not even one quantisation bucket fits at all levels.
     """
     bare = [choice.bare() for choice in choices]
     levels, cut = np.zeros(len(bare), dtype=SEGMENT), bare[0].cut_elements(layer)
@@ -48,7 +48,7 @@ def block_errors(
     first = bare[0]
     assert isinstance(first, Coded), "levels by block are levels of codes"
     codec = first.codec_for(levels[:1])
-    if codec.kind in ALLOCATED:  # the error that it keeps
+    if codec.kind in ALLOCATED:  # its error counts as that of MINMAX at the same level
         codec = Codec(MINMAX, codec.stochastic)
     ends = np.append(begins[1:], layer.size)
     whole = np.zeros(1, dtype=SEGMENT)
@@ -89,7 +89,7 @@ def block_errors(
 
 
 def _pieces(begins: Sizes, ends: Sizes, most: int) -> tuple[Sizes, Sizes, Sizes]:
-    """Blocks in pieces of at most so many elements: the block of each, where it begins and ends."""
+    """Splits blocks into pieces of at most ``most`` elements: returns the block, begin and end of each piece."""
     counts = -(-(ends - begins) // most)
     blocks = np.repeat(np.arange(len(begins)), counts)
     within = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -98,7 +98,7 @@ def _pieces(begins: Sizes, ends: Sizes, most: int) -> tuple[Sizes, Sizes, Sizes]
 
 
 def _rows(levels: Table, starts: Sizes, stops: Sizes, address: int) -> Table:
-    """Every piece at every level, one after the other."""
+    """Returns a table with every piece at every level, piece by piece."""
     rows = np.tile(levels, len(starts))
     rows["start"] = np.repeat(starts, len(levels))
     rows["length"] = np.repeat(stops - starts, len(levels))
@@ -107,7 +107,7 @@ def _rows(levels: Table, starts: Sizes, stops: Sizes, address: int) -> Table:
 
 
 def _lost(codec: Codec, rows: Table, draw: Draw) -> Doubles:
-    """The squared norm of what each row's code loses."""
+    """Returns the squared norm of the coding error of each row."""
     ends = np.cumsum(rows["length"])
     lost = np.empty(int(ends[-1]), dtype=np.float32)
     rows["next_residual"] = lost.ctypes.data + 4 * (ends - rows["length"])

@@ -1,4 +1,4 @@
-"""How much memory a measurement may take."""
+"""The memory limit of a measurement."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from gradcomp.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Budget:
-    """``nbytes`` beside what is measured; None: no limit. ``what``: what the memory is for, for messages."""
+    """A memory limit of ``nbytes`` besides the measured values; None for no limit. Messages begin with ``what``."""
 
     nbytes: int | None
     what: str
 
     def allows(self, nbytes: int) -> bool:
-        """Whether that is within the limit."""
+        """Returns true if ``nbytes`` are within the limit."""
         return self.nbytes is None or nbytes <= self.nbytes
 
     def less(self, nbytes: int) -> Budget:
-        """What is left beside so many bytes."""
+        """Returns the budget that is left after ``nbytes`` were used."""
         return self if self.nbytes is None else Budget(self.nbytes - nbytes, self.what)
 
     def require(self, nbytes: int) -> None:
-        """ConfigError that says how much is needed if it is not within the limit."""
+        """Raises ConfigError, with the bytes that are needed, if ``nbytes`` are not within the limit."""
         if not self.allows(nbytes):
             raise ConfigError(
-                f"{self.what} takes {nbytes:,} bytes beside the values, {self.nbytes:,} are allowed; "
+                f"{self.what} takes {nbytes:,} bytes beside the values, memory_bytes allows {self.nbytes:,}; "
                 "allow more, or leave these choices out"
             )

@@ -1,4 +1,4 @@
-"""What coding loses of a layer, for many codes at once."""
+"""Measures coding errors of a layer, for many codes at once."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT, UNIT_
 
 Doubles = npt.NDArray[np.float64]
 
-#: Elements that are coded at a time, so that what becomes of them is still in the cache when it is added up.
+#: Elements coded at a time: few enough that their errors are still in the cache when they are summed.
 _PIECE = 1 << 15
 
 
 def code_errors(
     choices: Sequence[Coded], layer: LayerSpec, values: Vector, seed: int, budget: Budget
 ) -> Doubles:
-    """||values - decode(encode(values))|| of every choice; inf where what would be decoded is not finite.
+    """Returns ||values - decode(encode(values))|| of every choice; inf where the decoded value would not be finite.
 
-    Encoding leaves what it lost beside the payload, so nothing is decoded. A layer is coded piece by piece, cut where
-    slices may be cut, which changes no code; every piece at all levels that share a kernel, in one call.
+    Encoding writes the error beside the payload, so nothing is decoded. A layer is coded in pieces that end where
+    slices may end, which changes no code; each piece is coded at all levels of one kernel in one call. Values on a
+    device are measured there, for all levels in one read, unless too many elements share a scale.
 
-    Values on a device are measured there, all levels from one read, where elements do not share a scale with too many.
-
-    Takes, by choice, 4 bytes and a code for each of 32,768 elements; for the whole layer if its elements share a scale,
-    or its scales a unit.
-    ConfigError if the budget does not allow one such piece, as small as it may be cut.
+    Each choice takes 4 bytes and a code for each of 32,768 elements, or for the whole layer if its elements share a
+    scale or its scales a unit. Raises ConfigError if the budget does not allow one such piece of the smallest possible
+    size.
     """
     found = np.zeros(len(choices))
     table = np.zeros(len(choices), dtype=SEGMENT)
@@ -44,7 +43,7 @@ def code_errors(
     for i, choice in enumerate(choices):
         choice.fill(table[i : i + 1], choice.level)
         codec = choice.codec_for(table[i : i + 1])
-        if codec.kind in ALLOCATED:  # the error that it keeps
+        if codec.kind in ALLOCATED:  # its error counts as that of MINMAX at the same level
             codec = Codec(MINMAX, codec.stochastic)
         key = codec.kind, codec.stochastic, id(codec.magnitudes), choice.cut_elements(layer)
         alike.setdefault(key, (codec, []))[1].append(i)
@@ -65,7 +64,7 @@ def code_errors(
 
 
 def _lost_on(device: Any, codec: Codec, table: Table, values: Vector, draw: Draw) -> Doubles:
-    """The same from one read of values that lie on a device."""
+    """Returns the coding errors of values on a device, which reads them once for all rows."""
     whole = table[:1].copy()
     whole["gradient"], whole["length"] = values.address, values.size
     energies: Doubles = device.losses(
@@ -79,10 +78,10 @@ def _lost_on(device: Any, codec: Codec, table: Table, values: Vector, draw: Draw
 
 
 def _portions(codec: Codec, rows: Table, cut: int, budget: Budget) -> tuple[int, int]:
-    """How many rows are coded at once, and how many elements of each."""
+    """Returns the number of rows coded at once, and the number of elements of each."""
     smallest = rows.copy()
     smallest["length"] = cut
-    # Of a piece that can be cut no further: what is lost of it, and its payload.
+    # The smallest piece takes its errors, in float32, and its payload.
     each = 4 * cut + int(codec.wire_bytes(smallest).max())
     budget.require(each)
     allowed = max(1, len(rows) * _PIECE // cut)
@@ -93,7 +92,7 @@ def _portions(codec: Codec, rows: Table, cut: int, budget: Budget) -> tuple[int,
 
 
 def _lost(codec: Codec, table: Table, values: Floats, piece: int, draw: Draw) -> Doubles:
-    """The norm of what each row's code loses."""
+    """Returns the norm of the coding error of each row."""
     piece = min(piece, len(values))
     lost = np.empty((len(table), piece), dtype=np.float32)
     table["next_residual"] = lost.ctypes.data + lost.strides[0] * np.arange(len(table))

@@ -1,4 +1,4 @@
-"""What a layer loses under each of many compressors: the error tables of L-GreCo."""
+"""Measures the error of many compressors on a layer: the error tables of L-GreCo."""
 
 from __future__ import annotations
 
@@ -44,39 +44,41 @@ def errors(
     *,
     memory_bytes: int | None = None,
 ) -> Doubles:
-    """||values - decompress(compress(values))|| in the L2 norm, not squared, of every choice.
+    """Returns ||values - decompress(compress(values))||, the L2 norm (not squared), of every choice.
 
-    One rank's round trip: without error feedback, momentum, clipping or schedules, so that a wrapper loses what is
-    inside it; without the second coding of the mean on its way back. By family:
+    The error is that of one rank's round trip, without error feedback, momentum, clipping or schedules, so that a
+    wrapper has the error of the compressor inside it, and without the second coding of the mean on its way back. By
+    family:
 
     - Coded (casts, quantisers, signs): the layer is encoded, once per choice, with draws from the seed.
-    - TopK, CLTk: the norm of what is not among the k largest, for all densities in one go. GlobalTopK and DGC too:
-      as if the layer were the model, and as if the sample gave the exact threshold. Selected values that are coded
-      lose more: they are coded for every density, and narrowed from one density to the next.
-    - PowerSGD, BestRank: sqrt(sum over i > r of s_i^2), by the singular values or by 5 power steps (Markov 2024,
-      appendix B.2), whichever is cheaper for the shape and the largest rank; for all ranks in one go. PowerSGD's own
-      first step would lose more; its warm start comes as near as the power steps do.
-    - SpectralAtomo: by the singular values, with draws from the seed.
+    - TopK, CLTk: the norm of all but the k largest elements, for all densities at once. GlobalTopK and DGC too: as if
+      the layer were the model, and as if the sample gave the exact threshold. If selected values are coded, they are
+      coded for every density, and the selection is narrowed from one density to the next.
+    - PowerSGD, BestRank: sqrt(sum over i > r of s_i^2), from the singular values or 5 power steps (Markov 2024,
+      appendix B.2), whichever is cheaper for the shape and the largest rank; for all ranks at once. PowerSGD's first
+      step has a larger error than that; with its warm start it comes as near as the power steps do.
+    - SpectralAtomo: from the singular values, with draws from the seed.
     - All others: a round trip for each.
 
-    A quantiser that draws is measured by one draw. Nothing is shared with what trains; kernels, sorting and LAPACK run
-    without the interpreter's lock. Equal on one machine for equal arguments; across machines up to rounding and LAPACK.
+    The error of a stochastic quantiser is measured with one draw. No state is shared with training; kernels, sorting
+    and LAPACK run without the interpreter's lock. Equal arguments give equal results on one machine; other machines may
+    differ by rounding and LAPACK.
 
     Args:
         choices: any compressors, at their levels; those of a family cost less together than one by one.
-        layer: its name (of which draws depend) and shape.
+        layer: its name (on which draws depend) and shape.
         values: float32, of the layer's shape or flat, or a vector; its accumulated gradient. Only read.
         seed: 64 bits.
-        memory_bytes: the most memory to use beside the values (and beside a copy of those if they are not contiguous);
+        memory_bytes: the most memory to use besides the values (and besides a copy of them if they are not contiguous);
             None: what the fastest way takes, mostly one or two times the layer and its payload.
 
     Returns:
-        float64, an error per choice. 0: nothing is lost. inf: the choice cannot carry the layer, because that is
+        float64, an error per choice. 0: nothing is lost. inf: the choice cannot send the layer, because that is
         float64, or because values so large overflow in the code. All NaN if a value is not finite; 0 for no values.
 
     Raises:
-        ConfigError: the number of values is not the layer's; or a choice takes more memory than it may, in any way that
-            there is: the message says how much.
+        ConfigError: the number of values is not the layer's; or every way to measure a choice takes more memory than
+            allowed: the message says how much is needed.
 
     Source: Markov et al. 2024, section 4, "System Implementation"; Markov 2024, appendix B.2.
     """
@@ -104,13 +106,13 @@ def errors(
 @dataclass(frozen=True, eq=False)
 class _Subject:
     layer: LayerSpec
-    flat: Vector  # where it lies
+    flat: Vector  # in host or device memory
     seed: int
     budget: Budget
 
     @cached_property
     def values(self) -> Floats:
-        """In this process's memory, with whose kernels most are measured."""
+        """Returns the values in host memory, whose kernels measure most families."""
         return self.flat.read()
 
 
@@ -118,8 +120,11 @@ _Measure = Callable[[Sequence[Any], _Subject], Doubles]
 
 
 def _measure_of(choice: Compressor) -> _Measure:
-    """How a compressor is measured. Types are compared exactly: a subclass may select or send something else."""
-    by_block = isinstance(choice.level, tuple)  # which is no choice of a controller
+    """Returns the function that measures a compressor.
+
+    Types are compared exactly, since a subclass may select or send something else.
+    """
+    by_block = isinstance(choice.level, tuple)  # controllers never choose these
     if isinstance(choice, Coded) and type(choice).exchange is Coded.exchange and not by_block:
         return _by_code
     measure = _MEASURES.get(type(choice), _by_round_trip)
@@ -138,7 +143,7 @@ def _by_magnitude(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _S
 def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: _Subject) -> Doubles:
     counts, name = _counts(choices, subject), subject.layer.name
     most = int(counts.max())
-    # The rest, and two selections while one is made from the other.
+    # Memory holds the rest, and two selections while one is narrowed from the other.
     subject.budget.require(4 * subject.layer.size + 24 * most)
     found = magnitudes.rest_norms(subject.values, counts, subject.budget)
     chosen = magnitudes.largest_of(subject.values, most, np.empty_like(subject.values))
@@ -153,7 +158,7 @@ def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: _Su
 
 
 def _counts(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Sizes:
-    """How many elements each choice selects."""
+    """Returns the number of elements that each choice selects."""
     densities = np.array([choice.density for choice in choices], dtype=np.float64)
     return elements_at(densities, np.full(len(choices), subject.layer.size))
 
@@ -187,7 +192,7 @@ def _by_atoms(choices: Sequence[SpectralAtomo], subject: _Subject) -> Doubles:
 def _ranks(
     choices: Sequence[PowerSGD | BestRank | SpectralAtomo], subject: _Subject
 ) -> npt.NDArray[np.int64]:
-    """0 where the layer travels exactly."""
+    """Returns the rank of each choice, 0 if it sends the layer exactly."""
     return np.array([clamped_rank(subject.layer.shape, choice.rank) for choice in choices], dtype=np.int64)
 
 
@@ -220,7 +225,7 @@ def _held(values: Floats) -> Vector:
 
 
 def _energy(values: Vector) -> float:
-    """The sum of the squares, in float64: finite if all values are."""
+    """Returns the sum of squares in float64, which is finite if all values are."""
     table, found = np.zeros(1, dtype=SEGMENT), np.empty(1)
     table["gradient"], table["length"], table["dtype"] = values.address, values.size, FLOAT32
     selection.squares(table, found)

@@ -1,4 +1,4 @@
-"""What is left of a layer without its largest elements, for many numbers of them at once."""
+"""Measures a layer without its k largest elements, for many k at once."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _LOW_BITS = 13
 _BINS = 1 << (31 - _LOW_BITS)
 _SPLIT = 1 << _LOW_BITS
 
-#: So many elements of a bin are sorted in less time than it takes to look at its lower bits, and in less memory.
+#: Sorting up to this many elements of a bin takes less time and memory than counting them by their lower bits.
 _FEW = _SPLIT // 4
 
-#: Where at most one in so many values is not zero, those are copied.
+#: Nonzero values are copied if at most one value in this many is nonzero.
 _SPARSE = 2
 
-#: Elements that are counted at a time, and bytes that this takes for each: a word, an int64 and a float64.
+#: Elements counted at a time, and the bytes that each of them takes: a word, an int64 and a float64.
 _PIECE = 1 << 18
 _PIECE_BYTES = 24
 
 
 def rest_norms(values: Floats, counts: Sizes, budget: Budget) -> Doubles:
-    """sqrt(sum of the squares of the n - k smallest magnitudes), for every k in ``counts``: what TopK loses.
+    """Returns sqrt(sum of the squares of the n - k smallest magnitudes) for every k in ``counts``: the error of TopK.
 
-    Sums are float64 and run over what is left, so that nothing cancels. Two ways, with the same results:
+    Sums are float64 and run over the elements that are left, so that nothing cancels. Two ways give the same results:
 
-    - Select the largest k of all (O(n)), sort these (O(k log k)), add up the squares between one k and the next.
-      Takes 4 n + 12 k bytes. Faster where the largest k is at most about n / 4.
-    - Count magnitudes, and add up their squares, by their upper bits; sort what lies in the same bin as the border of
-      a selection, or where that is much, split it by the lower ones, so that elements that are then still together are
-      equal. Two passes, O(n), for any k. Takes 28 MB for 100 different k, whatever n is.
+    - Selecting takes the largest k of all (O(n)), sorts them (O(k log k)) and sums the squares between one k and the
+      next. It takes 4 n + 12 k bytes, and is faster if the largest k is at most about n / 4.
+    - Counting counts magnitudes and sums their squares by their upper bits. It then sorts the elements of the bin in
+      which a selection ends, or, if there are many, counts them by their lower bits, so that elements that share a bin
+      are equal. It reads the values twice, O(n), for any k, and takes 28 MB for 100 different k, for any n.
 
-    Zeros lose nothing: where most values are zero, as in an embedding's gradient of one step, the others are copied.
+    Zeros add no error: if most values are zero, as in the gradient of an embedding in one step, the others are copied.
 
     Args:
         values: float32, flat, contiguous, finite.
         counts: int64, each in 0..n.
-        budget: the faster way is left for the other one where it takes too much. ConfigError if both do.
+        budget: if the faster way takes too much, the other one is used. ConfigError if both do.
     """
     some = int(np.count_nonzero(values))
     if some <= len(values) // _SPARSE and budget.allows(4 * some + len(values)):
@@ -68,7 +68,7 @@ def rest_norms(values: Floats, counts: Sizes, budget: Budget) -> Doubles:
 
 
 def _selecting_is_faster(size: int, largest: int) -> bool:
-    # Measured: 36 ns for an element that is sorted, 9 ns for one that is counted, and 5 ms for the bins.
+    # Measured: 36 ns for a sorted element, 9 ns for a counted one, and 5 ms for the bins.
     return 36 * largest <= 9 * size + 5_000_000
 
 
@@ -81,12 +81,12 @@ def _counting_bytes(size: int, levels: int) -> int:
 
 
 def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
-    """The elements of largest magnitude, ties by lower index; ``rest`` becomes the values without them.
+    """Returns the ``count`` elements of largest magnitude, ties by lower index.
 
     Args:
         values: float32, flat, contiguous, finite.
         count: 0..n.
-        rest: float32, n elements, written.
+        rest: float32, n elements; receives the values without the returned ones.
     """
     table = np.zeros(1, SEGMENT)
     table["gradient"], table["next_residual"] = values.ctypes.data, rest.ctypes.data
@@ -99,14 +99,15 @@ def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
 
 
 def _by_selecting(values: Floats, counts: Sizes) -> Doubles:
-    """Energies of the rest; ``counts`` ascend."""
+    """Returns the squared norms of the rest for ascending ``counts``."""
     largest = int(counts.max(initial=0))
     rest = np.empty_like(values)
     chosen = largest_of(values, largest, rest).values
     np.abs(chosen, out=chosen)
     chosen.sort()
 
-    # From the smallest: what is not selected at all, then what lies between a k and the next smaller one.
+    # Sums start with the smallest part: the elements that are never selected, then those between a k and the next
+    # smaller one.
     borders = largest - counts[::-1]
     parts = np.zeros(len(counts), SEGMENT)
     parts["dtype"] = FLOAT32
@@ -119,7 +120,7 @@ def _by_selecting(values: Floats, counts: Sizes) -> Doubles:
 
 
 def _by_counting(values: Floats, counts: Sizes) -> Doubles:
-    """Energies of the rest; ``counts`` ascend."""
+    """Returns the squared norms of the rest for ascending ``counts``."""
     found, energies = np.zeros(_BINS, np.int64), np.zeros(_BINS)
     for piece in _pieces(values):
         squares = np.square(piece, dtype=np.float64)
@@ -135,7 +136,7 @@ def _by_counting(values: Floats, counts: Sizes) -> Doubles:
     smaller = np.concatenate(([0.0], np.cumsum(energies)))[border]
 
     split, slots = np.unique(border, return_inverse=True)
-    needed = kept - whole  # of the border's bin; 0 only where nothing is left at all
+    needed = kept - whole  # elements of the border's bin; 0 only if no element is left
     if found[split].sum() <= _FEW * len(split):
         return smaller + _by_sorting(values, split, found[split], slots.reshape(-1), needed)
     slot_of = np.full(_BINS, -1, np.int32)
@@ -161,13 +162,16 @@ def _by_counting(values: Floats, counts: Sizes) -> Doubles:
 
 
 def _by_sorting(values: Floats, bins: Sizes, found: Sizes, slots: Sizes, needed: Sizes) -> Doubles:
-    """Energies of the ``needed[i]`` smallest of bin ``bins[slots[i]]``; bins ascend, and bin j holds ``found[j]``."""
+    """Returns the energies of the ``needed[i]`` smallest elements of bin ``bins[slots[i]]``.
+
+    Bins ascend, and bin j holds ``found[j]`` elements.
+    """
     inside = np.zeros(_BINS, np.bool_)
     inside[bins] = True
     parts = [words[inside[words >> np.uint32(_LOW_BITS)]] for words in map(_magnitudes, _pieces(values))]
     together = np.concatenate(parts)
     together.sort()
-    # Differences lose nothing that counts: what lies before a bin is part of all that is left.
+    # The subtraction loses no precision that matters: the elements before a bin are part of the rest as well.
     sums = np.concatenate(([0.0], np.cumsum(np.square(together.view(np.float32), dtype=np.float64))))
     begins = (np.cumsum(found) - found)[slots]
     energies: Doubles = sums[begins + needed] - sums[begins]
@@ -180,6 +184,6 @@ def _pieces(values: Floats) -> Iterator[Floats]:
 
 
 def _magnitudes(values: Floats) -> Words:
-    """|v| as the bits that it is stored in, which have the same order."""
+    """Returns the bits of |v|, which have the same order as the magnitudes."""
     words: Words = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
     return words

@@ -1,4 +1,4 @@
-"""One layer through one compressor and back, on one rank and without a transport."""
+"""Runs one layer through one compressor and back, on one rank and without a transport."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Floats = npt.NDArray[np.float32]
 def round_trip(
     compressor: Compressor, layer: LayerSpec, values: Floats, seed: int, fields: Fields | None = None
 ) -> Floats | None:
-    """What one rank alone gets back for its gradient: decompress(compress(values)).
+    """Returns decompress(compress(values)), as one rank alone would get it for its gradient.
 
     There is no residual, no momentum and no clipping, and a reduction's second coding of the mean is left out.
 
     Args:
         compressor: without wrappers, see `Compressor.bare`; at the level to be tried.
-        layer: its shape counts; its dtype does not: values go in and out as float32.
+        layer: only its shape is used: values go in and out as float32.
         values: float32, flat and contiguous; only read.
-        seed: of random draws; the step is 0.
-        fields: what the compressor keeps for layer 0, read and written, and not committed; made anew if it is None.
+        seed: seeds random draws; the step is 0.
+        fields: the compressor's state of layer 0, read and written but not committed; new state if it is None.
 
     Returns:
-        float32, flat; None if the compressor found that what it would give back is not finite.
+        float32, flat; None if the compressor found that its result would not be finite.
     """
-    if compressor.traits.masks_momentum:  # what was sent is set to zero where the values lie
+    if compressor.traits.masks_momentum:  # sets the sent elements of the values to zero
         values = values.copy()
     if fields is None:
         fields = Fields(1)
@@ -65,9 +65,10 @@ def round_trip(
 
 
 def round_trip_bytes(compressor: Compressor, layer: LayerSpec) -> int:
-    """Memory that a round trip takes, roughly.
+    """Estimates the memory of a round trip.
 
-    What comes back, what was contributed, three times the payload; selected elements and what their coding lost, twice.
+    It is that of the result, the contribution and three payloads, and twice the selected elements and their coding
+    error.
     """
     group = _group(compressor, layer)
     arrays = 2 if compressor.traits.contributes else 1
@@ -81,7 +82,7 @@ def _group(compressor: Compressor, layer: LayerSpec) -> Group:
 
 
 def answer(message: Message, context: StepContext) -> tuple[Reply, float]:
-    """What the pipeline would answer, were there one rank, and the seconds in which it made what it would send."""
+    """Answers a message as a world of one would; also returns the seconds that encoding the message took."""
     if isinstance(message, Reduce):
         return _coded(message, context)
     if isinstance(message, Sum):

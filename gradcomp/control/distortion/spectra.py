@@ -1,8 +1,8 @@
-"""What is left of a matrix without its best approximation of a rank, for many ranks at once.
+"""Measures a matrix without its best approximation of rank r, for many r at once.
 
-It is measured beside training, whose threads keep all cores busy. A BLAS that shares its work among threads then
-waits for them: the eigenvalues of a 400 x 400 matrix took 1,700 ms instead of 7. So products are cut into small
-ones, which BLAS makes on the calling thread, and only small matrices are handed to LAPACK.
+It runs beside training, whose threads keep all cores busy. A BLAS that shares its work among threads then waits for
+them: the eigenvalues of a 400 x 400 matrix took 1,700 ms instead of 7. So products are cut into small ones, which BLAS
+computes on the calling thread, and only small matrices are handed to LAPACK.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 POWER_STEPS = 5
-"""As many as Markov 2024, appendix B.2.2, found to be enough."""
+"""Number of power steps that Markov 2024, appendix B.2.2, found sufficient."""
 
-#: Side of the largest matrix that LAPACK gets if there is another way.
+#: Side of the largest matrix that is given to LAPACK, unless memory allows no other way.
 _LAPACK_SIDE = 128
 
-#: Products of square matrices with this side take one thread (OpenBLAS: of up to 2^18 multiplications).
+#: Products of square matrices of this side run on one thread (in OpenBLAS, up to 2^18 multiplications do).
 _SIDE = 64
 
 #: Elements that are converted to float64 at a time.
@@ -34,16 +34,16 @@ _PIECE = 1 << 18
 
 
 def rest_norms(matrix: Floats, ranks: Sizes, budget: Budget, *, seed: int, layer: int) -> Doubles:
-    """e_r = sqrt(sum over i > r of s_i^2), s_i the singular values in descending order, for every r in ``ranks``.
+    """Returns e_r = sqrt(sum over i > r of s_i^2) for every r in ``ranks``; s_i are the descending singular values.
 
-    Markov 2024, appendix B.2: from the matrix's product with itself or by power steps, whichever is cheaper; see
-    :func:`product_is_cheaper`.
+    They come from the matrix's product with itself or from power steps (Markov 2024, appendix B.2), whichever is
+    cheaper; see :func:`product_is_cheaper`.
 
     Args:
         matrix: float32, n x m, contiguous, finite, neither side 0.
         ranks: int64, each in 1..min(n, m).
-        budget: the cheaper way is left for the other one where it takes too much. ConfigError if both do.
-        seed: of what the steps start with.
+        budget: if the cheaper way takes too much memory, the other one is used. ConfigError if both do.
+        seed: seeds the first Q of the power steps.
         layer: hash of the layer, for the same.
     """
     largest = int(ranks.max())
@@ -58,14 +58,14 @@ def rest_norms(matrix: Floats, ranks: Sizes, budget: Budget, *, seed: int, layer
 
 
 def product_is_cheaper(shape: tuple[int, ...], largest_rank: int) -> bool:
-    """Whether the matrix's product with itself is to be preferred to power steps with so many columns.
+    """Returns true if the matrix's product with itself is cheaper than power steps with ``largest_rank`` columns.
 
     With k = min(n, m) and b the largest rank, in the time of a multiplication and addition of the product:
 
         by the product    n m k + 3 k^3             (the product, float64; its eigenvalues), if k is at most 128
         by power steps    n m (30 + 15 b) + 10^7    (10 products with b columns, float32, orthogonalisation; calls)
 
-    The paper's rule is O(n m k) against the sum over ranks of O(n m r); here one run serves all ranks.
+    The paper compares O(n m k) with the sum over ranks of O(n m r); here one run serves all ranks.
     """
     n, m = shape
     k = min(n, m)
@@ -73,41 +73,43 @@ def product_is_cheaper(shape: tuple[int, ...], largest_rank: int) -> bool:
 
 
 def product_bytes(shape: tuple[int, ...]) -> int:
-    """Memory of :func:`squared_singular_values`."""
+    """Returns the memory that :func:`squared_singular_values` takes."""
     k = min(shape)
     return 8 * (3 * k * k + 3 * max(_PIECE, _SIDE * k))
 
 
 def _steps_bytes(shape: tuple[int, ...], columns: int) -> int:
     n, m = shape
-    one = 9 if lowrank.numpy_multiplies(columns) else 4  # bytes of an element: what is left, and NumPy's
-    return one * n * m + 4 * columns * (n + m) + 128 * columns * m  # the latter for random numbers
+    one = (
+        9 if lowrank.numpy_multiplies(columns) else 4
+    )  # bytes per element of the rest, and of NumPy's copies
+    return one * n * m + 4 * columns * (n + m) + 128 * columns * m  # the last term is for random numbers
 
 
 # --- by the product -----------------------------------------------------------------------------------------
 
 
 def by_product(matrix: Floats, ranks: Sizes) -> Doubles:
-    """From the squared singular values."""
+    """Returns the norms of :func:`rest_norms`, computed from the squared singular values."""
     return _rest(squared_singular_values(matrix), 0.0, ranks)
 
 
 def squared_singular_values(matrix: Floats) -> Doubles:
-    """s_i^2, all of them, ascending: the eigenvalues of M M^T or M^T M, whichever is smaller, in float64.
+    """Returns all s_i^2, ascending: the eigenvalues of M M^T or M^T M, whichever is smaller, in float64.
 
-    They are good to about 2^-52 of the largest, and so norms made of them to about 1e-8 of the matrix's own.
+    They are accurate to about 2^-52 of the largest, so norms made of them to about 1e-8 of the matrix's own.
     """
     found: Doubles = np.maximum(np.linalg.eigvalsh(_product(_tall(matrix))), 0.0)
     return found
 
 
 def _tall(matrix: Floats) -> Floats:
-    """With at least as many rows as columns: a transpose has the same singular values."""
+    """Returns the matrix or its transpose, whichever has no more columns than rows; singular values are the same."""
     return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
 
 
 def _product(tall: Floats) -> Doubles:
-    """The lower triangle of M^T M, tile by tile."""
+    """Returns the lower triangle of M^T M, computed tile by tile."""
     columns = tall.shape[1]
     tiles = [slice(start, start + _SIDE) for start in range(0, columns, _SIDE)]
     product = np.zeros((columns, columns))
@@ -120,7 +122,7 @@ def _product(tall: Floats) -> Doubles:
 
 
 def _stacks(tall: Floats) -> Iterator[Doubles]:
-    """The rows in float64, as stacks of matrices with 64 rows each; the last ones have what is left."""
+    """Yields the rows in float64, as stacks of matrices with 64 rows each; the last matrix may have fewer."""
     rows, columns = tall.shape
     step = _SIDE * max(1, _PIECE // (_SIDE * columns))
     whole = rows // _SIDE * _SIDE
@@ -131,8 +133,8 @@ def _stacks(tall: Floats) -> Iterator[Doubles]:
 
 
 def _rest(inside: Doubles, outside: float, ranks: Sizes) -> Doubles:
-    """sqrt(outside + all but the r largest of ``inside``) for every r; ``inside`` ascends."""
-    # From the smallest, so that nothing cancels.
+    """Returns sqrt(outside + all but the r largest of ``inside``) for every r; ``inside`` ascends."""
+    # The smallest are summed first, so that nothing cancels.
     sums = np.cumsum(np.append(outside, inside))
     norms: Doubles = np.sqrt(sums[len(inside) - ranks])
     return norms
@@ -142,22 +144,26 @@ def _rest(inside: Doubles, outside: float, ranks: Sizes) -> Doubles:
 
 
 def by_power_steps(matrix: Floats, ranks: Sizes, *, seed: int, layer: int) -> Doubles:
-    """From ``POWER_STEPS`` steps of PowerSGD at the largest rank b, with its kernels, from a layer's first Q.
+    """Returns the norms of :func:`rest_norms` from ``POWER_STEPS`` steps of PowerSGD at the largest rank b.
+
+    The steps use PowerSGD's kernels and the layer's initial Q:
 
     P <- orthonormal M Q and Q <- M^T P, five times; s = the singular values of the last Q; then
 
         e_r^2 = ||M - P Q^T||^2 + sum over r < i <= b of s_i^2
 
-    is the error of the best approximation of rank r whose columns are in the span of P: never below the optimum, and
-    never above that of as many steps at rank r, whose span is part of this one. (The paper makes a run for each rank,
-    O(n m r) each; this is one run, O(n m b).) Sums are float32: good to about 1e-6 of the matrix's norm.
+    is the error of the best approximation of rank r whose columns are in the span of P. It is never below the optimum,
+    and never above that of as many steps at rank r, whose span is part of this one. (The paper runs each rank
+    separately, O(n m r) each; this is one run, O(n m b).) Sums are float32: accurate to about 1e-6 of the matrix's
+    norm.
     """
     n, m, b = *matrix.shape, int(ranks.max())
     rest = np.empty(matrix.size, dtype=np.float32)
     table = np.zeros(1, dtype=SEGMENT)
     table["gradient"], table["next_residual"] = matrix.ctypes.data, rest.ctypes.data
     table["length"], table["dtype"] = matrix.size, FLOAT32
-    # To a norm of about 1, so that no product overflows or vanishes; as a float32 the factor does not either.
+    # The matrix is scaled to a norm of about 1, so that no product overflows or underflows; the exponent is limited so
+    # that the factor, a float32, does not either.
     exponent = int(np.frexp(np.sqrt(_energy(table)))[1])
     scale = 2.0 ** min(max(exponent, -126), 126)
     factor = np.array([1.0 / scale], dtype=np.float32)
