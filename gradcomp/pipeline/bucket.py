@@ -184,7 +184,7 @@ class BucketProgram:
     def _phase(self, number: int) -> Phase:
         """What kernels do between two rounds, of all groups together."""
         if number == len(self._phases):
-            self._phases.append(Phase())
+            self._phases.append(Phase(self.bucket.device))
         return self._phases[number]
 
     def _reduce(self, reduction: Reduction, at: Round, context: StepContext) -> Program:

@@ -158,7 +158,7 @@ class FusedGather:
         self._space: dict[int, Bytes] = {}
         self._flags: dict[int, Bytes] = {}
         self._used: dict[int, int] = {}
-        self._writing = Phase()  # of what was selected
+        self._writing = Phase(bucket.device)  # of what was selected
         self._announced = Announced(self._layers, role.rank, role.world, varying) if varying else None
         fixed = all(isinstance(message, Gather) and message.fixed for message in messages.values())
         self._in_place = fixed and role.all_train

@@ -31,6 +31,11 @@ class Bucket:
     header_index: tuple[Sizes, ...]
 
     @property
+    def device(self) -> Device:
+        """Where the gradients are."""
+        return self.groups[0].device
+
+    @property
     def elements(self) -> int:
         """Elements of all groups."""
         return sum(group.elements for group in self.groups)

@@ -15,6 +15,7 @@ from gradcomp.core.scheme import Scheme
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
+from gradcomp.kernels.devices import Device
 from gradcomp.kernels.pending import Pending
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import BucketFlags, ByteHeader
@@ -86,6 +87,11 @@ class Part:
     codec: Codec
     group: Group
     header_index: Sizes
+
+
+def device_of(parts: Sequence[Part]) -> Device:
+    """Where the gradients of a bucket are, of which these are parts: its kernels work on all messages."""
+    return parts[0].group.device
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,24 @@ def test_a_bucket_waits_once_in_a_phase_though_its_parts_have_codecs_of_their_ow
     ranks.step()
     before = gpu.driver.waited, gpu.driver.synchronized
     ranks.step()
-    # Encode and decode. The mean of what the host's messages hold is the host's.
-    assert gpu.driver.waited - before[0] == 2
+    # Encode, mean, decode.
+    assert gpu.driver.waited - before[0] == 3
     assert gpu.driver.synchronized == before[1]
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_codes_in_messages_of_the_host_are_added_by_the_device(feedback: bool, gpu: Any) -> None:
+    """An owner's table has no address without feedback: the device is known all the same."""
+    layers = [LayerSpec(f"{i}.weight", (24, 40), "float32", "weight") for i in range(8)]
+    compressor = Quantize(4, bucket_size=64, feedback=feedback)
+    ranks = Simulation(layers, compressor, 2, devices=[gpu, HOST], slice_elements=24 * 40)
+    assert len(ranks.pipelines[0].layout.buckets) == 8
+    ranks.step()
+    before, launched = gpu.driver.waited, len(gpu.driver.launched)
+    ranks.step()
+    assert gpu.driver.waited - before == 24
+    names = [name for name, _ in gpu.driver.launched[launched:]]
+    assert sum(name.startswith("reduce_") for name in names) == 8
 
 
 def test_what_is_encoded_is_not_copied_up_before(gpu: Any) -> None:
@@ -50,7 +65,7 @@ def test_what_is_encoded_is_not_copied_up_before(gpu: Any) -> None:
     ranks.step()
     payload = ranks.pipelines[0].layout.buckets[0].payload_bytes
     tables = 2 * sum(len(group.table) + 2 for group in ranks.pipelines[0].layout.buckets[0].groups)
-    encode, decode = uploaded
+    encode, _, decode = uploaded
     assert decode - encode > payload - 256 * tables
 
 

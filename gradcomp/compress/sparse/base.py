@@ -152,7 +152,7 @@ class Sparse(Compressor):
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """One Gather. On a device a selection of known size is encoded in the call that finds it, else in the next."""
-        form = group.scratch.once("format", lambda: self.format(group.table, group.scratch.device))
+        form = group.scratch.once("format", lambda: self.format(group.table, group.device))
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(form.limits, form.device))
         flags = group.scratch.once("flags", lambda: np.zeros(len(group.table), dtype=np.uint8))
         on_device = form.device is not HOST
