@@ -98,7 +98,8 @@ def device_of(parts: Sequence[Part]) -> Device:
 class Memory:
     """What reductions work in, beside what a binding refers to.
 
-    ``messages``: for messages that travel, of which this program touches their headers only. ``local``: for messages
+    ``messages``: for messages that travel, of which this program touches their headers only; of a GPU's gradients
+    they are on the GPU, or in pinned memory. ``local``: for messages
     that stay on this rank; kernels of the gradients' device can be given addresses in them. The two are the same
     function where whatever lies on the device can be sent from there.
     """

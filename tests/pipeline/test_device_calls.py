@@ -93,3 +93,64 @@ def test_kernels_find_chunks_where_vectors_can_be_loaded(world: int, gpu: Any) -
     assert all(address % 4 == 0 for addresses in seen.values() for address in addresses)
     for name in ("encode_stochastic", "decode"):  # layers that travel exactly lie behind those
         assert sum(address % 16 == 0 for address in seen[name]) >= world
+
+
+@pytest.mark.parametrize("reduction", ["sra", "all_to_all"])
+def test_payloads_are_copied_from_messages_and_into_them_by_the_device(reduction: str, gpu: Any) -> None:
+    """What the transport sends and receives is what the device copies: nothing is copied in between."""
+    layers = [LayerSpec("weight", (512, 1024), "float32", "weight")]
+    settings: dict[str, Any] = {"slice_elements": 1 << 20, "reduction": reduction}
+    ranks = Simulation(layers, Quantize(4), 2, devices=[gpu, HOST], **settings)
+    alone = Simulation(layers, Quantize(4), 2, **settings)
+    (bucket,) = ranks.pipelines[0].layout.buckets
+    gradients = ranks.gradients()
+    ranks.step(gradients)
+    alone.step(gradients)
+    copies, driver = Copies(gpu.driver), gpu.driver
+    moved = messages_of(ranks.pipelines[0].transport)
+    waited = driver.waited
+    found, expected = ranks.step(gradients), alone.step(gradients)
+    assert found.mean(0).tobytes() == expected.mean(0).tobytes()
+    # In halves. Up: two of a sum, both of the mean; or two wholes of a sum, which stays there. Down: what is encoded,
+    # and the mean of one half.
+    up, down = (4, 3) if reduction == "sra" else (4, 2)
+    for copied, halves in ((copies.up, up), (copies.down, down)):
+        in_messages = [
+            size for at, size in copied if any(begin <= at < begin + nbytes for begin, nbytes in moved)
+        ]
+        assert sum(in_messages) >= halves * bucket.payload_bytes // 2
+        assert sum(size for _, size in copied) - sum(in_messages) < bucket.payload_bytes // 4
+    assert driver.waited - waited == 3
+
+
+class Copies:
+    """Host addresses and sizes of what a device copies from now on."""
+
+    def __init__(self, driver: Any) -> None:
+        self.up: list[tuple[int, int]] = []
+        self.down: list[tuple[int, int]] = []
+        upload, download = driver.upload, driver.download
+        driver.upload = lambda address, source: (
+            self.up.append((source.ctypes.data, source.nbytes)),
+            upload(address, source),
+        )
+        driver.download = lambda target, address: (
+            self.down.append((target.ctypes.data, target.nbytes)),
+            download(target, address),
+        )
+
+
+def messages_of(transport: Any) -> list[tuple[int, int]]:
+    """Addresses and sizes of all that the transport is given from now on."""
+    given: list[tuple[int, int]] = []
+    for name in ("alltoallv", "allgatherv"):
+        call = getattr(transport, name)
+
+        def noted(*arguments: Any, call: Any = call) -> Any:
+            given.extend(
+                (each.ctypes.data, each.nbytes) for each in arguments if isinstance(each, np.ndarray)
+            )
+            return call(*arguments)
+
+        setattr(transport, name, noted)
+    return given

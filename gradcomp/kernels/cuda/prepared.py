@@ -15,6 +15,7 @@ from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.driver import Bytes, Driver
 from gradcomp.kernels.cuda.layout import Layout, Source, Staging, Started
 from gradcomp.kernels.cuda.mirrors import is_mirror
+from gradcomp.kernels.cuda.pinned import is_pinned
 from gradcomp.kernels.routines import Routine
 from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
@@ -350,12 +351,13 @@ def fixed_columns(table: SegmentTable) -> bytes:
     return np.frombuffer(table, np.uint8).reshape(len(table), -1)[:, _FIXED_FROM:].tobytes()
 
 
-def place_of(array: Any) -> tuple[int, bool]:
-    """Size of an array, and whether it lies on a device."""
+def place_of(array: Any) -> tuple[int, str]:
+    """Size of an array, and in which kind of memory it lies."""
     if type(array) is np.ndarray:
-        return len(array), False
-    on_device = is_mirror(array) or hasattr(array, "__cuda_array_interface__")
-    return len(array), on_device
+        return len(array), "host"
+    if is_mirror(array) or hasattr(array, "__cuda_array_interface__"):
+        return len(array), "device"
+    return len(array), "pinned" if is_pinned(array) else "host"
 
 
 def source_of(number: int, members: Any, rows: int) -> Source:
