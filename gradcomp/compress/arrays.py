@@ -42,7 +42,7 @@ class GroupArray:
         self.slices = [slice(begin, end) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
         self._group = group
         self._offsets = 4 * begins
-        on_host = group.scratch.device is HOST
+        on_host = group.device is HOST
         self._values = np.zeros(group.elements, dtype=np.float32)
         self._vector = HostVector(self._values) if on_host else group.scratch.vector("array", group.elements)
         self._ones = np.ones(len(begins), dtype=np.float32)
@@ -58,7 +58,7 @@ class GroupArray:
         table["next_residual"] = self._addresses()
         flags = np.zeros(len(table), dtype=np.uint8)
         selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
-        if self._group.scratch.device is not HOST:
+        if self._group.device is not HOST:
             self._values[:] = self._vector.read(0, len(self._values))
         return self._values, flags
 

@@ -6,10 +6,10 @@ The functions take a segment table (see `segments`) and serve a whole group per 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from gradcomp.kernels import bodies, reference, reference_checksum, reference_compact
 from gradcomp.kernels.bodies import body, use
+from gradcomp.kernels.devices import Device
 from gradcomp.kernels.pending import DONE, Pending
 from gradcomp.kernels.routines import Routine
 from gradcomp.kernels.segments import (
@@ -118,20 +118,13 @@ compact = bodies.kernel(reference_compact.compact)
 restore = bodies.kernel(reference_compact.restore)
 
 
-def together(*arguments: Any, routine: Routine | None = None) -> AbstractContextManager[Pending]:
-    """encode, decode, decode_add and reduce of a device become one call, which is started at the end of the block.
+def together(device: Device, routine: Routine | None = None) -> AbstractContextManager[Pending]:
+    """Kernels of the device become one call, which is started at the end of the block.
 
-    ``arguments``: tables with their addresses, and messages; the device is that of the first that lies on one. The
-    results are there once what the block is given is finished. On the host each kernel runs at once. Codecs that are
-    told ``on=`` the block's ``kernels`` need not look again where their arguments lie. ``routine``: of the same block,
-    if it comes in every step; then tables are checked once.
+    The results are there once what the block is given is finished. On the host each kernel runs at once. ``routine``:
+    of the same block, if it comes in every step; then tables are checked once.
     """
-    device = None if routine is None else routine.device
-    if device is None:
-        device = bodies.device_of(arguments)
-        if device is None:
-            return nullcontext(DONE)
-        if routine is not None:
-            routine.device = device
-    found: AbstractContextManager[Pending] = device.together(device, routine)
+    if device.kernels is None:
+        return nullcontext(DONE)
+    found: AbstractContextManager[Pending] = device.kernels.together(routine)
     return found

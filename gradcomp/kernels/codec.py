@@ -31,8 +31,8 @@ class Codec:
 
     ``kind`` is one of the codec constants of :mod:`gradcomp.kernels.segments`. ``stochastic`` rounds to the upper
     level with probability (v - lower) / (upper - lower) (Markov 2024, section 2.2.3), else to the nearest.
-    ``magnitudes`` belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`). ``on``: the
-    kernels of a device, for callers who know where the table's memory is (:func:`gradcomp.kernels.together`).
+    ``magnitudes`` belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`). ``on``: a device's
+    ``kernels``, for callers who know where gradients are; without, kernels run where the table's memory is.
     """
 
     kind: int
@@ -79,9 +79,9 @@ class Codec:
             self.kind, table, payload, flags, divisor=divisor, scale=scale, magnitudes=self.magnitudes
         )
 
-    def add(self, table: Table, payload: Bytes) -> None:
+    def add(self, table: Table, payload: Bytes, on: Any = None) -> None:
         """output <- output + value, in float32."""
-        kernels.decode_add(self.kind, table, payload, scale=1.0, magnitudes=self.magnitudes)
+        (on or kernels).decode_add(self.kind, table, payload, scale=1.0, magnitudes=self.magnitudes)
 
     def reduce(
         self,
@@ -164,6 +164,11 @@ class Group:
     follows_rate: bool = False
     prepared: bool = False
     scratch: Scratch = field(default_factory=Scratch)
+
+    @property
+    def device(self) -> Device:
+        """Where the gradients are."""
+        return self.scratch.device
 
     @property
     def elements(self) -> int:

@@ -27,14 +27,16 @@ _INSTALL = "pip install 'gradcomp[cuda13]', or 'gradcomp[cuda12]' where CUDA is 
 
 @dataclass(frozen=True)
 class Device:
-    """One place: its memory, its kernels (see :func:`gradcomp.kernels.bodies.bring`) and its order of work.
+    """One place: its memory, its kernels and its order of work.
 
-    ``name``: as frameworks write it. ``zeros``: allocates float32 in the memory that its kernels work on.
+    ``name``: as frameworks write it. ``zeros``: allocates float32 in the memory that its kernels work on. ``kernels``:
+    a GPU's; None of the host, whose kernels are those of :mod:`gradcomp.kernels`.
     """
 
     name: str
     zeros: Zeros = host_zeros
     driver: Driver | None = None
+    kernels: Any = None
 
     @property
     def is_late(self) -> bool:
@@ -129,9 +131,9 @@ def _package(who: str) -> Any:
 
 
 def on(name: str, driver: Driver) -> Device:
-    """The device behind a driver; kernels run there for tables of its memory, from now on."""
+    """The device behind a driver; kernels that are not told where to run do so there for tables of its memory."""
     from gradcomp.kernels.cuda.body import CudaKernels
 
-    bodies.bring(name, CudaKernels(driver), driver.reaches)
-
-    return Device(name, partial(DeviceVector.zeros, driver), driver)
+    kernels = CudaKernels(driver)
+    bodies.bring(name, kernels, driver.reaches)
+    return Device(name, partial(DeviceVector.zeros, driver), driver, kernels)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Pending(Protocol):
-    """A call under way. Until it is finished its arrays must stay as they are.
-
-    ``kernels``: where what belongs to the call runs; None: wherever its arguments lie.
-    """
-
-    kernels: Any
+    """A call under way. Until it is finished its arrays must stay as they are."""
 
     def done(self) -> bool:
         """Whether :meth:`finish` would not wait. Never blocks; DeviceError if the device has failed."""
@@ -24,8 +19,6 @@ class Pending(Protocol):
 
 class _Done:
     """A call of the host: complete when it returns."""
-
-    kernels: Any = None
 
     def done(self) -> bool:
         return True

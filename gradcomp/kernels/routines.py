@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
-from gradcomp.kernels import bodies
+from gradcomp.kernels.devices import Device
 from gradcomp.kernels.pending import Pending
 
 _thread = threading.local()
@@ -34,10 +34,9 @@ class Routine:
     anything is new; if nothing is, none of them is asked. On the host the kernels run one by one, every time.
     """
 
-    __slots__ = ("arrays", "device", "prepared", "runs")
+    __slots__ = ("arrays", "prepared", "runs")
 
     def __init__(self) -> None:
-        self.device: Any = None  # its kernels; None on the host, or as long as nobody knows
         # What the device keeps: the call, its arrays, and what it was put together from.
         self.prepared: Any = None
         self.arrays: Sequence[Any] = ()
@@ -53,14 +52,18 @@ class _Kept(NamedTuple):
 
 
 class Phase:
-    """What is done in one phase of a bucket in every step: mostly the same calls, or those of some steps before."""
+    """What is done in one phase of a bucket in every step: mostly the same calls, or those of some steps before.
+
+    ``device``: where the gradients are.
+    """
 
     #: Routines that are kept: state that alternates between two places has two.
     MOST = 2
 
-    __slots__ = ("_kept",)
+    __slots__ = ("_kept", "device")
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self.device = device
         self._kept: list[_Kept] = []  # what ran last comes last
 
     def collecting(self) -> Collected:
@@ -97,13 +100,12 @@ class Collected:
     From then on it is a :class:`gradcomp.kernels.pending.Pending`.
     """
 
-    __slots__ = ("_call", "_is_new", "_one", "_parts", "_phase", "kernels")
+    __slots__ = ("_call", "_is_new", "_kernels", "_one", "_parts", "_phase")
 
     def __init__(self, phase: Phase) -> None:
-        self._phase = phase
+        self._phase, self._kernels = phase, phase.device.kernels
         self._parts: list[_Part] = []
         self._call: Pending | None = None
-        self.kernels: Any = None
 
     def __enter__(self) -> Collected:
         assert getattr(_thread, "parts", None) is None, "a phase is no part of another one"
@@ -124,21 +126,20 @@ class Collected:
         self._is_new = one is None
         if one is None:
             one = _Kept(keys, given, Routine())
-            one.routine.device = bodies.device_of(given)
-        self._one, device = one, one.routine.device
-        if device is None:
+        self._one = one
+        if self._kernels is None:
             for part in parts:
                 part.work()
             self._conclude()
             return
         try:
             if self._is_new:
-                with device.together(device, one.routine) as started:
+                with self._kernels.together(one.routine) as started:
                     for part in parts:
                         part.work()
                 self._call = started
             else:
-                self._call = device.start_again(one.routine)
+                self._call = self._kernels.start_again(one.routine)
         except ValueError:
             self._failed()
             raise
@@ -156,7 +157,7 @@ class Collected:
         try:
             call.finish()
             if self._is_new and one.routine.prepared is not None:
-                one.routine.device.finalise(one.routine, one.given)
+                self._kernels.finalise(one.routine, one.given)
         except ValueError:
             self._failed()
             raise

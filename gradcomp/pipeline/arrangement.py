@@ -21,6 +21,7 @@ from gradcomp.core.state import Begin, Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.cuda.mirrors import mirror
+from gradcomp.kernels.cuda.pinned import pinned
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.bucket import BucketProgram
@@ -182,8 +183,11 @@ def _momentum(compressor: Compressor) -> float:
 
 
 def memory_on(device: Device, transport: Transport) -> Memory:
-    """Return the allocators of messages, which the transport sends, and of buffers near the device's kernels."""
+    """Return the allocators of messages, which the transport sends, and of buffers near the device's kernels.
+
+    A transport that sends from any memory of the host gets pinned memory, from and to which the device itself copies.
+    """
     messages = local = transport.allocator(device)
     if device.driver is not None and messages is host_allocator:
-        local = partial(mirror, device.driver)
+        messages, local = partial(pinned, device.driver), partial(mirror, device.driver)
     return Memory(messages, local)

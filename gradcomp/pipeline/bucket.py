@@ -150,7 +150,7 @@ class BucketProgram:
     def _phase(self, number: int) -> Phase:
         """Return the device call of all groups before round ``number``."""
         if number == len(self._phases):
-            self._phases.append(Phase())
+            self._phases.append(Phase(self.bucket.device))
         return self._phases[number]
 
     def _reduce(self, reduction: Reduction, at: Round, context: StepContext) -> Program:

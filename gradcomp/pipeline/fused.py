@@ -157,7 +157,7 @@ class FusedGather:
         self._space: dict[int, Bytes] = {}
         self._flags: dict[int, Bytes] = {}
         self._used: dict[int, int] = {}
-        self._writing = Phase()  # the device call that writes what was selected
+        self._writing = Phase(bucket.device)  # the device call that writes what was selected
         self._announced = Announced(self._layers, rank, world, varying) if varying else None
         self._in_place = all(isinstance(message, Gather) and message.fixed for message in messages.values())
         if not self._in_place:

@@ -31,6 +31,11 @@ class Bucket:
     header_index: tuple[Sizes, ...]
 
     @property
+    def device(self) -> Device:
+        """Where the gradients are."""
+        return self.groups[0].device
+
+    @property
     def elements(self) -> int:
         """Return how many elements all groups have together."""
         return sum(group.elements for group in self.groups)

@@ -11,7 +11,6 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Residuals
 from gradcomp.core.statistics import Statistics
 from gradcomp.core.trace import Trace
-from gradcomp.kernels import bodies
 from gradcomp.kernels.codec import Table
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
@@ -50,7 +49,7 @@ def rehearse(
     registry = GradientRegistry(layers)
     registry.gradients[:] = registry.outputs[:] = memory.address
     times = Times(Trace(1), Statistics())
-    with bodies.on_device(memory.address).rehearsing():
+    with device.kernels.rehearsing():
         for program in programs:
             bucket = program.bucket
             flags = BucketFlags(np.full(len(bucket.layers) + 1, PRESENT, dtype=np.uint8))

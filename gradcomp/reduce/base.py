@@ -15,6 +15,7 @@ from gradcomp.core.scheme import Scheme
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
+from gradcomp.kernels.devices import Device
 from gradcomp.kernels.pending import Pending
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import BucketFlags, ByteHeader
@@ -88,11 +89,17 @@ class Part:
     header_index: Sizes
 
 
+def device_of(parts: Sequence[Part]) -> Device:
+    """Where the gradients of a bucket are, of which these are parts: its kernels work on all messages."""
+    return parts[0].group.device
+
+
 @dataclass(frozen=True)
 class Memory:
     """What reductions work in, beside what a binding refers to.
 
-    ``messages``: for messages that travel, of which this program touches their headers only. ``local``: for messages
+    ``messages``: for messages that travel, of which this program touches their headers only; of a GPU's gradients
+    they are on the GPU, or in pinned memory. ``local``: for messages
     that stay on this rank; kernels of the gradients' device can be given addresses in them. The two are the same
     function where whatever lies on the device can be sent from there.
     """

@@ -13,7 +13,18 @@ from gradcomp import kernels
 from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import FLOAT32, byte_offsets
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.base import HOST_MEMORY, Addresses, Binding, Bytes, Memory, Message, Part, Rounds, Waits
+from gradcomp.reduce.base import (
+    HOST_MEMORY,
+    Addresses,
+    Binding,
+    Bytes,
+    Memory,
+    Message,
+    Part,
+    Rounds,
+    Waits,
+    device_of,
+)
 from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader
 
 
@@ -168,14 +179,15 @@ def encode(
 
     c = scale g + decay r; target <- encode(c); next residual <- c - decode(target).
     """
+    device = device_of(parts)
     with binding.span("compress"):
         for part, mine in zip(parts, segments, strict=True):
             binding.sources(mine.table, mine.layers, part.group, mine.offsets)
         noted = [mine.flags() for mine in segments]
-        with kernels.together(*(mine.table for mine in segments), routine=segments[0].routine) as started:
+        with kernels.together(device, segments[0].routine) as started:
             for part, mine, found in zip(parts, segments, noted, strict=True):
                 scale, decay = part.group.scale(context.scale), part.group.decay_at(context.rate_ratio)
-                part.codec.encode(mine.table, target, found, context.draw, scale, decay, started.kernels)
+                part.codec.encode(mine.table, target, found, context.draw, scale, decay, device.kernels)
     if not started.done():
         yield started
     with binding.span("compress"):
@@ -194,14 +206,15 @@ def decode(
     divisor: float,
 ) -> Rounds:
     """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
+    device = device_of(parts)
     with binding.span("decompress"):
         nonfinite = flags.nonfinite.view(np.uint8)
         for mine in segments:
             binding.outputs(mine.table, mine.layers, mine.offsets)
         noted = [nonfinite.take(mine.header_index, 0, mine.noted, "clip") for mine in segments]
-        with kernels.together(*(mine.table for mine in segments), routine=segments[0].routine) as started:
+        with kernels.together(device, segments[0].routine) as started:
             for part, mine, found in zip(parts, segments, noted, strict=True):
-                part.codec.decode(mine.table, source, found, divisor, context.unscale_mean, started.kernels)
+                part.codec.decode(mine.table, source, found, divisor, context.unscale_mean, device.kernels)
     if not started.done():
         yield started
     with binding.span("decompress"):

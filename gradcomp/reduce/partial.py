@@ -13,7 +13,7 @@ from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec
 from gradcomp.kernels.segments import BF16, FP32, VOTE
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.base import Addresses, Binding, Bytes, Part, Waits
+from gradcomp.reduce.base import Addresses, Binding, Bytes, Part, Waits, device_of
 from gradcomp.reduce.chunks import Chunks, ChunkSegments, encode
 from gradcomp.reduce.header import BucketFlags
 from gradcomp.reduce.registry import with_partial_sums
@@ -81,9 +81,12 @@ class PartialSums:
                 # To the kernel, what the rank adds is the residual of the sum.
                 own.table["next_residual"] = contribute(part, mine, where, found, context, binding)
                 own.table["residual"] = where
-            with kernels.together(*(own.table for own in sums), message) as started:
+            device = device_of(self._parts)
+            with kernels.together(device) as started:
                 for part, own, found in zip(self._parts, sums, noted, strict=True):
-                    part.codec.reduce(own.table, received, message, found, context.draw, 1.0)
+                    part.codec.reduce(
+                        own.table, received, message, found, context.draw, 1.0, on=device.kernels
+                    )
         if not started.done():
             yield started
         with binding.span("reduce"):

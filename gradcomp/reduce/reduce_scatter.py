@@ -23,6 +23,7 @@ from gradcomp.reduce.base import (
     Part,
     Rounds,
     Waits,
+    device_of,
     exchange,
 )
 from gradcomp.reduce.chunks import Chunks, encode
@@ -140,18 +141,18 @@ class ReduceScatter:
         r is the second residual. Draws are the same on every rank, so who owns what changes no bit.
         """
         shared = Draw(context.draw.seed, context.draw.step, OWNER_RANK)
+        device = device_of(self._chunks.parts)
         with binding.span("reduce"):
             for part, segments in zip(self._chunks.parts, self._own, strict=True):
                 if part.group.feedback:
                     binding.owned(segments.table, segments.rows)
             noted = [segments.flags() for segments in self._own]
             divisor = float(self._roles.contributions)
-            tables, routine = [segments.table for segments in self._own], self._own[0].routine
-            with kernels.together(*tables, target, routine=routine) as started:
+            with kernels.together(device, self._own[0].routine) as started:
                 for part, segments, found in zip(self._chunks.parts, self._own, noted, strict=True):
                     decay = part.group.decay_at(context.rate_ratio)
                     part.codec.reduce(
-                        segments.table, self._payloads, target, found, shared, divisor, decay, started.kernels
+                        segments.table, self._payloads, target, found, shared, divisor, decay, device.kernels
                     )
         if not started.done():
             yield started

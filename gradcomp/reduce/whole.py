@@ -11,7 +11,7 @@ from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.cuda.mirrors import address_of
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.base import Binding, Bytes, Message, Part, Rounds, Waits
+from gradcomp.reduce.base import Binding, Bytes, Message, Part, Rounds, Waits, device_of
 from gradcomp.reduce.chunks import Chunks, ChunkSegments, decode
 from gradcomp.reduce.header import BucketFlags
 from gradcomp.transport.base import Allocator
@@ -40,7 +40,7 @@ class WholeCodes:
     """
 
     def __init__(self, parts: Sequence[Part], layers: int, world: int, allocate: Allocator) -> None:
-        self._world = world
+        self._world, self._device = world, device_of(parts)
         self.codes = Chunks(parts, layers, 1)
         self.dense = Chunks(as_float32(parts), layers, 1)
         self.sum = floats(self.dense, allocate)
@@ -58,13 +58,14 @@ class WholeCodes:
                 segments.table["output"] = np.uint64(address_of(self.sum)) + places
                 if part.codec.kind == VOTE:
                     self._count(part.codec, segments, payloads, context)
-            with kernels.together(*(segments.table for segments in self._places), self.sum) as started:
+            with kernels.together(self._device) as started:
                 for part, segments in zip(self.codes.parts, self._places, strict=True):
                     if part.codec.kind == VOTE:
                         continue
-                    part.codec.decode(segments.table, payloads[0], segments.flags())
+                    on = self._device.kernels
+                    part.codec.decode(segments.table, payloads[0], segments.flags(), on=on)
                     for payload in payloads[1:]:
-                        part.codec.add(segments.table, payload)
+                        part.codec.add(segments.table, payload, on)
         if not started.done():
             yield started
         with binding.span("reduce"):
@@ -76,9 +77,9 @@ class WholeCodes:
         """The majority is what the codec makes of the mean; times N, as all others."""
         majority: Bytes = np.zeros(self.codes.sizes[0], dtype=np.uint8)
         flags = segments.flags()
-        shared = Draw(context.draw.seed, context.draw.step, OWNER_RANK)
-        codec.reduce(segments.table, payloads, majority, flags, shared, float(self._world))
-        codec.decode(segments.table, majority, flags, scale=float(self._world))
+        shared, on = Draw(context.draw.seed, context.draw.step, OWNER_RANK), self._device.kernels
+        codec.reduce(segments.table, payloads, majority, flags, shared, float(self._world), on=on)
+        codec.decode(segments.table, majority, flags, scale=float(self._world), on=on)
 
     def decode(self, message: Bytes, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """output <- unscale (sum / N), NaN in layers that are not finite; flags by part and segment."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.base import Bytes, Transport
+from gradcomp.transport.base import Bytes, Transport, parts_of
 from gradcomp.transport.control import ControlChannel, StoreSilentError
 from gradcomp.transport.sockets import cut, hung_up, open_sockets
 
@@ -134,8 +134,10 @@ class TorchTransport(Transport):
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
         """See :class:`Transport`."""
         self.bytes_sent += (self.size - 1) * counts[self.rank]
-        start = sum(counts[: self.rank])
-        copies = np.tile(buffer[start : start + counts[self.rank]], self.size)
+        parts = parts_of(buffer, counts)
+        if self.size == 2 and max(counts) >= _BOTH_WAYS_BYTES:
+            return self._both_ways(torch.from_numpy(parts[1 - self.rank]), torch.from_numpy(parts[self.rank]))
+        copies = np.tile(parts[self.rank], self.size)
         return self._alltoall(
             torch.from_numpy(buffer), torch.from_numpy(copies), list(counts), [counts[self.rank]] * self.size
         )
@@ -145,27 +147,25 @@ class TorchTransport(Transport):
     ) -> _Handle:
         peer = 1 - self.rank
         if self.size == 2 and max(out_splits[peer], in_splits[peer]) >= _BOTH_WAYS_BYTES:
-            return self._both_ways(target, source, out_splits, in_splits)
+            received, sent = torch.split(target, out_splits), torch.split(source, in_splits)
+            received[self.rank].copy_(sent[self.rank])
+            return self._both_ways(received[peer], sent[peer])
         return self._issue(
             lambda: [self.group.alltoall_base(target, source, out_splits, in_splits)], target, source
         )
 
-    def _both_ways(
-        self, target: torch.Tensor, source: torch.Tensor, out_splits: list[int], in_splits: list[int]
-    ) -> _Handle:
+    def _both_ways(self, received: torch.Tensor, sent: torch.Tensor) -> _Handle:
         """Between two ranks: what rank 0 sends by the first group, what rank 1 sends by the second."""
-        received, sent = torch.split(target, out_splits), torch.split(source, in_splits)
-        received[self.rank].copy_(sent[self.rank])
-        peer, nothing = 1 - self.rank, source[:0]
+        peer, nothing = 1 - self.rank, sent[:0]
         none, there, back = [0, 0], [0, 0], [0, 0]
-        there[peer], back[peer] = in_splits[peer], out_splits[peer]
+        there[peer], back[peer] = len(sent), len(received)
         return self._issue(
             lambda: [
-                self._groups[self.rank].alltoall_base(nothing, sent[peer], none, there),
-                self._groups[peer].alltoall_base(received[peer], nothing, back, none),
+                self._groups[self.rank].alltoall_base(nothing, sent, none, there),
+                self._groups[peer].alltoall_base(received, nothing, back, none),
             ],
-            target,
-            source,
+            received,
+            sent,
         )
 
     def _issue(self, call: Any, *tensors: torch.Tensor) -> _Handle:

@@ -91,6 +91,7 @@ class CpuDriver:
         self._reached: dict[int, int] = {}  # memory of the device: where it begins and ends
         # What of it was freed: a finalizer that removed it may run inside a copy of the dict, which is broken then.
         self._freed: deque[int] = deque()
+        self._pinned: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
         self.gaps: list[tuple[int, int]] = []  # addresses and sizes, of what no kernel may touch
 
     def make_current(self) -> None:
@@ -119,12 +120,24 @@ class CpuDriver:
         return whole[-key % 256 :][:nbytes]
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        return np.full(nbytes, _PATTERN, dtype=np.uint8)
+        found = np.full(nbytes, _PATTERN, dtype=np.uint8)
+        self._pinned[found.ctypes.data] = found
+        return found
+
+    def _check_pinned(self, array: np.ndarray) -> None:
+        """Other memory of the host is copied while the caller waits."""
+        begin = array.ctypes.data
+        assert any(
+            first <= begin and begin + array.nbytes <= first + each.nbytes
+            for first, each in list(self._pinned.items())
+        ), "copied from memory that is not pinned, or to such"
 
     def upload(self, address: int, source: np.ndarray) -> None:
+        self._check_pinned(source)
         ctypes.memmove(address, source.ctypes.data, source.nbytes)
 
     def download(self, target: np.ndarray, address: int) -> None:
+        self._check_pinned(target)
         self._downloads.append((target, ctypes.string_at(address, target.nbytes)))
 
     def zero(self, address: int, nbytes: int) -> None:

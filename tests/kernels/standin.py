@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,9 @@ def device(name: str = "stand-in", order: int = 0) -> Iterator[tuple[Device, Any
     before, bodies._routed = bodies._routed, _Unmixed(driver)
     try:
         place = devices.on(name, driver)
-        strict = _Strict(bodies._routed.devices[name][0], driver)
+        strict = _Strict(place.kernels, driver)
         bodies.bring(name, strict, driver.reaches)
         with lists_for_kernels_alone():
-            yield place, strict
+            yield replace(place, kernels=strict), strict
     finally:
         bodies._routed = before

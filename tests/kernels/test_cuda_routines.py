@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp.kernels import bodies, indices, routines
+from gradcomp.kernels import indices, routines
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.routines import Phase
 
 
@@ -23,7 +24,7 @@ class Lists:
         self.indices = np.array([1, 5, 9, 0, 7], np.uint32)
         self.payload = device.array(20, np.uint8)
         self.decoded = np.zeros(5, np.uint32)
-        self.phase = Phase()
+        self.phase = Phase(device)
 
     def encode(self, key: int = 0) -> None:
         with self.phase.collecting() as started:
@@ -52,19 +53,17 @@ def test_what_arrays_hold_now_counts_though_nobody_is_asked(gpu: Any) -> None:
 
 
 def test_a_large_array_is_copied_anew_and_tables_around_it_stay(gpu: Any) -> None:
-    count, phase = 5000, Phase()
+    count, phase = 5000, Phase(gpu)
     payload, found = np.zeros(4 * count, np.uint8), np.zeros(count, np.uint32)
     counts, one = np.array([count], np.int64), np.zeros(1, np.int64)
-    on_device = gpu.array(4, np.uint8)  # says where the kernels run
-    kernels = bodies.on_device(on_device.address)
     for step in range(3):
         expected = np.arange(step, step + count, dtype=np.uint32)
         payload.view(np.uint32)[:] = expected
         with phase.collecting() as started:
             routines.run(
                 0,
-                (payload, on_device),
-                lambda: kernels.decode_indices(
+                (payload,),
+                lambda: gpu.kernels.decode_indices(
                     np.full(1, indices.RAW, np.int32), counts + count, counts, one, found, one, payload
                 ),
             )
@@ -99,7 +98,7 @@ def test_an_error_of_a_repeated_call_is_that_of_its_part(gpu: Any) -> None:
 
 def test_on_the_host_kernels_are_asked_for_every_time() -> None:
     asked: list[str] = []
-    phase = Phase()
+    phase = Phase(HOST)
     for _ in range(2):
         with phase.collecting() as call:
             routines.run(0, (), lambda: asked.append("work"), lambda: asked.append("after"))

@@ -207,7 +207,7 @@ class _Memory:
         rows, low = len(group.table), matrices.low
         none, flags, found = np.zeros((3, rows), dtype=np.uint8)
         return _Memory(
-            group.scratch.device.array(matrices.q_size, np.float32),
+            group.device.array(matrices.q_size, np.float32),
             flags,
             found,
             none,

@@ -61,7 +61,7 @@ class UnbiasedRank(LowRank):
             low, exact = matrices.split(np.zeros(len(group.table), dtype=np.uint8))
             rest = view[matrices.p_size :]
             table = group.inputs[matrices.low]
-            with kernels.together(table) as started:
+            with kernels.together(group.device) as started:
                 matrices.project(table, context, matrices.q(u), view[: matrices.p_size], low)
                 matrices.write_exact(group, context, rest, exact)
             started.finish()
@@ -73,7 +73,7 @@ class UnbiasedRank(LowRank):
         reply = yield Sum(matrices.p_size + matrices.exact_size, write)
         low, exact = matrices.split(reply.flags)
         p, table = reply.data[: matrices.p_size], group.inputs[matrices.low]
-        with kernels.together(table) as started:
+        with kernels.together(group.device) as started:
             matrices.read_exact(group, context, reply.data[matrices.p_size :], exact)
             if group.feedback:
                 lowrank.subtract(table, matrices.shapes, matrices.p(own), matrices.q(u))

@@ -155,7 +155,7 @@ class Sparse(Compressor):
 
         On a device, a selection of known size is encoded in the call that makes it, any other in a second call.
         """
-        form = group.scratch.once("format", lambda: self.format(group.table, group.scratch.device))
+        form = group.scratch.once("format", lambda: self.format(group.table, group.device))
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(form.limits, form.device))
         flags = group.scratch.once("flags", lambda: np.zeros(len(group.table), dtype=np.uint8))
         on_device = form.device is not HOST

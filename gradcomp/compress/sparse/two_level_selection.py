@@ -121,10 +121,10 @@ class TwoLevelSelection(Wrapper):
         def write(view: Floats) -> Bytes:
             flags = np.zeros(len(group.table), dtype=np.uint8)
             # On the host p is written to the send buffer; on a device, to device memory that is copied there.
-            made = HostVector(view) if group.scratch.device is HOST else group.scratch.vector("p", len(view))
+            made = HostVector(view) if group.device is HOST else group.scratch.vector("p", len(view))
             places = np.uint64(made.address) + group.table["payload"].astype(np.uint64)
             self._select(self._levels(group), places, group, context, flags)
-            if group.scratch.device is not HOST:
+            if group.device is not HOST:
                 view[:] = made.read(0, len(view))
             view[np.repeat(flags != 0, lengths)] = np.nan
             if group.feedback:
@@ -187,9 +187,7 @@ class Levels:
     """Hold both selections of a group, and what is needed to make the second from the first."""
 
     def __init__(self, group: Group, inner: Sparse, wanted: Sizes) -> None:
-        self.group = replace(
-            group, compressor=inner, table=group.table.copy(), scratch=Scratch(group.scratch.device)
-        )
+        self.group = replace(group, compressor=inner, table=group.table.copy(), scratch=Scratch(group.device))
         self.minimum = Selection.allocate(inner.limits(group.table))
         self.everything = bool((wanted == group.table["length"]).all())
         self._wanted = wanted

@@ -127,7 +127,7 @@ class _Memory:
             decay=1.0,
             follows_rate=False,
             prepared=False,
-            scratch=Scratch(group.scratch.device),
+            scratch=Scratch(group.device),
         )
         self._at = at
         self._ones = np.ones(rows, dtype=np.float32)

@@ -1,5 +1,7 @@
 """One kernel call: what goes up, what runs, what comes back; one copy each way and one wait, however many rows.
 
+Large messages in pinned memory have copies of their own.
+
 A call is written down first and runs at the end: arrays are given and asked for, launches name them, and :meth:`run`
 lays everything out in one piece of device memory (:mod:`gradcomp.kernels.cuda.layout`). A call that comes again in
 every step is written down once (:mod:`gradcomp.kernels.cuda.prepared`).
@@ -24,6 +26,7 @@ from gradcomp.kernels.cuda.layout import (
     Ref,
     Source,
 )
+from gradcomp.kernels.cuda.pinned import is_pinned
 from gradcomp.kernels.segments import SegmentTable
 
 __all__ = ["GROUP", "THREADS", "Call", "Parameter", "Ref", "Sizes", "groups", "places_of", "tiles"]
@@ -123,7 +126,7 @@ class Call:
                 kind = "updated"
             found = self._shared.get((kind, source.number))
             if found is None:
-                found = self._shared[kind, source.number] = Ref(0, source=source)
+                found = self._shared[kind, source.number] = Ref(0, source=source, pinned=is_pinned(array))
                 self.kinds[kind].append(found)
             # Loads of vectors want offsets in messages and addresses to be alike.
             found.cover(begin // _VECTOR * _VECTOR, end)

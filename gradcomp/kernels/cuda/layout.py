@@ -6,7 +6,10 @@ All of it but the parameters is one piece of the device's memory::
     [inputs | zeroed workspace | updated | zeroed results]   copied up
                            [updated | zeroed results | results]   copied back
                                            [large zeroed workspace | workspace]   stays there
+                                                                  [messages]   copied one by one
 
+What is copied up, or back, is one copy by way of a run's pinned memory. A message that lies in pinned memory itself,
+and is large enough to be worth a copy of its own, is copied from where it is, or to where it belongs.
 Addresses, sizes and constant inputs are laid out once, in an image. A run copies the image, adds the address of its
 memory to what refers to that, and fills in the arrays and numbers that it brings. Addresses count from where the
 image begins: the device's memory begins behind the parameters.
@@ -28,12 +31,16 @@ from gradcomp.kernels.cuda.driver import Block, Bytes, Driver
 from gradcomp.kernels.cuda.mirrors import DeviceMirror
 
 #: Kinds of memory, in their order. Zeros of the first two kinds are copied up.
-KINDS = ("inputs", "zeroed_workspace", "updated", "zeroed", "results", "large_zeroed_workspace", "workspace")
+KINDS = (
+    *("inputs", "zeroed_workspace", "updated", "zeroed", "results"),
+    *("large_zeroed_workspace", "workspace", "messages"),
+)
 
 _ALIGNMENT = 256
 _WORD = 0xFFFFFFFFFFFFFFFF
 _LEAST_STAGED = 1 << 16
 _LARGE = 1 << 13  # bytes that are not copied in vain
+_LEAST_ALONE = 1 << 16  # bytes that the CPU copies about as fast as it starts a copy of the device's
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +58,7 @@ class Ref:
     ``array``: what it is copied from, or to. ``address``: within the call's memory, or that of an array that lies on
     the device. ``source``: where a run finds the array, of which the memory holds ``nbytes`` from ``first`` on; to
     kernels it is the address of the whole array. ``spans``: what is copied back of the array, if not all of that.
+    ``pinned``: whether the array is in pinned memory.
     """
 
     nbytes: int
@@ -60,6 +68,7 @@ class Ref:
     on_device: bool = False
     first: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
+    pinned: bool = False
 
     def part(self, offset: int) -> Part:
         """The address of a byte in it."""
@@ -70,6 +79,22 @@ class Ref:
         if self.nbytes:
             begin, end = min(begin, self.first), max(end, self.first + self.nbytes)
         self.first, self.nbytes = begin, end - begin
+
+    def copies(self) -> list[tuple[int, int]]:
+        """From where to where it would be copied alone, in as few pieces as there are."""
+        joined: list[tuple[int, int]] = []
+        for begin, end in sorted(self.spans) or [(self.first, self.first + self.nbytes)]:
+            if joined and joined[-1][1] == begin:
+                joined[-1] = joined[-1][0], end
+            else:
+                joined.append((begin, end))
+        return joined
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is worth copies of its own."""
+        copies = self.copies() if self.pinned else []
+        return bool(copies) and sum(end - begin for begin, end in copies) >= _LEAST_ALONE * len(copies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +189,9 @@ class Layout:
         lists: Sequence[tuple[Ref, Sequence[Parameter]]],
     ) -> None:
         self._driver = driver
-        self._kinds = kinds
+        alone = [ref for kind in ("inputs", "results") for ref in kinds[kind] if ref.is_alone]
+        self._kinds = kinds = {kind: [ref for ref in kinds[kind] if ref not in alone] for kind in KINDS}
+        kinds["messages"] = alone
         self._own: list[int] = []  # words that hold addresses in the call's memory
         self._foreign: list[tuple[int, int, int]] = []  # words that hold addresses in arrays on the device
         self._numbers: list[tuple[int, int]] = []  # words, and the places of the numbers in them
@@ -219,6 +246,17 @@ class Layout:
             for begin, end in ref.spans or [(ref.first, ref.first + ref.nbytes)]
             if end > begin
         ]
+        # Messages: which of a run's arrays, from where to where, and where in the call's memory. What is read has no
+        # spans.
+        self._sent_up, self._sent_down = (
+            [
+                (ref.source.number, begin, end, ref.address - ref.first + begin)
+                for ref in alone
+                if bool(ref.spans) is written and ref.source is not None
+                for begin, end in ref.copies()
+            ]
+            for written in (False, True)
+        )
 
     def _word(self, word: int, parameter: Parameter) -> int:
         """What the image holds of a parameter; what a run adds to it is noted."""
@@ -310,6 +348,8 @@ class Layout:
         try:
             if self._up_end > self._begin:
                 self.upload(base + self._begin, staged[self._begin : self._up_end])
+            for number, begin, end, at in self._sent_up:
+                driver.upload(base + at, flat(arrays[number])[begin:end])
             begin, end = self._large
             if end > begin:
                 driver.zero(base + begin, end - begin)
@@ -319,6 +359,8 @@ class Layout:
             found = staged[self._up_end : self._up_end + end - begin]
             if end > begin:
                 driver.download(found, base + begin)
+            for number, begin, end, at in self._sent_down:
+                driver.download(flat(arrays[number])[begin:end], base + at)
             event = driver.mark(driver.stream) if marked else None
         except BaseException:
             # What has been started still uses memory that others could be given, the caller's too.

@@ -144,7 +144,7 @@ def _bytes(count: int, vectors: Sequence[Int64s]) -> list[bytes]:
     return [vector.tobytes() for vector in vectors]
 
 
-def _factor(name: str, array: Any, *, writable: bool = False) -> tuple[int, bool]:
+def _factor(name: str, array: Any, *, writable: bool = False) -> tuple[int, str]:
     """What a call depends on of P or Q, which is checked in every run."""
     if not isinstance(array, DeviceVector):
         check_array(

@@ -15,6 +15,7 @@ from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.driver import Bytes, Driver
 from gradcomp.kernels.cuda.layout import Layout, Source, Staging, Started
 from gradcomp.kernels.cuda.mirrors import is_mirror
+from gradcomp.kernels.cuda.pinned import is_pinned
 from gradcomp.kernels.routines import Routine
 from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
@@ -105,10 +106,9 @@ class Underway:
     If nobody finishes it, what the device uses stays until the device is behind the call.
     """
 
-    __slots__ = ("_arrays", "_layout", "_plans", "_reached", "_runs", "_staged", "_started", "kernels")
+    __slots__ = ("_arrays", "_layout", "_plans", "_reached", "_runs", "_staged", "_started")
 
-    def __init__(self, plans: Plans, kernels: Any = None) -> None:
-        self.kernels = kernels
+    def __init__(self, plans: Plans) -> None:
         self._plans = plans
         self._runs: list[_Run] = []
         self._started: Started | None = None
@@ -157,8 +157,8 @@ class Together(Underway):
 
     __slots__ = ("_asked", "_given", "_hits", "_routine")
 
-    def __init__(self, plans: Plans, kernels: Any, routine: Routine | None) -> None:
-        super().__init__(plans, kernels)
+    def __init__(self, plans: Plans, routine: Routine | None) -> None:
+        super().__init__(plans)
         self._routine = routine
         self._asked: Any = None
         self._given: list[Any] = []  # by run, what it was asked for with
@@ -276,16 +276,14 @@ class Plans:
         together: Together | None = getattr(self.thread, "together", None)
         return together is not None and together.repeat(token, given, numbers, flags)
 
-    def together(
-        self, kernels: Any = None, routine: Routine | None = None
-    ) -> AbstractContextManager[Together]:
+    def together(self, routine: Routine | None = None) -> AbstractContextManager[Together]:
         """What this thread runs meanwhile becomes one call, started at the end; results are there once it is finished.
 
         So neither may a run read what another one leaves on the host, nor may an array that it reads change inside.
-        ``kernels``: of the device, for those who run something inside. ``routine``: keeps the call.
+        ``routine``: keeps the call.
         """
         outer: Together | None = getattr(self.thread, "together", None)
-        return Together(self, kernels, routine) if outer is None else nullcontext(outer)
+        return Together(self, routine) if outer is None else nullcontext(outer)
 
     def finalise(self, routine: Routine, changing: Sequence[Any]) -> None:
         """From now on what these arrays and views of them hold changes; nothing else that is read, and no number."""
@@ -353,12 +351,13 @@ def fixed_columns(table: SegmentTable) -> bytes:
     return np.frombuffer(table, np.uint8).reshape(len(table), -1)[:, _FIXED_FROM:].tobytes()
 
 
-def place_of(array: Any) -> tuple[int, bool]:
-    """Size of an array, and whether it lies on a device."""
+def place_of(array: Any) -> tuple[int, str]:
+    """Size of an array, and in which kind of memory it lies."""
     if type(array) is np.ndarray:
-        return len(array), False
-    on_device = is_mirror(array) or hasattr(array, "__cuda_array_interface__")
-    return len(array), on_device
+        return len(array), "host"
+    if is_mirror(array) or hasattr(array, "__cuda_array_interface__"):
+        return len(array), "device"
+    return len(array), "pinned" if is_pinned(array) else "host"
 
 
 def source_of(number: int, members: Any, rows: int) -> Source:
