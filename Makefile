@@ -3,8 +3,9 @@
 #   make demo     train on digits with two ranks, uncompressed and at 4 bits
 #   make test     install what the tests need and run them; test-all adds what test leaves out: CONTRIBUTING.md
 #   make cubins   the CUDA kernels' code, without a GPU, into the package: nothing is compiled in the first step then
+#   make gpu-carry                the compiled module and the kernels' code, for a GPU machine without a network
 #   make test-gpu sanitize-gpu bench-gpu    on a machine with a GPU; they install nothing, see there
-#   make gpu-hour                 all of that and more, in pieces of eight minutes: PIECE=1, then 2, then 3
+#   make gpu-hour                 all of that and more, in pieces of ten minutes: PIECE=1, then 2, then 3
 #   make mutate N=40 SEED=1       changes of the package drawn by seed: the default tests must notice 38 of them
 #   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
 #   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
@@ -208,6 +209,13 @@ sanitize-gpu:
 
 bench-gpu:
 	@$(ON_GPU) PYTHONSAFEPATH= $(PYTHON) benchmarks/gpu.py $(ARGS)
+
+# What such a machine lacks without a network, built here behind the last change of the sources, into paths that git
+# ignores: the compiled module for CPython 3.12 and newer, and the kernels' code for 9.0. docs/gpu-hour.md says how they
+# are brought there. Other devices: make gpu-carry ARGS="--architectures 80 90"
+.PHONY: gpu-carry
+gpu-carry:
+	$(PYTHON) scripts/gpu_carry.py $(ARGS)
 
 # Everything that only a GPU can show, into two files in OUT. Another call goes on where they end, on another machine with
 # FROM=gpu-hour.json; a stage again: make gpu-hour ARGS=--only=step

@@ -9,6 +9,9 @@ lie on the device, payloads at the offsets that they have in messages. Inputs ta
 "share" is the rate in bytes read and written, as a share of the yardstick's: a copy from device to device,
 `c = a + b`, or torch.topk (there: how many times faster). PowerSGD's bytes are its floor, 16 for each element.
 
+Every figure is printed and written as soon as it is there: a run that is cut off keeps what it has measured.
+"predicted" is what was expected of an H100 (gpu_predictions.py), in the unit that stands there.
+
 Results are compared with the host's kernels: all of them, or the first rows where the compiled module is missing.
 
 Needs CuPy and a GPU; without, it says that nothing was measured and its exit status is 2. `--check` runs every row at
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_machine
+import gpu_predictions
 import report
 from gpu_machine import Machine
 from gpu_work import Codes, LowRank, Selection, launches
@@ -157,6 +161,13 @@ class Bench:
             right=work.sampled_right(),
         )
 
+    def all_rows(self, *, small: bool) -> Iterator[Row]:
+        """One after the other, each when it is measured."""
+        yield from self.yardsticks()
+        yield from self.codes()
+        yield from self.selections(20_000 if small else 64 << 20)
+        yield from self.low_rank(small=small)
+
     def low_rank(self, *, small: bool) -> Iterator[Row]:
         work = LowRank(self.machine, small=small)
         yield self.row(
@@ -194,21 +205,17 @@ def main() -> int:
 
     elements = 6000 if arguments.check else (arguments.megabytes << 20) // 4
     bench = Bench(machine, elements, 1 if arguments.check else arguments.rounds)
-    rows = [*bench.yardsticks(), *bench.codes()]
-    rows += bench.selections(20_000 if arguments.check else 64 << 20)
-    rows += bench.low_rank(small=arguments.check)
+    settings = {"elements": elements, "rounds": bench.rounds, "check": arguments.check}
+    notes = Notes(arguments.json, {"machine": found, "settings": settings}, times=not arguments.check)
+    rows = []
+    for row in bench.all_rows(small=arguments.check):
+        rows.append(row)
+        notes.add(row)
     counts = {layers: launches(machine, layers) for layers in (10, 100, 1000)}
+    notes.end(counts)
     show(rows, counts, times=not arguments.check)
     wrong, missed = sum(not row.right for row in rows), sum(row.missed for row in rows)
     wrong += len(set(counts.values())) > 1
-    settings = {"elements": elements, "rounds": bench.rounds, "check": arguments.check}
-    figures = [asdict(row) for row in rows]
-    if arguments.check:  # times of the stand-in are nobody's
-        figures = [{"name": row.name, "dtype": row.dtype, "right": row.right} for row in rows]
-    launched = [{"layers": layers, "launches": count} for layers, count in counts.items()]
-    report.write_json(
-        arguments.json, {"machine": found, "settings": settings, "rows": figures, "launches": launched}
-    )
     if arguments.check:
         return 1 if wrong else 0
     failed = [row.name for row in rows if row.missed]
@@ -216,14 +223,41 @@ def main() -> int:
     return 1 if wrong or missed else 0
 
 
+class Notes:
+    """What has been measured so far: a line of output for each row, and the JSON as of now, whole or not at all.
+
+    ``times``: of the stand-in they are nobody's, and are left out.
+    """
+
+    def __init__(self, path: Path | None, about: dict[str, Any], *, times: bool) -> None:
+        self._path, self._times = path, times
+        self._found = {**about, "complete": False, "rows": [], "launches": []}
+
+    def add(self, row: Row) -> None:
+        written = asdict(row)
+        if not self._times:
+            written = {"name": row.name, "dtype": row.dtype, "right": row.right}
+        self._found["rows"].append(written)
+        figures = f": {row.milliseconds:.3f} ms, {row.share:.2f} of {row.yardstick}" if self._times else ""
+        print(f"{row.name}, {row.dtype}{figures}{'' if row.right else ', WRONG'}", flush=True)
+        report.write_json(self._path, self._found)
+
+    def end(self, counts: dict[int, int]) -> None:
+        launched = [{"layers": layers, "launches": count} for layers, count in counts.items()]
+        self._found |= {"complete": True, "launches": launched}
+        print()
+        report.write_json(self._path, self._found)
+
+
 def show(rows: list[Row], counts: dict[int, int], *, times: bool) -> None:
     """The tables."""
     if times:
-        headers = ("call", "dtype", "device ms", "wall ms", "GB/s", "share", "of", "bar", "")
+        headers = ("call", "dtype", "device ms", "wall ms", "GB/s", "share", "of", "bar", "predicted", "")
         lines = [
             (
                 *(row.name, row.dtype, f"{row.milliseconds:.3f}", f"{row.wall_milliseconds:.3f}"),
                 *(f"{row.gigabytes_per_second:.0f}", f"{row.share:.2f}", row.yardstick, row.bar),
+                gpu_predictions.of_row(row.name, row.dtype),
                 "WRONG" if not row.right else "MISSED" if row.missed else "",
             )
             for row in rows

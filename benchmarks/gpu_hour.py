@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in pieces of at most eight minutes: `make gpu-hour`.
+"""Everything that only a GPU can show, in pieces of at most ten minutes: `make gpu-hour`.
 
     python benchmarks/gpu_hour.py [--piece 1] [--out DIRECTORY] [--from PATH]
 
@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import gpu_hour_report
+import gpu_predictions
+import report
 from gpu_hour_process import run_limited
 from gpu_hour_stages import PIECES, PROBE_SECONDS, STAGES, Stage
 from hosts import exit_on_termination
@@ -47,6 +49,12 @@ PASSED, FAILED, TIMED_OUT, SKIPPED, UNMEASURED, RUNNING = (
     "running",
 )
 DONE = (PASSED, FAILED, TIMED_OUT)
+
+#: Where Nsight Compute installs itself, the newest first.
+PROFILERS = sorted(map(str, Path("/opt/nvidia/nsight-compute").glob("*")), reverse=True)
+
+#: A stage's exit status if this machine's software has no such thing; the last line of its output says why.
+NOT_HERE = 77
 
 #: Says on the last line of its output what GPU there is, or why there is none.
 PROBE = [sys.executable, str(ROOT / "benchmarks" / "gpu_about.py"), "--probe"]
@@ -108,12 +116,13 @@ def run(
     if problem is not None:
         say(f"unmeasured: {problem}")
         return 2
+    say(report.table(gpu_predictions.HEADERS, gpu_predictions.beside(record.found)))
     return 0 if all(record.found[stage.name]["status"] in (PASSED, SKIPPED) for stage in stages) else 1
 
 
 def run_stage(stage: Stage) -> dict[str, Any]:
     """One stage to its end; what it found, and how it ended."""
-    places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+    places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin", *PROFILERS])
     if stage.needs and shutil.which(stage.needs, path=places) is None:
         return {"status": SKIPPED, "reason": f"{stage.needs} is not on this machine"}
     with tempfile.TemporaryDirectory(prefix="gpu-hour-") as folder:
@@ -132,6 +141,8 @@ def verdict(stage: Stage, code: int | None, lines: list[str]) -> dict[str, Any]:
     output = {"output": lines}
     if code is None:
         return {"status": TIMED_OUT, "reason": f"it took more than {stage.limit_seconds} s", **output}
+    if code == NOT_HERE and lines:
+        return {"status": SKIPPED, "reason": lines[-1], **output}
     if code:
         return {"status": FAILED, "reason": ": ".join([f"exit status {code}", *lines[-1:]]), **output}
     if stage.tests and not any(re.search(r"\b\d+ passed", line) for line in lines):

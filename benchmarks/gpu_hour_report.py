@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import gpu_predictions
 import report
 from gpu_hour_stages import Stage
 
@@ -12,7 +13,7 @@ _UNKNOWN: Mapping[str, Any] = {"status": "not run yet"}
 
 
 def markdown(stages: Sequence[Stage], found: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table of all stages, then the last lines of each one's output."""
+    """A table of all stages, one of predictions, then the last lines of each stage's output."""
     headers = ("stage", "what", "piece", "result", "seconds", "limit", "reason")
     rows = []
     for stage in stages:
@@ -30,6 +31,10 @@ def markdown(stages: Sequence[Stage], found: Mapping[str, Mapping[str, Any]]) ->
             )
         )
     parts = ["# What a GPU showed", *_where(found), report.table(headers, rows)]
+    parts += [
+        "## Predicted and measured",
+        report.table(gpu_predictions.HEADERS, gpu_predictions.beside(found)),
+    ]
     for stage in stages:
         if output := found.get(stage.name, _UNKNOWN).get("output"):
             parts += [f"## {stage.name}: {stage.title}", "\n".join(["````text", *output, "````"])]

@@ -59,10 +59,12 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def write_json(path: Path | None, data: dict[str, Any]) -> None:
-    """Write the figures, if a path was given."""
+    """Write the figures, if a path was given: all of them or nothing, for a run may end at any time."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def _version(package: str) -> str | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
+from pathlib import Path
 
 import gpu as bench
+import gpu_predictions
 import pytest
 from kernels.gpu import problem
 
@@ -39,6 +42,72 @@ def test_every_row_is_right_on_the_stand_in(run_script, tmp_path):
     assert all(row["right"] for row in written["rows"]), done.stdout
     assert "milliseconds" not in written["rows"][0]  # of the stand-in they would mean nothing
     assert len({row["launches"] for row in written["launches"]}) == 1
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_has_measured(tmp_path, capsys):
+    path = tmp_path / "gpu.json"
+    notes = bench.Notes(path, {"machine": {}}, times=True)
+    notes.add(bench.Row(**ROW))
+    kept = json.loads(path.read_text())
+    assert [row["name"] for row in kept["rows"]] == ["encode"]
+    assert kept["complete"] is False
+    assert capsys.readouterr().out == "encode, float32: 1.000 ms, 0.85 of copy\n"
+    notes.add(bench.Row(**{**ROW, "name": "decode"}))
+    notes.end({10: 23, 100: 23})
+    whole = json.loads(path.read_text())
+    assert [row["name"] for row in whole["rows"]] == ["encode", "decode"]
+    assert whole["complete"] is True
+    assert whole["launches"][1] == {"layers": 100, "launches": 23}
+
+
+def test_a_row_is_written_before_the_next_one_is_measured(tmp_path, monkeypatch):
+    path = tmp_path / "gpu.json"
+
+    def rows(self, *, small):
+        yield bench.Row(**ROW)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.Bench, "all_rows", rows)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--check", "--json", str(path)])
+    with pytest.raises(KeyboardInterrupt):
+        bench.main()
+    assert [row["name"] for row in json.loads(path.read_text())["rows"]] == ["encode"]
+
+
+# ------------------------------------------------------------------------------------------ predictions
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(0.74, "below"), (0.75, "as predicted"), (0.95, "as predicted"), (0.96, "above")]
+)
+def test_a_figure_is_held_beside_its_prediction(share, verdict):
+    stages = {"bars-256": {"found": {"rows": [{**ROW, "dtype": "float16"}, {**ROW, "share": share}]}}}
+    lines = [line for line in gpu_predictions.beside(stages) if line[0] == "encode"]
+    assert lines == [("encode", "0.75 to 0.95 of the copy", "bars-256", f"{share:.3g}", verdict)]
+
+
+def test_a_prediction_that_nothing_was_measured_for_says_so():
+    lines = gpu_predictions.beside({"step": {"status": "timed out"}})
+    assert len(lines) == len(gpu_predictions.PREDICTIONS)
+    assert {line[-1] for line in lines} == {"not measured"}
+
+
+def test_every_prediction_is_of_a_row_that_is_measured():
+    source = Path(bench.__file__).read_text()
+    for each in gpu_predictions.PREDICTIONS:
+        if each.stages is gpu_predictions.BARS:
+            assert f'"{each.what.partition(",")[0]}' in source, each.what
+
+
+def test_a_step_is_held_beside_its_predictions():
+    row = {"launches": 103.0, "buckets": 9, "thread_ms": 2.5}
+    stages = {"step": {"found": {"caps": {"16": {"rows": {"alone null": row}}}}}}
+    found = {line[0]: line[3:] for line in gpu_predictions.beside(stages) if line[2] == "step" and line[3]}
+    assert found == {
+        "launches of a step": ("103", "as predicted"),
+        "exchange buckets of a step": ("9", "above"),
+        "CPU time of gradcomp's thread in a step": ("2.5", "as predicted"),
+    }
 
 
 def test_a_wrong_result_is_noticed():

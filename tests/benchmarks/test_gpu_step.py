@@ -19,8 +19,8 @@ TINY = {"layers": 1, "width": 32, "heads": 2, "words": 64, "length": 8, "batch":
 # ------------------------------------------------------------------------------------------ the step
 
 
-def of_rank(none: float, gloo: float, null: float) -> dict:
-    """What a rank finds: steps of so many seconds."""
+def of_rank(**seconds: float) -> dict:
+    """What a rank finds: steps of so many seconds, by row."""
 
     def times(step):
         return {
@@ -31,23 +31,40 @@ def of_rank(none: float, gloo: float, null: float) -> dict:
         }
 
     return {
-        "rows": {k: times(v) | {"losses": [1.0]} for k, v in (("none", none), ("gloo", gloo), ("null", null))}
+        "rows": {name.replace("_", " "): times(each) | {"losses": [1.0]} for name, each in seconds.items()}
     }
 
 
-def test_exposed_is_what_a_step_takes_longer_on_the_slower_rank():
-    rows = gpu_step.evaluate([of_rank(0.010, 0.030, 0.012), of_rank(0.011, 0.025, 0.014)])
-    assert rows["none"]["step_ms"] == pytest.approx(11)
-    assert rows["gloo"]["exposed_ms"] == pytest.approx(19)
-    assert rows["null"]["exposed_ms"] == pytest.approx(3)
-    assert rows["null"]["lock_share"] == pytest.approx(0.25)
+def test_exposed_is_what_a_step_takes_longer_on_the_slower_rank_than_without_exchange():
+    ranks = [
+        of_rank(alone=0.010, alone_null=0.012, both=0.020, both_gloo=0.030),
+        of_rank(alone=0.011, alone_null=0.014, both=0.021, both_gloo=0.025),
+    ]
+    rows = gpu_step.evaluate(ranks)
+    assert rows["alone"]["step_ms"] == pytest.approx(11)
+    assert rows["alone null"]["exposed_ms"] == pytest.approx(
+        3
+    )  # beside a rank that has the device to itself, too
+    assert rows["both gloo"]["exposed_ms"] == pytest.approx(9)
+    assert rows["alone null"]["lock_share"] == pytest.approx(0.25)
+
+
+def test_what_the_bar_is_for_is_trained_by_one_rank_at_a_time():
+    turns = [([row.name for row in rows], rank) for rows, rank in gpu_step.schedule(1, 2)]
+    assert turns == [
+        (["alone", "alone null"], 0),
+        (["alone", "alone null"], 1),
+        (["both"], None),
+        (["both gloo"], None),
+    ]
+    assert all(row.alone for row in gpu_step.ROWS if row.name == gpu_step.BAR_ROW)
 
 
 @pytest.mark.parametrize(
     ("exposed", "failed", "code"), [([9.0, 4.9], False, 0), ([9.0, 5.1], False, 1), ([4.0], True, 1)]
 )
 def test_the_bar_is_met_by_one_cap_if_no_cap_fails(exposed, failed, code, capsys):
-    results = {str(cap): {"rows": {"null": {"exposed_ms": ms}}} for cap, ms in enumerate(exposed)}
+    results = {str(cap): {"rows": {gpu_step.BAR_ROW: {"exposed_ms": ms}}} for cap, ms in enumerate(exposed)}
     if failed:
         results["bad"] = {"error": "rank 1 failed"}
     assert gpu_step.verdict(results, on_gpu=True) == code
@@ -117,9 +134,10 @@ def test_a_short_run_of_the_step(run_script, tmp_path):
     ]
     done = run_script("benchmarks/gpu_step.py", *arguments, "--json", str(path))
     rows = json.loads(path.read_text())["caps"]["0.005"]["rows"]
-    assert list(rows) == ["none", "gloo", "null"]
-    assert rows["gloo"]["buckets"] > 1
-    assert "0.005 Mi, null" in done.stdout
+    assert list(rows) == ["alone", "alone null", "both", "both gloo"]
+    assert rows["both gloo"]["buckets"] > 1
+    assert "launches" not in rows["alone null"]  # a CPU has none
+    assert "0.005 Mi, alone null" in done.stdout
     assert "no bar on a CPU" in done.stdout
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -155,3 +157,17 @@ def test_cubins_are_built_once_and_old_ones_removed(
     cubins.build(tmp_path / "cubins", (90,), [DRAWS], jobs=1)
     assert "0 of 1 files built" in capsys.readouterr().out
     assert len(list((tmp_path / "cubins" / "13.0").iterdir())) == 1
+
+
+def test_cupys_compiler_is_found_where_it_is_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = next(iter(nvrtc._of_wheels()))
+    opened = []
+    cuda = ModuleType("cupy.cuda")
+    # As in CuPy 14: a name in cupy.cuda, whose module has another name.
+    cuda.nvrtc = SimpleNamespace(getVersion=lambda: opened.append(nvrtc.Nvrtc(path)))
+    cupy = ModuleType("cupy")
+    cupy.cuda, cupy.__path__, cuda.__path__ = cuda, [], []
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    assert str(Path(path).resolve()) in [str(Path(found).resolve()) for found in nvrtc._of_cupy()]
+    assert opened

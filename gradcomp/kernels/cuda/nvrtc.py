@@ -84,8 +84,10 @@ def _of_wheels() -> list[str]:
 def _of_cupy() -> Iterator[str]:
     """The one that CuPy finds, by ways of its own: the process has it open then."""
     try:
-        importlib.import_module("cupy.cuda.nvrtc").getVersion()
-    except (ImportError, RuntimeError):
+        importlib.import_module(
+            "cupy"
+        ).cuda.nvrtc.getVersion()  # CuPy 14 has no module of that name to import
+    except (AttributeError, ImportError, RuntimeError):
         return
     maps = Path("/proc/self/maps")
     if maps.exists():
