@@ -40,6 +40,16 @@ def test_nothing_is_spilled(source: str, name: str, kernel: str, registers: int)
     assert found.registers <= registers
 
 
+@pytest.mark.parametrize(
+    ("source", "kernel", "registers"),
+    [("expand.cu", "expand", 128), ("scatter.cu", "scatter", 64), ("select.cu", "contribute_histogram", 64)],
+)
+def test_nothing_is_spilled_of_factors_and_selections(source: str, kernel: str, registers: int) -> None:
+    found = resources(nvrtc.cubin(holding(source, kernel, {}), ARCHITECTURE))[kernel]
+    assert found.local_bytes == 0
+    assert found.registers <= registers
+
+
 def test_memory_of_threads_and_of_blocks_is_counted() -> None:
     """What joins the parts of a bucket keeps a tree of their sums in memory of its threads; blocks share strips."""
     module = holding("ranges.cu", "join_parts", {"GRADCOMP_CLASS": "SignMagnitude<L2Norm>"})

@@ -331,7 +331,8 @@ inline void encode_codes(const BitsParams& params) {
     float c[8] = {}, u[8] = {}, lost[8];
     Source(params, segment, place.row).read(first, count, c);
     const auto step = static_cast<std::uint32_t>(params.step), rank = static_cast<std::uint32_t>(params.rank);
-    if constexpr (stochastic) draw({params.seed, step, rank}, segment.layer, segment.start + first, u);
+    if constexpr (stochastic)
+        draw(Counters({params.seed, step, rank}, segment.layer), segment.start + first, u);
     std::uint8_t* const payload = to<std::uint8_t>(params.payload) + segment.payload;
     const int bits = payload[8 * buckets_of(segment) + bucket];
     const MinMax codec(read_float(payload + 8 * bucket), read_float(payload + 8 * bucket + 4), bits);

@@ -116,6 +116,60 @@ inline bool aligned(const T* p, int bytes) {
     return reinterpret_cast<std::uintptr_t>(p) % static_cast<std::uintptr_t>(bytes) == 0;
 }
 
+// From half precision and to it: which of the two it is, is looked at once and not for every element.
+template <int n>
+inline void from_halves(const std::uint16_t (&half)[n], Dtype dtype, float (&x)[n]) {
+    if (dtype == Dtype::bfloat16) {
+#pragma unroll
+        for (int i = 0; i < n; ++i) x[i] = from_bfloat16(splat(half[i])).v;
+    } else {
+#pragma unroll
+        for (int i = 0; i < n; ++i) x[i] = from_half(splat(half[i])).v;
+    }
+}
+
+template <int n>
+inline void to_halves(const float (&x)[n], Dtype dtype, std::uint16_t (&half)[n]) {
+    if (dtype == Dtype::bfloat16) {
+#pragma unroll
+        for (int i = 0; i < n; ++i) half[i] = static_cast<std::uint16_t>(to_bfloat16({x[i]}).v);
+    } else {
+#pragma unroll
+        for (int i = 0; i < n; ++i) half[i] = static_cast<std::uint16_t>(to_half({x[i]}).v);
+    }
+}
+
+// Four neighbouring elements as they come from memory, where they lie as a vector does, and as float32. Of
+// half precision that is eight bytes for a thread, and a line for a half warp: with sixteen, neighbours would
+// have to swap what belongs to their vectors of the residual.
+inline float4 load_four(const float* p) {
+    return __ldcs(reinterpret_cast<const float4*>(p));
+}
+inline uint2 load_four(const std::uint16_t* p) {
+    return __ldcs(reinterpret_cast<const uint2*>(p));
+}
+inline float4 as_floats(const float4& four, Dtype) {
+    return four;
+}
+inline float4 as_floats(const uint2& four, Dtype dtype) {
+    const std::uint16_t half[4] = {
+        static_cast<std::uint16_t>(four.x), static_cast<std::uint16_t>(four.x >> 16),
+        static_cast<std::uint16_t>(four.y), static_cast<std::uint16_t>(four.y >> 16)};
+    float x[4];
+    from_halves(half, dtype, x);
+    return make_float4(x[0], x[1], x[2], x[3]);
+}
+
+// Bytes of an element of a gradient or output.
+inline int size_of(Dtype dtype) {
+    return dtype == Dtype::float32 ? 4 : 2;
+}
+
+// Whether elements from this one on are vectors of four.
+inline bool is_vector(std::uint64_t address, std::int64_t first, Dtype dtype) {
+    return (address + first * size_of(dtype)) % (4 * size_of(dtype)) == 0;
+}
+
 // Elements first..first+count of an array, count <= 8; the others keep what x holds.
 inline void read_floats(const float* p, std::int64_t count, float (&x)[8]) {
     if (count == group && aligned(p, 16)) {
@@ -143,10 +197,13 @@ inline void read_halves(const std::uint16_t* p, std::int64_t count, std::uint16_
         if (i < count) x[i] = p[i];
 }
 
+// To global memory. Of a plain store of a vector NVRTC may make one for each of its elements; __stcs stays
+// what it is.
 inline void write_floats(float* p, std::int64_t count, const float (&x)[8]) {
     if (count == group && aligned(p, 16)) {
-        reinterpret_cast<float4*>(p)[0] = make_float4(x[0], x[1], x[2], x[3]);
-        reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
+        auto* const vectors = reinterpret_cast<float4*>(p);
+        __stcs(vectors, make_float4(x[0], x[1], x[2], x[3]));
+        __stcs(vectors + 1, make_float4(x[4], x[5], x[6], x[7]));
         return;
     }
 #pragma unroll
@@ -156,9 +213,10 @@ inline void write_floats(float* p, std::int64_t count, const float (&x)[8]) {
 
 inline void write_halves(std::uint16_t* p, std::int64_t count, const std::uint16_t (&x)[8]) {
     if (count == group && aligned(p, 16)) {
-        *reinterpret_cast<uint4*>(p) = make_uint4(
+        const uint4 all = make_uint4(
             x[0] | static_cast<std::uint32_t>(x[1]) << 16, x[2] | static_cast<std::uint32_t>(x[3]) << 16,
             x[4] | static_cast<std::uint32_t>(x[5]) << 16, x[6] | static_cast<std::uint32_t>(x[7]) << 16);
+        __stcs(reinterpret_cast<uint4*>(p), all);
         return;
     }
 #pragma unroll
@@ -233,9 +291,11 @@ inline void swap_vectors(float (&x)[8]) {
     }
 }
 
-inline void load_vectors(const float* strip_begin, float (&x)[8]) {
-    const auto* const vectors = reinterpret_cast<const float4*>(strip_begin) + threadIdx.x % 16;
-    const float4 low = __ldcs(vectors), high = __ldcs(vectors + 16);
+template <class T>
+inline void load_vectors(const T* strip_begin, float (&x)[8], Dtype dtype = Dtype::float32) {
+    const T* const own = strip_begin + 4 * (threadIdx.x % 16);
+    const auto first = load_four(own), second = load_four(own + strip / 2);
+    const float4 low = as_floats(first, dtype), high = as_floats(second, dtype);
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
@@ -278,9 +338,7 @@ inline void read_gradient(const Segment& segment, std::int64_t first, std::int64
     if (segment.dtype == Dtype::float32) return read_floats(at<float>(segment.gradient) + first, count, x);
     std::uint16_t half[8] = {};
     read_halves(at<std::uint16_t>(segment.gradient) + first, count, half);
-    const bool bfloat = segment.dtype == Dtype::bfloat16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = (bfloat ? from_bfloat16(splat(half[i])) : from_half(splat(half[i]))).v;
+    from_halves(half, segment.dtype, x);
 }
 
 // One element of it.
@@ -299,10 +357,7 @@ inline void write_output(const Segment& segment, std::int64_t first, std::int64_
         return;
     }
     std::uint16_t half[8];
-    const bool bfloat = segment.dtype == Dtype::bfloat16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        half[i] = static_cast<std::uint16_t>((bfloat ? to_bfloat16({x[i]}) : to_half({x[i]})).v);
+    to_halves(x, segment.dtype, half);
     write_halves(to<std::uint16_t>(segment.output) + first, count, half);
 }
 

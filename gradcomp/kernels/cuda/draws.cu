@@ -26,8 +26,9 @@ KERNEL(256) draw_indices(const DrawParams __grid_constant__ params) {
     const std::uint64_t begin = 4 * block;
     if (begin >= drawn.count) return;
     std::uint32_t words[4];
-    philox({params.seed, static_cast<std::uint32_t>(params.step), static_cast<std::uint32_t>(params.rank)},
-           static_cast<std::uint32_t>(block), static_cast<std::uint32_t>(drawn.layer), words);
+    const Stream stream{params.seed, static_cast<std::uint32_t>(params.step),
+                        static_cast<std::uint32_t>(params.rank)};
+    Counters(stream, static_cast<std::uint32_t>(drawn.layer)).words(static_cast<std::uint32_t>(block), words);
     // Stratum j begins at floor(j n / k) = j quotient + floor(j remainder / k).
     const std::uint64_t extra = begin * drawn.remainder;
     std::uint64_t first = begin * drawn.quotient + extra / drawn.count, over = extra % drawn.count;

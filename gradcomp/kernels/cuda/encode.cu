@@ -39,15 +39,20 @@ inline void add_staged(typename Class::Range& range, const Stage& stage, int lef
     }
 }
 
+// Codecs that leave no registers to what the counters of a layer have in common: it is worked out anew.
+template <class Codec>
+inline constexpr bool looks_up = false;
+template <class Norm>
+inline constexpr bool looks_up<Codebook<Norm, LargeTable>> = true;
+
 // Write codes of what is staged; what they lose comes in its place, if anybody wants to know.
 template <bool stochastic>
 inline void encode_staged(const EncodeParams& params, const Job& job, std::int64_t begin, int end,
                           const Stage& stage, const Class& codec) {
     using Code = Class::Code;
-    const Stream stream = stream_of(params);
     // Once, not after every store that might have changed them.
     const int bits = job.segment.bits;
-    const std::uint32_t layer = job.segment.layer;
+    std::uint32_t layer = job.segment.layer;
     const bool residual = job.segment.next_residual != 0;
     const int own = group * team_rank();
     const std::int64_t start = job.segment.start + begin + own;
@@ -57,7 +62,10 @@ inline void encode_staged(const EncodeParams& params, const Job& job, std::int64
     for (int first = 0; first < end; first += strip) {
         float c[8], u[8] = {};
         stage.read(first, c);
-        if constexpr (stochastic) draw(stream, layer, start + first, u);
+        if constexpr (stochastic) {
+            if constexpr (looks_up<Class>) here(layer);
+            draw(Counters(stream_of(params), layer), start + first, u);
+        }
         I32 code[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) code[i] = codec.template code<stochastic>({c[i]}, {u[i]});
@@ -165,7 +173,7 @@ inline void encode_codes_of_tile(const EncodeParams& params, const Place& place)
     source.read(first, count, c);
     const Payload<Class> layout(segment);
     float u[8] = {};
-    if constexpr (stochastic) draw(stream_of(params), segment.layer, segment.start + first, u);
+    if constexpr (stochastic) draw(Counters(stream_of(params), segment.layer), segment.start + first, u);
     const std::int64_t bucket = first / layout.bucket_size;
     const Class* next = at<Class>(params.codecs) + at<std::int64_t>(params.codec_begins)[place.row] + bucket;
     Class codec = *next;

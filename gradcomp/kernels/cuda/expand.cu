@@ -22,7 +22,7 @@ constexpr int rows = 4;
 
 using Part = Tile<rows>;
 
-// Four columns from b on of the thread's rows. `wide`: P and Q are read as vectors.
+// Four columns from b on of the thread's rows. `wide`: all of them exist, and P and Q are read as vectors.
 template <bool wide>
 class Product {
   public:
@@ -71,32 +71,39 @@ inline bool all_wide(const ProductParams& params, const Part& part, std::uint64_
 template <bool wide>
 inline void write_output(const Segment& segment, std::int64_t at_, std::int64_t count, const float (&x)[4]) {
     if (segment.dtype == Dtype::float32) return write_vector<wide>(to<float>(segment.output) + at_, count, x);
-    const bool bfloat = segment.dtype == Dtype::bfloat16;
     std::uint16_t half[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-        half[j] = static_cast<std::uint16_t>((bfloat ? to_bfloat16({x[j]}) : to_half({x[j]})).v);
+    to_halves(x, segment.dtype, half);
     write_vector<wide>(to<std::uint16_t>(segment.output) + at_, count, half);
+}
+
+// NaN, for a layer that is flagged.
+template <bool wide>
+inline void fill_part(const Part& part) {
+    float x[4];
+    for (float& each : x) each = float_of(0x7FC00000);
+    for (std::int64_t b = part.begin; b < part.end; b += part.step)
+#pragma unroll
+        for (int i = 0; i < rows; ++i)
+            if (i < part.left) write_output<wide>(part.segment, part.element(i, b), part.end - b, x);
 }
 
 template <bool wide>
 inline void expand_part(const ProductParams& params, const Part& part) {
     const Segment& segment = part.segment;
-    const bool flagged = at<std::uint8_t>(params.flags)[part.layer.index] != 0;
+    if (at<std::uint8_t>(params.flags)[part.layer.index] != 0) return fill_part<wide>(part);
     const Product<wide> product(params, part);
     const Finish finish(static_cast<float>(params.divisor), static_cast<float>(params.scale));
     bool bad = false;
     for (std::int64_t b = part.begin; b < part.end; b += part.step) {
         float x[rows][4];
-        if (!flagged) product(b, x);
+        product(b, x);
+        finish(reinterpret_cast<float (&)[4 * rows]>(x));  // one look at the divisor for all of them
 #pragma unroll
         for (int i = 0; i < rows; ++i) {
-            if (i >= part.left) continue;
+            if (!wide && i >= part.left) continue;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                x[i][j] = flagged ? float_of(0x7FC00000) : finish(F32{x[i][j]}).v;
-                bad |= !flagged && b + j < part.end && overflows(x[i][j], segment.dtype);
-            }
+            for (int j = 0; j < 4; ++j)
+                bad |= (wide || b + j < part.end) && overflows(x[i][j], segment.dtype);
             write_output<wide>(segment, part.element(i, b), part.end - b, x[i]);
         }
     }
@@ -126,7 +133,7 @@ inline void subtract_part(const ProductParams& params, const Part& part) {
 }  // namespace
 
 // output <- scale * ((P Q^T) / divisor)
-KERNEL(256) expand(const ProductParams __grid_constant__ params) {
+KERNEL(256, 2) expand(const ProductParams __grid_constant__ params) {
     const Part part(params.segments, params.layers, params.tiles, params.count);
     if (part.left <= 0) return;
     if (all_wide(params, part, part.segment.output, part.segment.dtype))

@@ -61,21 +61,23 @@ class Tile {
             marks_ = to<std::uint8_t>(params.marks) + at<std::int64_t>(params.mark_begins)[row];
     }
 
-    // c = factor * gradient + decay * residual, into the next residual; whether something is not finite. Eight of
-    // the strip that begins here, in no order.
+    // c = factor * gradient + decay * residual, into the next residual; whether something is not finite.
+    // Eight of the strip that begins here, in no order.
     bool contribute(std::int64_t strip_begin, std::int32_t (&key)[8]) const {
         float c[8], r[8] = {};
         float* const next_residual = to<float>(segment_.next_residual) + strip_begin;
-        const float* const gradient = at<float>(segment_.gradient) + strip_begin;
         const float* const residual = at<float>(segment_.residual) + strip_begin;
         const bool any_residual = segment_.residual != 0;
-        const bool vectors = end - strip_begin >= strip && segment_.dtype == Dtype::float32 &&
-                             segment_.gradient != 0 && aligned(gradient, 16) && aligned(next_residual, 16) &&
-                             (!any_residual || aligned(residual, 16));
+        const bool vectors = end - strip_begin >= strip && segment_.gradient != 0 &&
+                             is_vector(segment_.gradient, strip_begin, segment_.dtype) &&
+                             aligned(next_residual, 16) && (!any_residual || aligned(residual, 16));
         const std::int64_t first = strip_begin + place_in_strip();
         const int count = vectors ? static_cast<int>(group) : count_of(end - first);
         if (vectors) {
-            load_vectors(gradient, c);
+            if (segment_.dtype == Dtype::float32)
+                load_vectors(at<float>(segment_.gradient) + strip_begin, c);
+            else
+                load_vectors(at<std::uint16_t>(segment_.gradient) + strip_begin, c, segment_.dtype);
             if (any_residual) load_vectors(residual, r);
         } else {
             read_gradient(segment_, first, count, c);

@@ -75,7 +75,7 @@ inline void find_losses(const LossParams& params) {
         double sum = 0.0;
         const auto add = [&](const float (&x)[8], std::int64_t first) {
             float u[8] = {};
-            if constexpr (stochastic) draw(stream, segment.layer, segment.start + first, u);
+            if constexpr (stochastic) draw(Counters(stream, segment.layer), segment.start + first, u);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 if (first + i < begin || first + i >= end) continue;

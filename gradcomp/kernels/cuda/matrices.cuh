@@ -58,10 +58,11 @@ inline void read_vector(const std::uint16_t* p, std::int64_t count, std::uint16_
     }
 }
 
+// See write_floats.
 template <bool wide>
 inline void write_vector(float* p, std::int64_t count, const float (&x)[4]) {
     if constexpr (wide) {
-        *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
+        __stcs(reinterpret_cast<float4*>(p), make_float4(x[0], x[1], x[2], x[3]));
     } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
@@ -72,8 +73,9 @@ inline void write_vector(float* p, std::int64_t count, const float (&x)[4]) {
 template <bool wide>
 inline void write_vector(std::uint16_t* p, std::int64_t count, const std::uint16_t (&x)[4]) {
     if constexpr (wide) {
-        *reinterpret_cast<uint2*>(p) = make_uint2(x[0] | static_cast<std::uint32_t>(x[1]) << 16,
-                                                  x[2] | static_cast<std::uint32_t>(x[3]) << 16);
+        const uint2 all = make_uint2(x[0] | static_cast<std::uint32_t>(x[1]) << 16,
+                                     x[2] | static_cast<std::uint32_t>(x[3]) << 16);
+        __stcs(reinterpret_cast<uint2*>(p), all);
     } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j)

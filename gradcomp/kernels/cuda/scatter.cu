@@ -123,12 +123,10 @@ KERNEL(256) scatter(const ScatterParams __grid_constant__ params) {
     if (count <= 0) return;
     const Finish finish(static_cast<float>(params.divisor), static_cast<float>(params.scale));
     read_floats(sums + 8 * threadIdx.x, group, x);
+    finish(x);
     bool bad = false;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        x[i] = finish(F32{x[i]}).v;
-        bad |= i < count && overflows(x[i], segment.dtype);
-    }
+    for (int i = 0; i < 8; ++i) bad |= i < count && overflows(x[i], segment.dtype);
     write_output(segment, first, count, x);
     if (bad) to<std::uint8_t>(params.bad)[row] = 1;
 }

@@ -36,11 +36,11 @@ class FromGradient {
     // What a stage holds of a bucket, from `begin` on, a multiple of eight; zero where less than that is
     // left. `whole`: of what the teams of the warp stage, all exists.
     void stage(std::int64_t, std::int64_t begin, int left, bool whole, const Stage& stage) const {
-        const float* const gradient = at<float>(segment_.gradient) + begin;
-        const float* const residual = at<float>(segment_.residual) + begin;
-        const bool vectors = segment_.dtype == Dtype::float32 && segment_.gradient != 0 &&
-                             aligned(gradient, 16) && (segment_.residual == 0 || aligned(residual, 16));
-        if (!whole || !vectors) {
+        // Once: what is written to the stage might have changed them.
+        const std::uint64_t gradient = segment_.gradient, residual = segment_.residual;
+        const Dtype dtype = segment_.dtype;
+        const float* const r = residual == 0 ? nullptr : at<float>(residual) + begin;
+        if (!whole || gradient == 0 || !is_vector(gradient, begin, dtype) || !aligned(r, 16)) {
             const int own = group * team_rank();
 #pragma unroll 1
             for (int first = 0; first < held; first += strip) {
@@ -48,31 +48,16 @@ class FromGradient {
                 read(begin + first + own, count_of(left - first - own), c);
                 stage.write(first, c);
             }
-            return;
-        }
-        // As many loads at a time as registers hold.
-        constexpr int at_once = vectors_of_stage / 2;
-#pragma unroll 1
-        for (int first = 0; first < vectors_of_stage; first += at_once) {
-            float4 g[at_once], r[at_once] = {};  // what begins as nothing takes no registers before
-#pragma unroll
-            for (int i = 0; i < at_once; ++i) {
-                g[i] = __ldcs(reinterpret_cast<const float4*>(gradient) + place_of_vector(first + i));
-                if (segment_.residual != 0)
-                    r[i] = __ldcs(reinterpret_cast<const float4*>(residual) + place_of_vector(first + i));
-            }
-#pragma unroll
-            for (int i = 0; i < at_once; ++i) {
-                float4 c = make_float4(scale_ * g[i].x, scale_ * g[i].y, scale_ * g[i].z, scale_ * g[i].w);
-                if (segment_.residual != 0) c = plus(c, decay_, r[i]);
-                *stage.vector(first + i) = c;
-            }
+        } else if (dtype == Dtype::float32) {
+            stage_vectors(at<float>(gradient) + begin, dtype, r, stage);
+        } else {
+            stage_vectors(at<std::uint16_t>(gradient) + begin, dtype, r, stage);
         }
     }
 
     // Elements that are read soon, by so many threads of which each knows its number.
     void fetch_ahead(std::int64_t, std::int64_t first, int count, int thread, int threads) const {
-        const int size = segment_.dtype == Dtype::float32 ? 4 : 2;
+        const int size = size_of(segment_.dtype);
         if (segment_.gradient != 0)
             cuda::fetch_ahead(at<std::uint8_t>(segment_.gradient) + first * size, count * size, thread,
                               threads);
@@ -86,6 +71,29 @@ class FromGradient {
     }
 
   private:
+    // As many loads at a time as registers hold.
+    template <class T>
+    void stage_vectors(const T* gradient, Dtype dtype, const float* residual, const Stage& stage) const {
+        constexpr int at_once = vectors_of_stage / 2;
+#pragma unroll 1
+        for (int first = 0; first < vectors_of_stage; first += at_once) {
+            decltype(load_four(gradient)) g[at_once];
+            float4 r[at_once] = {};  // what begins as nothing takes no registers before
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                g[i] = load_four(gradient + 4 * place_of_vector(first + i));
+                if (residual != nullptr) r[i] = load_four(residual + 4 * place_of_vector(first + i));
+            }
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                const float4 x = as_floats(g[i], dtype);
+                float4 c = make_float4(scale_ * x.x, scale_ * x.y, scale_ * x.z, scale_ * x.w);
+                if (residual != nullptr) c = plus(c, decay_, r[i]);
+                *stage.vector(first + i) = c;
+            }
+        }
+    }
+
     const Segment& segment_;
     float scale_, decay_;
 };
