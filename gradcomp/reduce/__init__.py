@@ -1,6 +1,6 @@
-"""Reductions: schemes that sum, over ranks, codes that cannot be added."""
+"""Reductions sum compressed gradients over ranks by messages of their own: codes cannot be added as they are."""
 
-# ruff: noqa: I001 - among equals, the first that is registered is preferred
+# ruff: noqa: I001 - the order of registration matters: among reductions of equal cost `auto` takes the first
 from gradcomp.reduce.base import Binding, Part, Reduction
 from gradcomp.reduce.registry import make, register
 from gradcomp.reduce.sra import ScatterReduceAllgather

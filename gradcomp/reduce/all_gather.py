@@ -1,4 +1,4 @@
-"""All-gather: every rank gets the chunks that the others own."""
+"""The all-gather brings the chunk of every owner to all ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gradcomp.transport import base as transport
 
 
 class AllGather:
-    """The owner of chunk j sends its code to all ranks, and everyone decodes the same codes of all chunks.
+    """Sends the code of each chunk from its owner to all ranks, which decode the same codes of all chunks.
 
-    :meth:`run` encodes the sources of the own chunk first: c = x + decay r. A reduction that has coded its chunk into
-    ``own`` goes on with :meth:`gather` and ``gathered.decode``. The owner decodes its own code, too, so all ranks have
-    the same bytes.
+    :meth:`run` encodes this rank's chunk first: c = x + decay r. A reduction that has encoded its chunk into ``own``
+    calls :meth:`gather` and ``gathered.decode`` instead. An owner decodes its own code as well, so all ranks have the
+    same bytes. Random draws do not depend on the rank, so the result does not depend on which rank owns a chunk. A
+    value is encoded once.
 
-    Rounds: 1. Bytes per rank: (N-1) times the own code, plus as many headers. Encodes on the longest path: 1. Draws are
-    those of an owner, the same on every rank: who owns what changes no bit. State: with :meth:`run`, a residual of the
-    own chunk, for groups with feedback.
+    Wire: one round; a rank sends N-1 times the code of its chunk, with a header each.
+    State: with :meth:`run`, the residual of this rank's chunk, for groups with feedback.
     Source: Markov 2024, section 3.5.1; Markov et al. 2023 (QSDP) for weights.
     """
 
@@ -44,11 +44,11 @@ class AllGather:
 
     @property
     def own(self) -> Bytes:
-        """The message of the own chunk, on owners."""
+        """Return the message of this rank's chunk; only owners have one."""
         return self.gathered.messages[self._me].buffer
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """One round; then all chunks are in the outputs. Every rank owns one."""
+        """Encode this rank's chunk, gather all chunks and decode them to the outputs; every rank must own a chunk."""
         shared = StepContext(Draw(context.draw.seed, context.draw.step, OWNER_RANK), context.world)
         yield from encode(self._chunks.parts, self._inputs, self.own, shared, binding, flags)
         if self.rounds:
@@ -56,13 +56,13 @@ class AllGather:
         return (yield from self.gathered.decode(context, binding, flags))
 
     def gather(self) -> Waits[None]:
-        """The round, with what speaks for all ranks: then all of ``gathered``, and the flags, are the same on all."""
+        """Gather codes of means: afterwards ``gathered`` and the flags are the same on all ranks."""
         if self.rounds:
             yield self._move
 
     @cached_property
     def move(self) -> Move:
-        """The round of :meth:`run`, in which an owner speaks for itself."""
+        """Return the round of :meth:`run`, in which a message has the flags of its owner alone."""
         return replace(self._move, whole=False, common=True)
 
     @cached_property
@@ -70,7 +70,6 @@ class AllGather:
         return self._chunks.only(self._me)
 
     def _prepared(self) -> Move:
-        """Codes from their owners to everyone."""
         roles, me, messages = self._roles, self._me, self.gathered.messages
         others = [(roles.ranks[j], messages[j]) for j in range(roles.owners) if j != me]
         if roles.owners < self._world:

@@ -1,4 +1,4 @@
-"""All-to-all broadcast of codes: the full mesh of Markov 2024 (section 2.2.1)."""
+"""The all-to-all broadcast sends every rank's codes to all ranks: the full mesh of Markov 2024 (section 2.2.1)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from gradcomp.transport.base import AllGather
 class AllToAllBroadcast(Reduction):
     """Every rank sends its whole code to all others; each decodes the N codes and adds them in rank order in float32.
 
-    Rounds: 1. Bytes per rank: d (N-1) for a payload of d bytes, plus as many headers. Encodes on the longest path: 1;
-    a rank decodes N payloads. State: the first residual, for groups with feedback; nothing is encoded twice, so there
-    is no second one. The mean is added up by every rank for itself, in one order and one arithmetic: the same bytes.
-    Memory: N payloads, and the sum in float32.
+    Each rank computes the mean itself. All use the same order and the same arithmetic, so they get the same bytes. A
+    value is encoded once; a rank decodes N payloads.
+
+    Wire: one round; a rank sends d (N-1) bytes for a payload of d bytes, and N-1 headers.
+    State: a residual per layer, for groups with feedback, and no server-side error, since no mean is encoded. A rank
+    has buffers for N payloads and for the sum in float32.
     Source: Markov 2024, section 2.2.1, "Full mesh", whose d N^2 counts all ranks.
     """
 
@@ -51,14 +53,12 @@ class AllToAllBroadcast(Reduction):
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
-        """One round, of everything to everybody."""
         world = topology.world
         (size,) = load.chunks(1)
         down = to_owners(topology, range(world), dict.fromkeys(range(world), size)).back()
         return Cost([down] if world > 1 else [], 1, 1, world + 1)
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """One round; see the class."""
         yield from encode(self._whole.codes.parts, self._encode, self._own.buffer, context, binding, flags)
         if self.rounds:
             yield self._gather

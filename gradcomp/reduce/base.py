@@ -1,4 +1,4 @@
-"""What the pipeline and a reduction promise each other."""
+"""The interface between the pipeline and a reduction: messages, rounds, memory, and the base class."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Room for a header and, behind it, a payload. ``chunk``: which one of those that the header knows."""
+    """Describes a buffer that holds a header and, behind it, a payload.
+
+    ``chunk`` is the message's number in ``header``, which describes several messages.
+    """
 
     buffer: Bytes
     header: ByteHeader
@@ -40,11 +43,12 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """One round of messages, as a reduction asks for it: headers are no matter of its own.
+    """Requests one round of messages; :mod:`gradcomp.reduce.framing` writes and checks their headers.
 
-    ``sends``: what leaves by the operation. ``arrivals``: what comes by it, and from whom. ``whole``: what travels
-    speaks for all ranks, and all of them get it. ``common``: all ranks get it, and it speaks for its sender.
-    ``framed_in``: the round in which what comes got its headers, if it was handed on as it is.
+    ``operation`` sends the messages ``sends`` and receives ``arrivals``, each with the rank that sent it. ``whole``
+    says that the messages are results: they carry the flags of all ranks, and every rank gets every one of them.
+    ``common`` says that every rank gets every message, each with its sender's flags. ``framed_in`` is the round in
+    which the arriving messages got their headers, if a rank forwards them unchanged; None means this round.
     """
 
     operation: Operation
@@ -61,7 +65,7 @@ def exchange(
     *,
     whole: bool = False,
 ) -> Move:
-    """Messages from rank to rank; one may go to several."""
+    """Return a round of point-to-point messages; the same message may go to several ranks."""
     operation = Exchange(
         [(rank, message.buffer) for rank, message in sends],
         [(rank, message.buffer) for rank, message in arrivals],
@@ -69,20 +73,23 @@ def exchange(
     return Move(operation, list(dict.fromkeys(message for _, message in sends)), arrivals, whole)
 
 
-#: What a program waits for: a round of messages; operations without headers, all issued together, which are a round,
-#: too; or a call of a device, which is none.
+#: A program waits for one of three things: a round of messages; a list of operations without headers, which are issued
+#: together and count as a round; or a call of a device, which does not count as one.
 Step = Move | list[Operation] | Pending
 
-#: Yields what it waits for, and is resumed when that is complete.
+#: A generator that yields what it waits for. It is resumed when that is complete.
 Waits = Generator[Step, None, T]
 
-#: The same; returns, for every part, one flag per segment: nonzero where the mean is not finite.
+#: A program that returns, for every part, one flag per segment: nonzero where the mean is not finite.
 Rounds = Waits[list[Bytes]]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One group in the payload. ``header_index[i]`` is the position of segment i's layer in the bucket's header."""
+    """Describes one group's part of a payload.
+
+    ``header_index[i]`` is the position of segment i's layer in the header of the exchange bucket.
+    """
 
     codec: Codec
     group: Group
@@ -90,18 +97,18 @@ class Part:
 
 
 def device_of(parts: Sequence[Part]) -> Device:
-    """Where the gradients of a bucket are, of which these are parts: its kernels work on all messages."""
+    """Return the device of an exchange bucket's gradients; its kernels work on all messages."""
     return parts[0].group.device
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What reductions work in, beside what a binding refers to.
+    """Allocates the buffers of reductions; gradients, residuals and outputs come from a :class:`Binding`.
 
-    ``messages``: for messages that travel, of which this program touches their headers only; of a GPU's gradients
-    they are on the GPU, or in pinned memory. ``local``: for messages
-    that stay on this rank; kernels of the gradients' device can be given addresses in them. The two are the same
-    function where whatever lies on the device can be sent from there.
+    ``messages`` allocates messages that are sent or received. Python code touches their headers only, because for
+    gradients on a GPU they lie on the GPU or in pinned memory. ``local`` allocates messages that stay on this rank;
+    kernels of the gradients' device accept addresses in them. The two are the same function where the transport sends
+    from the device's memory.
     """
 
     messages: Allocator = host_allocator
@@ -112,36 +119,41 @@ HOST_MEMORY = Memory()
 
 
 class Binding(Protocol):
-    """How a reduction gets at this step's memory. Each call fills address columns of a whole table."""
+    """Gives a reduction this step's memory: each method fills address columns of a whole segment table."""
 
     def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
-        """Fill the columns of first-stage encodes for segments of the group, or pieces of them.
+        """Fill the columns that the first encode reads, for segments of the group or pieces of them.
 
-        ``offsets``: :func:`gradcomp.kernels.segments.byte_offsets` of the table, if they are known.
+        ``offsets`` is :func:`gradcomp.kernels.segments.byte_offsets` of the table, if the caller has it.
         """
         ...
 
     def owned(self, table: Table, rows: Sizes) -> None:
-        """Fill residual and next residual for second-stage encodes; ``rows`` as assigned by the owner of the state."""
+        """Fill the residual columns of the owner's encode with addresses of the server-side error.
+
+        ``rows`` are the row numbers that :meth:`Reduction.assign` received.
+        """
         ...
 
     def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
-        """Fill output; 0 for layers that no rank had. ``offsets`` as above."""
+        """Fill the output column; 0 for layers that no rank had. ``offsets`` is as in :meth:`sources`."""
         ...
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Record the time spent in a block."""
+        """Record the time spent in the ``with`` block under this name."""
         ...
 
 
 class Reduction(ABC):
-    """A scheme prepared for one bucket: tables and buffers are made once and used in every step.
+    """Sums the gradients of one exchange bucket over ranks; its tables and buffers are made once for all steps.
 
-    It moves payloads. What is written before them, and read, is a matter of :mod:`gradcomp.reduce.framing`.
-    ``ranges`` lists what this rank re-quantises under feedback; whoever keeps the state calls :meth:`assign` with one
-    row number per range. ``rounds``: how often one execution yields, on every rank. ``bytes_sent``: bytes that it sends
-    from this rank, headers included. ``sums_travel``: codes stand for sums over some of the ranks. ``by_kernels``:
-    kernels alone look at what comes, so that a device can go through :meth:`run` beforehand.
+    A reduction moves payloads; :mod:`gradcomp.reduce.framing` writes and checks the headers before them.
+    ``ranges`` lists the parts of layers that this rank encodes a second time with error feedback; the owner of the
+    state calls :meth:`assign` with one row number of the server-side error per range. ``rounds`` is the number of
+    rounds of one execution, the same on every rank. ``bytes_sent`` is the number of bytes that this rank sends in one
+    execution, headers included. ``sums_travel`` says that messages hold codes of sums over some of the ranks.
+    ``by_kernels`` says that nothing but kernels reads the payloads that arrive, so that the kernel calls of :meth:`run`
+    can be recorded in advance.
     """
 
     sums_travel: ClassVar[bool] = False
@@ -153,21 +165,21 @@ class Reduction(ABC):
 
     @staticmethod
     def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
-        """What the constructor is given beside parts, layers, rank and memory: by default, the number of ranks.
+        """Return the constructor's arguments beside parts, layers, rank and memory: by default, the number of ranks.
 
-        ``turn``: which bucket it is; where there is a choice of ranks, they take turns.
+        ``turn`` is the number of the exchange bucket: ranks that can do the same work take turns, bucket by bucket.
         """
         return {"world": topology.world}
 
     @staticmethod
     @abstractmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
-        """What one execution takes."""
+        """Return the messages and the coding work of one execution."""
 
     def assign(self, rows: Sequence[int]) -> None:
-        """Tell the reduction which rows of the second residual its ranges are."""
+        """Set the row of the server-side error for each of ``ranges``."""
         assert not rows, f"{len(rows)} rows for no ranges"
 
     @abstractmethod
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """Exchange once: means to the outputs, layers that turn out not to be finite to the flags."""
+        """Write the means to the outputs; mark layers in which a value is not finite in ``flags``."""

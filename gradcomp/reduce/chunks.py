@@ -1,4 +1,4 @@
-"""What the reductions share: a bucket cut into chunks, coded, and decoded again."""
+"""Exchange buckets are cut into chunks, encoded, and decoded again, in the same way by all reductions."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader
 
 @dataclass(eq=False)
 class ChunkSegments:
-    """Segments of one part after cutting: a table, and for each row what it was cut from.
+    """Holds the segments of one part after cutting: a table, and for each row what it was cut from.
 
-    Rows are in the order of the chunks; those of chunk j are ``bounds[j]`` to ``bounds[j + 1]``. ``header_index``: the
-    place of a row's layer in the header. ``cut_from``: the row of the part's own table. ``rows``: of the second
-    residual.
+    Rows are in the order of the chunks; those of chunk j are ``bounds[j]`` to ``bounds[j + 1]``. ``header_index`` has
+    the position of each row's layer in the header, ``cut_from`` the row of the part's own table, and ``rows`` the row
+    of the server-side error.
     """
 
     table: Table
@@ -47,25 +47,25 @@ class ChunkSegments:
 
     @cached_property
     def offsets(self) -> Addresses:
-        """See :func:`gradcomp.kernels.segments.byte_offsets`. No start and no dtype may change any more."""
+        """Return :func:`gradcomp.kernels.segments.byte_offsets`; starts and dtypes must not change afterwards."""
         return byte_offsets(self.table)
 
     @cached_property
     def noted(self) -> Bytes:
-        """Flags that are read: in every step the same array."""
+        """Return the array of flags that decoding reads, the same in every step."""
         return np.zeros(len(self.table), dtype=np.uint8)
 
     def flags(self) -> Bytes:
-        """One per row, none of them set."""
+        """Return a new array with one flag per row, all 0."""
         return np.zeros(len(self.table), dtype=np.uint8)
 
     def note(self, found: Bytes, flags: BucketFlags) -> None:
-        """Say of the layers whose rows are flagged that they are not finite."""
+        """Set NONFINITE in ``flags`` for the layers of the rows that are flagged in ``found``."""
         if np.count_nonzero(found):
             flags.states[self.header_index[found != 0]] |= NONFINITE
 
     def chunk(self, j: int) -> ChunkSegments:
-        """A view of one chunk's rows."""
+        """Return a view of one chunk's rows."""
         rows = slice(int(self.bounds[j]), int(self.bounds[j + 1]))
         table = self.table[rows]
         ends = np.array([0, len(table)], dtype=np.int64)
@@ -73,11 +73,12 @@ class ChunkSegments:
 
 
 class Chunks:
-    """The segments of a bucket's parts, cut into ``count`` chunks of nearly equal payload bytes.
+    """Cuts the segments of an exchange bucket into ``count`` chunks of nearly equal payload bytes.
 
-    Borders fall on quantisation buckets, or where ``borders`` says: by part, ``count + 1`` elements of every segment's
-    layer. A chunk travels as one message, of ``sizes[j]`` bytes: a header, then the payloads of its pieces, part by
-    part.
+    Chunk borders are borders of quantisation buckets. ``borders`` gives other ones: for every part, ``count + 1``
+    element numbers in the layer of each segment.
+
+    Wire: a chunk is one message of ``sizes[j]`` bytes: a header, then the payloads of its pieces, part by part.
     """
 
     def __init__(
@@ -98,27 +99,30 @@ class Chunks:
             rows = np.diff(segments.bounds)
             segments.table["payload"] = ends[:-1] + np.repeat(begins - of_chunks[:-1], rows)
             begins += np.diff(of_chunks)
-        #: Of every chunk: of what its header announces, and of the message.
+        #: The payload bytes of each chunk, as its header has them; ``sizes`` has the bytes of the messages.
         self.payload_bytes: list[int] = (begins - ByteHeader.size(layers)).tolist()
         self.header = ByteHeader(layers, np.array(self.payload_bytes, dtype=np.int64))
         self.sizes = self.header.message_bytes
 
     def message(self, buffer: Bytes, j: int) -> Message:
-        """Chunk j as a message in the first bytes of a buffer."""
+        """Return the message of chunk j in the first bytes of a buffer."""
         return Message(buffer[: self.sizes[j]], self.header, j)
 
     def messages(self, memory: Memory, sizes: Sequence[int]) -> Bytes:
-        """Room for messages of these sizes, one behind the other."""
+        """Allocate a buffer for messages of these sizes, one behind the other."""
         *begins, end = np.cumsum([0, *sizes]).tolist()
         headers = [(at, at + self.header.nbytes) for at, size in zip(begins, sizes, strict=True) if size]
         return memory.messages(end, headers)
 
     def copies(self, memory: Memory, count: int, j: int = 0) -> Bytes:
-        """Room for ``count`` messages of chunk j: a row each."""
+        """Allocate buffers for ``count`` messages of chunk j, as rows of an array."""
         return self.messages(memory, [self.sizes[j]] * count).reshape(count, self.sizes[j])
 
     def place(self, bases: Sequence[int] | None = None) -> list[ChunkSegments]:
-        """Per part, all pieces, with messages that begin at ``bases`` of one buffer, or each in a buffer of its own."""
+        """Return the pieces of all chunks, by part.
+
+        The messages begin at ``bases`` of one buffer; without ``bases``, each message has a buffer of its own.
+        """
         placed = []
         for segments in self._chunk_segments:
             table = segments.table.copy()
@@ -132,7 +136,7 @@ class Chunks:
         return placed
 
     def inputs(self, bases: Sequence[int] | None = None) -> list[ChunkSegments]:
-        """:meth:`place` for what reads gradients: of a prepared group they are float32."""
+        """Return :meth:`place` for kernels that read gradients; a prepared group's inputs are float32."""
         placed = self.place(bases)
         for part, segments in zip(self.parts, placed, strict=True):
             if part.group.prepared:
@@ -140,7 +144,7 @@ class Chunks:
         return placed
 
     def only(self, j: int) -> list[ChunkSegments]:
-        """Per part, the pieces of one chunk, in a message of its own."""
+        """Return the pieces of one chunk, by part; its message has a buffer of its own."""
         placed = []
         for segments in self._chunk_segments:
             mine = segments.chunk(j)
@@ -150,20 +154,20 @@ class Chunks:
 
 
 class Mean:
-    """The coded mean as every rank has it in the end, chunk behind chunk, and its way to the outputs."""
+    """Holds the codes of the mean, one chunk behind the other, and decodes them to the outputs."""
 
     def __init__(self, chunks: Chunks, memory: Memory = HOST_MEMORY) -> None:
         self._chunks = chunks
         self._bounds = np.concatenate(([0], np.cumsum(chunks.sizes))).tolist()
         self._chunk_segments = chunks.place(self._bounds[:-1])
         self.buffer = chunks.messages(memory, chunks.sizes)
-        #: A message per chunk: views.
+        #: The message of each chunk, as a view of the buffer.
         self.messages = [chunks.message(self.buffer[at:], j) for j, at in enumerate(self._bounds[:-1])]
 
     def decode(
         self, context: StepContext, binding: Binding, flags: BucketFlags, divisor: float = 1.0
     ) -> Rounds:
-        """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
+        """Decode all chunks to the outputs; see :func:`decode`."""
         return decode(self._chunks.parts, self._chunk_segments, self.buffer, context, binding, flags, divisor)
 
 
@@ -175,7 +179,7 @@ def encode(
     binding: Binding,
     flags: BucketFlags,
 ) -> Waits[None]:
-    """Encode what this rank contributes; say what turns out not to be finite.
+    """Encode this rank's contribution; set the flags of layers in which a value is not finite.
 
     c = scale g + decay r; target <- encode(c); next residual <- c - decode(target).
     """
@@ -205,7 +209,10 @@ def decode(
     flags: BucketFlags,
     divisor: float,
 ) -> Rounds:
-    """output <- unscale (value / divisor), NaN in layers that are not finite; flags by part and segment."""
+    """Decode messages to the outputs: output <- unscale (value / divisor), NaN in layers that are not finite.
+
+    Returns one flag per segment for each part: nonzero where a mean is not finite.
+    """
     device = device_of(parts)
     with binding.span("decompress"):
         nonfinite = flags.nonfinite.view(np.uint8)
@@ -234,7 +241,7 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
     chunk, done = 0, 0.0
     cut = []
     for part in parts:
-        rows: list[tuple[int, int, int, int]] = []  # chunk, segment, from which element of it, how many
+        rows: list[tuple[int, int, int, int]] = []  # chunk, segment, first element in it, length
         table = part.group.table
         for i, nbytes in enumerate(part.codec.wire_bytes(table).tolist()):
             length, step = int(table["length"][i]), int(table["bucket_size"][i])
@@ -242,7 +249,7 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
                 rows.append((chunk, i, 0, 0))
             at = 0
             while at < length:
-                # Elements up to the border of this chunk, rounded to a whole number of buckets.
+                # The number of elements up to this chunk's border, rounded to whole quantisation buckets.
                 room = (targets[chunk] - done) * length / nbytes
                 take = length - at
                 if chunk < count - 1 and room < take:
@@ -260,7 +267,7 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
 def _cut_at(part: Part, borders: Sizes) -> ChunkSegments:
     table = part.group.table
     starts = table["start"][:, None]
-    # A segment may be a block of its layer.
+    # A segment may be one block of its layer, so borders outside of it are moved to its ends.
     within = np.clip(borders, starts, starts + table["length"][:, None])
     begins, lengths = within[:, :-1] - starts, np.diff(within)
     chunks, segments = np.nonzero(lengths.T)

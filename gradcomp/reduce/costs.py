@@ -1,8 +1,7 @@
-"""What a reduction costs: bytes by rank and round, coding on the longest path, and time by the alpha-beta model.
+"""The cost of a reduction is computed from sizes and topology: bytes, coding work, and time by the alpha-beta model.
 
-Pure functions of sizes and of who shares a host. With the sizes of a bucket as it is cut (:func:`load_of`) bytes are
-exact; with those of an even split they are the formulas of ``docs/algorithms.md``. The difference is what chunk borders
-and headers cost.
+With the sizes of an exchange bucket as it is cut (:func:`load_of`) the bytes are exact. With chunks of equal size they
+are the formulas of ``docs/algorithms.md``. The difference comes from chunk borders and headers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gradcomp.reduce.registry import of
 
 
 def load_of(scheme: Scheme, parts: Sequence[Part], layers: int) -> Load:
-    """The sizes of one bucket under this reduction, as they are cut."""
+    """Return the exact sizes of one exchange bucket under this reduction."""
     parts = carried(parts) if of(scheme).sums_travel else parts
     payload = sum(int(part.codec.wire_bytes(part.group.table).sum()) for part in parts)
     dense = 4 * sum(part.group.elements for part in parts)
@@ -33,18 +32,19 @@ def load_of(scheme: Scheme, parts: Sequence[Part], layers: int) -> Load:
 
 
 def cost(scheme: Scheme, load: Load, topology: Topology) -> Cost:
-    """What one execution takes for this load among these ranks."""
+    """Return the messages and the coding work of one execution for this load."""
     return of(scheme).cost(load, topology, scheme)
 
 
 def predict(scheme: Scheme, load: Load, topology: Topology, network: Network) -> float:
-    """Seconds of one execution, alone: the rounds of the longest path one after the other, and its coding.
+    """Return the time in seconds of one execution that nothing else overlaps.
 
-    sum over rounds of (alpha + beta * bytes through the busiest link) + encoded n / rate + decoded n / rate.
+    It is the sum over rounds of (alpha + beta * bytes through the busiest link), plus encoded n / encode_rate and
+    decoded n / decode_rate for n bytes of float32.
     """
     one = cost(scheme, load, topology)
     hosts = np.asarray(topology.hosts)
-    known: dict[int, float] = {}  # a ring repeats one flow
+    known: dict[int, float] = {}  # by identity, because all rounds of a ring may be one flow
     wire = 0.0
     for flow in one.flows:
         if id(flow) not in known:
@@ -56,10 +56,10 @@ def predict(scheme: Scheme, load: Load, topology: Topology, network: Network) ->
 
 
 def cheapest(parts: Sequence[Part], layers: int, topology: Topology, network: Network | None) -> Scheme:
-    """What ``auto`` stands for: on one host `sra` (Markov 2024, Table 3.4), else what takes least time.
+    """Return the reduction that ``auto`` chooses: `sra` on one host (Markov 2024, Table 3.4), else the fastest one.
 
-    Equals go to the one that was registered first. Reductions that cannot add one of the
-    codecs are left out. ``network`` may be missing on one host only.
+    Of equally fast ones it is the one that was registered first. Reductions that cannot add one of the codecs are left
+    out. ``network`` is needed as soon as there are two hosts.
     """
     if len(topology.leaders) == 1:
         return Scheme("sra")

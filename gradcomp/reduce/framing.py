@@ -1,4 +1,7 @@
-"""Headers, beneath reductions and gathers: written into every message that leaves, checked in every one that comes."""
+"""Headers are written into every message that leaves, and checked in every message that arrives.
+
+Reductions and gathers yield their rounds as :class:`Move` and never see a header.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from gradcomp.transport.base import Operation
 
 T = TypeVar("T")
 
-#: What is left to wait for: operations that are issued together, or a call of a device.
+#: Once headers are written, a program waits for operations that are issued together, or for a call of a device.
 Framed = list[Operation] | Pending
 
 
 def framed(
     program: Waits[T], header_id: HeaderId, flags: BucketFlags, binding: Binding, first: int = 0
 ) -> Generator[Framed, None, T]:
-    """Run a program's rounds, the first of which has the number ``first``.
+    """Run a program's rounds with headers; the first round has the number ``first``.
 
-    Before a round, the flags so far are written into all that leaves. After it, what came is checked, and its flags
-    are added. A flag that is set stays set, so it does no harm to hear of it twice.
+    Before a round, the flags that this rank knows are written into all messages that it sends. After the round, the
+    messages that arrived are checked and their flags added. Flags are never cleared, so a flag may arrive twice.
     """
     frames = _Frames(header_id, flags, first)
     while True:
@@ -42,7 +45,7 @@ def framed(
 
 
 def unless_declined(program: Rounds, flags: BucketFlags) -> Rounds:
-    """The program, up to a round in which a rank has declined."""
+    """Run the program, and stop after a round in which some rank has declined."""
     while not flags.declined:
         try:
             step = next(program)
@@ -54,21 +57,21 @@ def unless_declined(program: Rounds, flags: BucketFlags) -> Rounds:
 
 
 def alone(move: Move) -> Rounds:
-    """A round, and nothing before or behind it."""
+    """Return a program that consists of this round."""
     yield move
     return []
 
 
 class _Frames:
-    """Headers of one program in one step."""
+    """Writes and checks the headers of one program in one step."""
 
     def __init__(self, header_id: HeaderId, flags: BucketFlags, first: int) -> None:
         self._header_id, self._flags, self._round = header_id, flags, first
         self._sent: Bytes | None = None
-        self._of_ranks: int | None = None  # what results say of the ranks themselves
+        self._of_ranks: int | None = None  # the last state byte of the results, which is about the ranks
 
     def close(self, move: Move) -> None:
-        """Write headers: the payloads are there."""
+        """Write the headers of a round's messages, whose payloads are written already."""
         header, states = None, self._flags.states
         for message in move.sends:
             if message.header is not header:
@@ -83,7 +86,7 @@ class _Frames:
             self._of_ranks = int(states[-1])
 
     def open(self, move: Move) -> None:
-        """Read headers; the next round begins."""
+        """Check the headers of the messages that arrived in a round, and count the round."""
         header = None
         for sender, message in move.arrivals:
             if message.header is not header:
@@ -99,13 +102,13 @@ class _Frames:
         self._round += 1
 
     def _check_whole(self, states: Bytes, sender: int) -> None:
-        """What speaks for all ranks speaks for this one, and says what others say."""
+        """Raise WireFormatError for a result that lacks this rank's flags or contradicts another result."""
         if self._sent is not None:
             check_covers(states, self._sent, f"rank {sender}")
         if self._of_ranks is None:
             self._of_ranks = int(states[-1])
         elif self._of_ranks != states[-1]:
             raise WireFormatError(
-                f"rank {sender} and another one disagree on which ranks are ready for the next plan, or on what became "
-                "of the last means"
+                f"the results of rank {sender} and of another rank differ in their last state byte: they disagree on "
+                "which ranks are ready for the next plan, or on what became of the last means"
             )

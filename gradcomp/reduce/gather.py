@@ -1,4 +1,4 @@
-"""Gather-and-sum: codes to one root, the sum back without compression."""
+"""Gather-and-sum sends codes to one root, which sends the sum back without compression."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ ROOT = 0
 class GatherAndSum(Reduction):
     """The root decodes all codes, adds them in rank order in float32 and sends the sum to everyone as it is.
 
-    Round 0: every other rank sends its whole code to rank 0. Round 1: rank 0 sends the sum; all divide by N.
+    The mean has the same bytes as that of the all-to-all broadcast. A value is encoded once; the root decodes N
+    payloads.
 
-    Rounds: 2. Bytes per rank: d up for a payload of d bytes, and from the root n (N-1) for n bytes of float32, plus a
-    header per message. Encodes on the longest path: 1; the root decodes N payloads. State: the first residual, for
-    groups with feedback; nothing is encoded twice. The mean is that of all-to-all broadcast, byte for byte.
-    Memory: on the root N payloads; on all the sum in float32.
-    Source: Markov 2024's full mesh (section 2.2.1) is an all-gather whose result every rank adds; this is the form in
-    which one rank does, as servers do for other frameworks' sparse gradients. ``docs/decisions/0013`` has the reading.
+    Wire: two rounds. In round 0 every other rank sends its whole code, d bytes, to rank 0. In round 1 rank 0 sends the
+    sum, n bytes of float32, to each of them, n (N-1) bytes in all, and every rank divides by N. Each message has a
+    header.
+    State: a residual per layer, for groups with feedback, and no server-side error, since no mean is encoded. The root
+    has buffers for N payloads, and every rank has one for the sum in float32.
+    Source: Markov 2024, section 2.2.1. Its full mesh is an all-gather whose result every rank adds. In this form one
+    rank adds, as servers do for sparse gradients in other frameworks; see ``docs/decisions/0013``.
     """
 
     by_kernels = True
@@ -49,7 +51,7 @@ class GatherAndSum(Reduction):
         senders = range(world) if rank == ROOT else [rank]
         buffers = codes.copies(memory, len(senders))
         self._codes = [Message(buffer, up, r) for r, buffer in zip(senders, buffers, strict=True)]
-        # The sum as it travels: apart from where kernels add up, unless it can be sent from there.
+        # Kernels add in memory of the device; the sum is copied to a message unless it can be sent from there.
         self._apart = allocate is not memory.messages
         self._sum = dense.message(floats(dense, memory.messages) if self._apart else self._whole.sum, 0)
         self._others = range(1, world)
@@ -58,7 +60,6 @@ class GatherAndSum(Reduction):
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
-        """Codes to the root, float32 back."""
         world = topology.world
         (size,) = load.chunks(1)
         up = to_owners(topology, range(world), {ROOT: size})
@@ -66,8 +67,7 @@ class GatherAndSum(Reduction):
         return Cost([up, down] if world > 1 else [], 1, 1, world + 1)
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """Two rounds; see the class."""
-        own = self._codes[0]  # the root's, too, is the first of them
+        own = self._codes[0]  # on the root too, since it is rank 0
         yield from encode(self._whole.codes.parts, self._encode, own.buffer, context, binding, flags)
         if self._rank != ROOT:
             yield exchange([(ROOT, own)])

@@ -1,7 +1,7 @@
-"""What travels before every payload: a check value, and what the sender knows of the layers and the ranks.
+"""A header with a check value and the flags of layers and ranks goes with every payload.
 
-Two forms of the same fields. Byte messages start with a :class:`ByteHeader` per chunk; sums carry a
-:class:`CountHeader`, float32 counts behind their elements. ``docs/wire-format.md`` has the layout.
+It has two forms with the same fields: messages of bytes start with a :class:`ByteHeader` per chunk; sums carry a
+:class:`CountHeader`, which is a run of counts behind their elements. ``docs/wire-format.md`` has the layout.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ Floats = npt.NDArray[np.float32]
 PROTOCOL = 5
 MAGIC = 0x6347
 
-#: State of a layer on one rank in one step: bits of one byte.
+#: Bits of a layer's state byte, on one rank in one step. PRESENT: the rank has a dense gradient for the layer.
+#: NONFINITE: a value of it is not finite. SPARSE: the rank has a sparse gradient.
 PRESENT, NONFINITE, SPARSE = 1, 2, 4
 
-#: What became of a rank's last exchange, as bits of one more byte behind the states of the layers: the optimizer
-#: stepped on the means; they were thrown away; they stay in the gradients, to which more is added. 0: there was none.
+#: Bits of one more byte behind the states of the layers, which is about the rank. Three say what became of the means of
+#: its last exchange: the optimizer stepped on them; they were discarded; they stay in the gradients, to which more is
+#: added. None of the three is set if there was no exchange.
 APPLIED, DISCARDED, KEPT = 1, 2, 4
 
-#: Further bits of that byte, of ranks that train: this one holds the next plan; it does not.
+#: Bits of the same byte on ranks that train: the rank holds the next plan; it does not hold it yet.
 READY, WAITING = 8, 16
 
-#: Of a step: on this rank ``step()`` ends the exchange, since no gradient of its own has; in the last exchange, where
-#: that was so on another rank, this one changed its means before ``step()``; some rank's fingerprint is not that of
-#: another.
+#: Bits of the same byte in messages of a step. LATE: on this rank ``step()`` ends the exchange, because none of its
+#: gradients has. EDITED: in the last exchange another rank was late, and this one changed its means before ``step()``.
+#: DIFFERENT: the fingerprints of two ranks differ.
 LATE, EDITED, DIFFERENT = 32, 64, 128
 
-#: The same bits in messages that leave before the ranks have compared what they run between steps: this rank runs
-#: something else, so no rank may use the message; its inputs are not those of the last run.
+#: Meanings of LATE and EDITED in messages of requests between steps that leave before the ranks have compared what
+#: they run. DECLINED: this rank runs something else, so no rank may use the messages of this round. CHANGED: its inputs
+#: are not those of the last run.
 DECLINED, CHANGED = 32, 64
 
 _OF_A_LAYER = PRESENT | NONFINITE | SPARSE
@@ -46,7 +49,7 @@ _OUTCOMES = APPLIED | DISCARDED | KEPT
 _OF_STEPS = _OUTCOMES | READY | WAITING | LATE | EDITED | DIFFERENT
 _OF_REQUESTS = _OUTCOMES | READY | WAITING
 
-#: Payloads, and messages, begin at multiples of this many bytes, as loads of vectors want.
+#: Payloads and messages begin at multiples of this many bytes, because vector loads are fastest there.
 ALIGNMENT = 16
 
 FIXED = np.dtype(
@@ -61,7 +64,7 @@ FIXED = np.dtype(
         ("payload_bytes", "<u4"),
         ("layers", "<u2"),
         ("sender", "<u2"),
-        # Up to here a receiver knows what to expect.
+        # A receiver knows the values of all fields above and compares them.
         ("fingerprint", "<u4"),
         ("checksum", "<u4"),
     ]
@@ -73,18 +76,17 @@ Numbers = TypeVar("Numbers", int, npt.NDArray[np.int64], npt.NDArray[np.float64]
 
 
 def padded(nbytes: Numbers) -> Numbers:
-    """Up to the next multiple of :data:`ALIGNMENT`."""
+    """Round up to the next multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class BucketFlags:
-    """What a rank knows so far of a bucket on all ranks: at the end of the exchange, all know the same.
+    """Collects the flags of an exchange bucket from all ranks; at the end of the exchange all ranks have the same.
 
-    ``states``: a byte per layer, and one for the ranks themselves; bits are only ever added. ``present``,
-    ``nonfinite``: one boolean per layer, true if any rank said so. ``ready``: whether all that train hold the next
-    plan. ``rank``: this one, the sender of what it sends. ``fingerprint``: 32 bits that all ranks should have in
-    common; 0 of a rank that has nothing to compare, which passes on what it hears. ``results``: checksums of the
-    payloads that all ranks decode.
+    ``states`` has a byte per layer and one for the ranks; bits are only ever added. ``rank`` is this rank.
+    ``fingerprint`` has 32 bits that should be equal on all ranks. It is 0 on a rank that has nothing to compare; that
+    rank takes over and forwards the first fingerprint that it receives. ``results`` has the checksums of the payloads
+    that all ranks decode.
     """
 
     def __init__(self, states: Bytes, rank: int = 0, fingerprint: int = 0) -> None:
@@ -94,7 +96,7 @@ class BucketFlags:
         self.results: set[int] = set()
 
     def compare(self, fingerprint: int) -> None:
-        """Another rank has this fingerprint."""
+        """Set DIFFERENT if another rank's fingerprint is not that of this one."""
         if not self.fingerprint:
             self.fingerprint = fingerprint
         elif fingerprint and fingerprint != self.fingerprint:
@@ -102,59 +104,62 @@ class BucketFlags:
 
     @property
     def checksum(self) -> int:
-        """Of ``results``: a value that ranks with the same ones have in common."""
+        """Return a CRC-32 of the sorted ``results``; ranks with the same results have the same value."""
         return zlib.crc32(np.array(sorted(self.results), dtype="<u4").tobytes())
 
     @property
     def outcomes(self) -> int:
-        """What became of the last exchange: the union of all ranks' bits."""
+        """Return the union of all ranks' bits that say what became of the last exchange."""
         return int(self.states[-1]) & _OUTCOMES
 
     @property
     def notices(self) -> int:
-        """Which of LATE, EDITED and DIFFERENT some rank has said."""
+        """Return those of LATE, EDITED and DIFFERENT that some rank has set."""
         return int(self.states[-1]) & (LATE | EDITED | DIFFERENT)
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks that train hold the next plan."""
+        """Return true if all ranks that train hold the next plan."""
         return int(self.states[-1]) & (READY | WAITING) == READY
 
     @property
     def declined(self) -> bool:
-        """Whether some rank runs something else."""
+        """Return true if some rank has declined, because it runs something else."""
         return bool(self.states[-1] & DECLINED)
 
     @property
     def changed(self) -> bool:
-        """Whether some rank has other inputs than in the last run."""
+        """Return true if some rank has other inputs than in the last run."""
         return bool(self.states[-1] & CHANGED)
 
     @property
     def present(self) -> npt.NDArray[np.bool_]:
-        """Layers that some rank had a dense gradient for."""
+        """Return a boolean per layer: some rank had a dense gradient for it."""
         return (self.states[:-1] & PRESENT).astype(np.bool_)
 
     @property
     def nonfinite(self) -> npt.NDArray[np.bool_]:
-        """Layers that some rank found a non-finite value in."""
+        """Return a boolean per layer: some rank found a value in it that is not finite."""
         return (self.states[:-1] & NONFINITE).astype(np.bool_)
 
 
 def check_covers(result: Bytes, own: Bytes, sender: object) -> None:
-    """WireFormatError unless a result has all states that this rank sent: else its gradient would stay as it is."""
+    """Raise WireFormatError for a result that lacks a state that this rank sent.
+
+    Without it, this rank would take its own gradient for the mean.
+    """
     if np.any(own & ~result):
         layers = np.flatnonzero(own & ~result).tolist()
         raise WireFormatError(
-            f"the result from {sender} lacks states that this rank sent, of entries {layers[:5]}"
+            f"the result from {sender} lacks states that this rank sent, those of entries {layers[:5]} of its header"
         )
 
 
 @dataclass(frozen=True)
 class HeaderId:
-    """Where we are: equal on all ranks at the same collective, or something is badly wrong.
+    """Identifies a collective: the ranks that take part in it must all have the same values.
 
-    ``checksums``: whether messages carry checksums; a setting on which all ranks agree.
+    ``checksums`` says that messages carry checksums; it is a setting on which all ranks agree.
     """
 
     check: int
@@ -164,7 +169,10 @@ class HeaderId:
 
 
 class Received(NamedTuple):
-    """What a header says beside where it belongs. ``payload``: its checksum; 0 where there are none."""
+    """Holds the fields of a header that a receiver cannot know beforehand.
+
+    ``payload`` is the payload's checksum, 0 if checksums are off.
+    """
 
     states: Bytes
     fingerprint: int
@@ -172,18 +180,18 @@ class Received(NamedTuple):
 
 
 class ByteHeader:
-    """Headers of ``len(payload_bytes)`` messages about ``layers`` layers.
+    """Writes and checks the headers of ``len(payload_bytes)`` messages about ``layers`` layers.
 
-    32 bytes, a state byte per layer and one for the ranks themselves, zeros up to a multiple of 16. The
-    payload follows, and bytes without meaning up to a multiple of 16: ``message_bytes`` says how long each message is.
+    Wire: a header has 32 bytes, a state byte per layer and one for the ranks, and zeros up to a multiple of 16. The
+    payload follows, with bytes of any value up to a multiple of 16; ``message_bytes`` has the length of each message.
     The checksum is the CRC-32C of the payload, up to the message's end, followed by the header without the checksum's
-    own four bytes; 0 where there are none. So what it says of the payload alone comes with it, and does not change
-    where the payload is handed on behind another header.
+    own four bytes; 0 if checksums are off. The payload comes first, so its own checksum is computed on the way, and
+    stays the same where a rank forwards the payload behind another header.
     """
 
     @staticmethod
     def size(layers: int) -> int:
-        """Bytes of one header."""
+        """Return the length in bytes of a header about this many layers, with its padding."""
         return padded(FIXED.itemsize + layers + 1)
 
     def __init__(self, layers: int, payload_bytes: npt.NDArray[np.int64]) -> None:
@@ -201,11 +209,11 @@ class ByteHeader:
         self._rows = self._fixed.view(np.uint8).reshape(len(self._fixed), FIXED.itemsize)
 
     def allow(self, bits: int) -> None:
-        """Between steps: take so many further bits of the last state, and no others."""
+        """Accept in the last state byte the bits of a request and ``bits``, instead of those of a step."""
         self._known[-1] = _OF_REQUESTS | bits
 
     def identify(self, header_id: HeaderId, round_number: int) -> None:
-        """Set the fields that change with every message."""
+        """Set the fields that change from round to round."""
         self._fixed["check"] = header_id.check
         self._fixed["step"] = header_id.step & 0xFFFFFFFF
         self._fixed["bucket"] = header_id.bucket
@@ -213,11 +221,11 @@ class ByteHeader:
         self._checksums = header_id.checksums
 
     def write(self, target: Bytes, chunk: int, flags: BucketFlags) -> int:
-        """Put the header of ``chunk`` at the start of ``target``, where its payload is already.
+        """Write the header of ``chunk`` at the start of ``target``, which has the payload already.
 
-        Returns the payload's checksum; 0 where there are none.
+        Returns the payload's checksum, 0 if checksums are off.
         """
-        target = target.view(np.ndarray)  # of a device mirror the header is the host's
+        target = target.view(np.ndarray)  # the header of a device mirror is in host memory
         fixed = self._fixed[chunk]
         fixed["sender"], fixed["fingerprint"] = flags.rank, flags.fingerprint
         target[: FIXED.itemsize] = self._rows[chunk]
@@ -230,11 +238,16 @@ class ByteHeader:
         return payload
 
     def read(self, source: Bytes, chunk: int, sender: int) -> Received:
-        """Check the message ``chunk`` from ``sender``."""
+        """Check the message ``chunk`` from ``sender`` and return the fields that the sender chose.
+
+        Raises PlanMismatchError for another protocol or check value, WireFormatError for any other difference.
+        """
         length = self.message_bytes[chunk]
         if len(source) < length:
-            raise WireFormatError(f"rank {sender} sent {len(source)} bytes, the message has {length}")
-        source = source.view(np.ndarray)  # of a device mirror the header is the host's
+            raise WireFormatError(
+                f"rank {sender} sent {len(source)} bytes, but its message must have {length}"
+            )
+        source = source.view(np.ndarray)  # the header of a device mirror is in host memory
         self._fixed[chunk]["sender"] = sender
         if source[:_COMPARED_BYTES].tobytes() != self._rows[chunk, :_COMPARED_BYTES].tobytes():
             self._explain(source, chunk, sender)
@@ -245,7 +258,7 @@ class ByteHeader:
             if stated != whole:
                 raise WireFormatError(
                     f"a message of {length} bytes from rank {sender} does not match its checksum: it was damaged on "
-                    "its way"
+                    "the way"
                 )
         states = source[self._states]
         unknown = states & ~self._known
@@ -254,7 +267,7 @@ class ByteHeader:
         return Received(states, fingerprint, payload)
 
     def _checksum(self, message: Bytes, chunk: int) -> tuple[int, int]:
-        """Of the payload, and of the whole message."""
+        """Return the checksums of the payload and of the whole message."""
         payload = crc32c(message[self.nbytes : self.message_bytes[chunk]])
         return payload, crc32c(message[FIXED.itemsize : self.nbytes], crc32c(message[:_CHECKSUM_AT], payload))
 
@@ -271,21 +284,22 @@ class ByteHeader:
 
 
 class CountHeader:
-    """The same fields but sender and checksum, as float32 counts that survive a sum over up to 65,536 ranks.
+    """Writes and checks the header of a sum: counts that stay exact in a sum over up to 65,536 ranks.
 
+    Wire: the fields of :class:`ByteHeader` except sender and checksum, as counts in the dtype of the sum.
     The check value travels as 8 nibbles and their squares: sum(v) = N v0 and sum(v^2) = N v0^2 hold together only if
-    every rank's v is v0. So does the fingerprint, of the M ranks that have one: M sum(v^2) = sum(v)^2 only if all v
-    are equal.
+    every rank's v is v0. The fingerprint travels in the same way: for the M ranks that have one,
+    M sum(v^2) = sum(v)^2 holds only if all v are equal.
     """
 
     _OF_RANKS = (READY, WAITING, LATE, EDITED)
 
     def __init__(self, layers: int) -> None:
-        self._rows = layers + 1  # the ranks themselves have one, too
+        self._rows = layers + 1  # a row per layer and one for the ranks
         self.length = 16 + 17 + len(self._OF_RANKS) + 3 * self._rows
 
     def write(self, target: npt.NDArray[np.floating], header_id: HeaderId, flags: BucketFlags) -> None:
-        """Fill ``target`` (``length`` elements) with this rank's counts."""
+        """Fill ``target``, which has ``length`` elements, with this rank's counts."""
         for at, value in ((0, _check_of(header_id)), (16, flags.fingerprint)):
             nibbles = _nibbles(value)
             target[at : at + 8] = nibbles
@@ -297,7 +311,10 @@ class CountHeader:
             counts[row] = (flags.states & bit) != 0
 
     def read(self, source: npt.NDArray[np.floating], header_id: HeaderId, world: int) -> Bytes:
-        """Check the summed counts; return the states."""
+        """Check the summed counts and return the states.
+
+        Raises PlanMismatchError if the ranks have different check values, WireFormatError for impossible counts.
+        """
         where = f"step {header_id.step}, bucket {header_id.bucket}"
         nibbles = _nibbles(_check_of(header_id))
         if not (
@@ -311,9 +328,9 @@ class CountHeader:
             np.all(each >= 0) and np.all(each <= most * world)
             for each, most in ((counts, 1), (sums, 15), (squares, 225))
         ):
-            raise WireFormatError(f"{where}: counts outside 0..{world}")
+            raise WireFormatError(f"{where}: a sum arrived with counts that {world} ranks cannot have sent")
         if not np.array_equal(numbers, np.floor(numbers)):
-            raise WireFormatError(f"{where}: counts that are not whole")
+            raise WireFormatError(f"{where}: a sum arrived with counts that are not whole numbers")
         rows = counts[5:].reshape(3, self._rows) > 0
         states: Bytes = (
             rows[0] * np.uint8(PRESENT) | rows[1] * np.uint8(NONFINITE) | rows[2] * np.uint8(SPARSE)

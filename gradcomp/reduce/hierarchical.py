@@ -1,4 +1,4 @@
-"""Two levels: exact inside a host, compressed between the hosts' leaders (Markov 2024, section 2.2.1)."""
+"""Gradients are summed exactly inside each host, and compressed between the hosts' leaders (Markov 2024)."""
 
 from __future__ import annotations
 
@@ -42,18 +42,21 @@ from gradcomp.transport.base import Exchange
 
 @register("hierarchical")
 class Hierarchical(Reduction):
-    """Members send exact contributions to their host's leader; leaders exchange codes of the sums, and hand them on.
+    """Members send exact contributions to their host's leader; leaders exchange codes of the sums and forward them.
 
     A contribution is c = scale g + decay r. First, members send theirs in float32, and their residuals become 0; the
-    leader adds the host's in rank order. The ranks of a host lead in turn, bucket by bucket, so that they share the
-    work. Then the H leaders do scatter-reduce-allgather: encode the sum, what is lost going to the leader's first
-    residual; the owner of a chunk adds the hosts' codes in order, divides by the number of ranks N, adds its second
-    residual and encodes again. Last, a leader passes on what it gathered, byte for byte, and all ranks decode the same.
+    leader adds the contributions of its host in rank order. Then the H leaders run scatter-reduce-allgather: each
+    encodes its host's sum, and what that loses goes into the leader's residual; the owner of a chunk adds the hosts'
+    codes in order, divides by the number of ranks N, adds its server-side error and encodes again. Last, a leader
+    forwards the codes that it gathered unchanged, so all ranks decode the same bytes. The ranks of a host lead in turn,
+    exchange bucket by exchange bucket, so that they share the work. A value is encoded twice.
 
-    Rounds: 4; 2 if there is one host, or if none has a second rank (then it is plain scatter-reduce-allgather). Bytes
-    per rank: of a member n for n bytes of float32; of the leader of m ranks 2 d (H-1)/H between hosts and d (m-1)
-    inside, plus a header per chunk. Encodes on the longest path: 2. State: residuals as above, for groups with
-    feedback; the sum over ranks of first residuals is in the units of a sum, as everywhere.
+    Wire: 4 rounds; 2 if there is one host, or if every host has one rank, where this is plain
+    scatter-reduce-allgather. A member sends n bytes for n bytes of float32. The leader of a host with m ranks sends
+    2 d (H-1)/H bytes to other hosts and d (m-1) inside its host, for a payload of d bytes. Each message has a header
+    per chunk.
+    State: for groups with feedback, a residual per layer and, on leaders, the server-side error of the owned chunk.
+    Residuals are in the units of a sum over ranks, as in every reduction.
     Source: Markov 2024, section 2.2.1. Differs: inside a host, one rank adds everything.
     """
 
@@ -75,7 +78,7 @@ class Hierarchical(Reduction):
         self._leader = leaders[topology.hosts[rank]]
         self._others = tuple(member for member in members if member != self._leader)
         self._place = members.index(self._leader)
-        self._several = len(leaders) < topology.world  # on some host
+        self._several = len(leaders) < topology.world  # some host has several ranks
         between = 2 if len(leaders) > 1 else 0
         self.rounds = between + 2 * self._several
         self._between = between
@@ -106,18 +109,16 @@ class Hierarchical(Reduction):
             self._sum = floats(self._dense, memory.local)
 
     def assign(self, rows: Sequence[int]) -> None:
-        """Rows of the second residual, which leaders have."""
+        """Set the rows of the server-side error, which only leaders have."""
         if self._inner:
             self._inner.assign(rows)
 
     @staticmethod
     def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
-        """Who shares a host, and whose turn it is to lead."""
         return {"topology": topology, "turn": turn}
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
-        """Inside hosts, between leaders, inside hosts."""
         leaders, hosts = topology.leaders, np.asarray(topology.hosts)
         members = np.bincount(hosts)
         sizes = load.chunks(len(leaders))
@@ -133,7 +134,6 @@ class Hierarchical(Reduction):
         return Cost(flows, 2, 1 + 1 / len(leaders), added + 1 + 1)
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """Up to four rounds; see the class."""
         if self._inner is None:
             yield from self._follow(context, binding, flags)
         else:
@@ -147,7 +147,7 @@ class Hierarchical(Reduction):
             yield exchange()
         operation = Exchange([], [(self._leader, self._mean.buffer)])
         arrivals = list(zip(self._leaders, self._mean.messages, strict=True))
-        # What a leader gathered comes as it is, with the headers of that round.
+        # The leader forwards what it gathered unchanged, with the headers of the round in which it gathered.
         yield Move(operation, arrivals=arrivals, whole=True, framed_in=2 if self._between else None)
 
     def _lead(
@@ -165,7 +165,7 @@ class Hierarchical(Reduction):
             yield Move(operation, [] if self._between else self._mean.messages, whole=True)
 
     def _add(self, context: StepContext, binding: Binding, flags: BucketFlags) -> None:
-        """sum <- the contributions of the host's ranks, in rank order."""
+        """Add the contributions of the host's ranks, in rank order, to the sum."""
         messages = [message.buffer for message in self._received]
         messages.insert(self._place, self._own)
         for part, mine, sums in zip(self._dense.parts, self._inputs, self._sums, strict=True):
@@ -176,7 +176,10 @@ class Hierarchical(Reduction):
             mine.note(found, flags)
 
     def _addresses(self) -> dict[Group, tuple[Sizes, Addresses]]:
-        """By group: its layers, and where their element 0 would lie in the sum; the same for all blocks of a layer."""
+        """Return, by group, its layers and the addresses that their element 0 has in the sum.
+
+        A block of a layer lies at its offset from that address, so all blocks of a layer have the same one.
+        """
         found = {}
         for part, sums in zip(self._dense.parts, self._sums, strict=True):
             order = np.argsort(sums.layers)
@@ -187,14 +190,13 @@ class Hierarchical(Reduction):
 
 @dataclass(frozen=True)
 class _Sums:
-    """The step's memory for a leader: what it reads is the sum of its host, residuals included."""
+    """Gives a leader its host's sum in place of its gradients; the sum includes the residuals already."""
 
     binding: Binding
     places: dict[Group, tuple[Sizes, Addresses]]
 
     def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
-        """The next residual is the rank's own."""
-        self.binding.sources(table, layers, group, offsets)
+        self.binding.sources(table, layers, group, offsets)  # the next residual stays the leader's own
         known, bases = self.places[group]
         at = bases[np.searchsorted(known, layers)]
         table["gradient"] = at + table["start"].astype(np.uint64) * np.uint64(4)
@@ -202,18 +204,15 @@ class _Sums:
         table["dtype"] = FLOAT32
 
     def owned(self, table: Table, rows: Sizes) -> None:
-        """Unchanged."""
         self.binding.owned(table, rows)
 
     def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
-        """Unchanged."""
         self.binding.outputs(table, layers, offsets)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Unchanged."""
         return self.binding.span(name)
 
 
 def _at(message: Bytes, table: Table) -> Addresses:
-    """Addresses of the segments' floats in a message."""
+    """Return the addresses of the segments' float32 values in a message."""
     return np.uint64(address_of(message)) + table["payload"].astype(np.uint64)

@@ -1,4 +1,4 @@
-"""The alpha-beta model: what one execution of a reduction sends, by rank and round, and how much it codes."""
+"""The alpha-beta model predicts the time of a reduction from the bytes of each rank and round and from its coding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Load:
-    """Sizes of one bucket: ``payload`` bytes of code, ``dense`` bytes of float32, ``header`` bytes before each message.
+    """Holds the sizes of one exchange bucket, in bytes.
 
-    ``cut(count)``: payload bytes of every chunk; an even split without it.
+    ``payload`` is the size of its codes, ``dense`` its size in float32, and ``header`` the header before each message.
+    ``cut(count)`` returns the payload bytes of each of ``count`` chunks; without it, chunks are of equal size.
     """
 
     payload: float
@@ -27,27 +28,28 @@ class Load:
     cut: Callable[[int], Sequence[float]] | None = None
 
     def chunks(self, count: int) -> Numbers:
-        """Bytes of ``count`` chunks, headers included."""
+        """Return the message bytes of each of ``count`` chunks, headers included."""
         sizes = [self.payload / count] * count if self.cut is None else self.cut(count)
         return self._messages(sizes)
 
     @property
     def dense_message(self) -> float:
-        """Bytes of the bucket as float32, header included."""
+        """Return the bytes of the bucket as one message of float32, header included."""
         return float(self._messages([self.dense])[0])
 
     def _messages(self, payloads: Sequence[float]) -> Numbers:
-        """Payloads behind headers are padded."""
         sizes = np.asarray(payloads, dtype=np.float64)
+        # Payloads are padded only where messages have headers.
         return padded(sizes) + self.header if self.header else sizes
 
 
 @dataclass(frozen=True)
 class Network:
-    """Measured constants: seconds a round (``alpha``) and a byte (``beta``) take between hosts, and inside one.
+    """Holds the measured constants of the model.
 
-    ``encode_rate``, ``decode_rate``: bytes of float32 a second through the codec. All ranks must hold the same values:
-    what follows from them decides which messages they expect.
+    ``alpha`` is the time of a round and ``beta`` that of a byte, in seconds, between hosts; ``local_alpha`` and
+    ``local_beta`` are those inside a host. ``encode_rate`` and ``decode_rate`` are bytes of float32 per second. All
+    ranks must have the same values, because the choice of the reduction, and so of the messages, follows from them.
     """
 
     alpha: float
@@ -60,7 +62,7 @@ class Network:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """One round: bytes that each rank sends and receives, to and from other hosts and its own."""
+    """Holds one round's bytes by rank: those exchanged with other hosts, and those ``inside`` the rank's host."""
 
     sent: Numbers
     received: Numbers
@@ -68,11 +70,11 @@ class Flow:
     received_inside: Numbers
 
     def back(self) -> Flow:
-        """The same messages the other way."""
+        """Return a round in which the same messages go the other way."""
         return Flow(self.received, self.sent, self.received_inside, self.sent_inside)
 
     def seconds(self, hosts: npt.NDArray[np.int64], network: Network) -> float:
-        """The time of the busiest link: every host has one to the others, every rank one inside its host."""
+        """Return the time of the busiest link; a host has one link to other hosts, a rank one inside its host."""
         between = max(float(np.bincount(hosts, side).max()) for side in (self.sent, self.received))
         inside = max(float(side.max()) for side in (self.sent_inside, self.received_inside))
         return max(
@@ -83,10 +85,11 @@ class Flow:
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What one execution takes.
+    """Describes the messages and the coding work of one execution of a reduction.
 
-    ``encodes``: how often a value is encoded on its longest path. ``encoded``, ``decoded``: how much is coded one after
-    the other before the last rank is done, in units of the whole bucket; adding float32 counts as decoding.
+    ``flows`` has the rounds. ``encodes`` is the number of times that a value is encoded on its longest path.
+    ``encoded`` and ``decoded`` are the amounts of coding on the longest path through the ranks, in units of the whole
+    bucket; adding float32 counts as decoding.
     """
 
     flows: Sequence[Flow]
@@ -96,17 +99,16 @@ class Cost:
 
     @property
     def rounds(self) -> int:
-        """Rounds on the wire."""
         return len(self.flows)
 
     def bytes_sent(self) -> Numbers:
-        """By rank, headers included."""
+        """Return the bytes that each rank sends in all rounds, headers included."""
         flows: Numbers = np.sum([flow.sent + flow.sent_inside for flow in self.flows], axis=0)
         return flows
 
 
 def to_owners(topology: Topology, ranks: Sequence[int], owned: dict[int, float]) -> Flow:
-    """Each of the ranks sends each owner a message of the bytes that it owns; none to itself."""
+    """Return the round in which each of ``ranks`` sends every other owner r a message of ``owned[r]`` bytes."""
     hosts = np.asarray(topology.hosts)
     people = np.zeros(topology.world)
     people[list(ranks)] = 1
@@ -122,7 +124,7 @@ def to_owners(topology: Topology, ranks: Sequence[int], owned: dict[int, float])
 
 
 def to(topology: Topology, targets: npt.NDArray[np.int64], sizes: Numbers) -> Flow:
-    """Rank r sends ``sizes[r]`` bytes to rank ``targets[r]`` (mod N), nothing to itself."""
+    """Return the round in which rank r sends ``sizes[r]`` bytes to rank ``targets[r]`` mod N, but none to itself."""
     world, hosts = topology.world, np.asarray(topology.hosts)
     targets = targets % world
     sizes = np.where(targets == np.arange(world), 0.0, sizes)

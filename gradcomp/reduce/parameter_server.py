@@ -1,4 +1,4 @@
-"""Parameter servers, both ways compressed (Markov 2024, section 2.2.1)."""
+"""Parameter servers receive and send compressed gradients (Markov 2024, section 2.2.1)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from gradcomp.reduce.sra import ScatterReduceAllgather, served
 class ParameterServer(ScatterReduceAllgather):
     """The first S ranks serve: each owns one of S chunks, adds all ranks' codes of it and sends its mean to everyone.
 
-    Servers train as well. Scatter-reduce-allgather is the case in which all ranks serve, and this is its code: the mean
-    is the same, byte for byte.
+    Servers train as well. If all ranks serve, this is scatter-reduce-allgather. For any S the mean has the same bytes
+    as there. A value is encoded twice.
 
-    Rounds: 2. Bytes per rank: d up for a payload of d bytes, without the chunk that a server owns, and from a server
-    (N-1) d/S, plus a header per message. Encodes on the longest path: 2.
-    State: the second residual of the owned ranges, on servers, for groups with feedback.
-    Errors: ConfigError for more servers than ranks.
+    Wire: two rounds. A rank sends its payload of d bytes to the servers, without the chunk that it owns itself. A
+    server sends (N-1) d/S bytes back. Each message has a header.
+    State: for groups with feedback, a residual per layer and, on servers, the server-side error of the owned ranges.
+    Errors: ConfigError for more servers than ranks, or fewer than one.
     Source: Markov 2024, section 2.2.1. Differs: what comes back is the mean gradient, not the model.
     """
 
@@ -47,15 +47,13 @@ class ParameterServer(ScatterReduceAllgather):
 
     @staticmethod
     def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
-        """The options of ``scheme``."""
         return {"world": topology.world, "servers": _servers(scheme, topology)}
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
-        """Two rounds, to the servers and back."""
         return served(load, topology, _servers(scheme, topology))
 
 
 def _servers(scheme: Scheme, topology: Topology) -> int:
-    """Alone, a rank serves itself, whatever the setting of the jobs that have more."""
+    """Return the number of servers; 1 in a world of one, so that a setting for larger jobs works there too."""
     return scheme.servers if topology.world > 1 else 1

@@ -1,4 +1,4 @@
-"""Sums that travel: a rank decodes what arrives, adds its own contribution and encodes the sum."""
+"""Rings and trees send partial sums: a rank decodes what arrives, adds its contribution and encodes the sum."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from gradcomp.reduce.varying import fixed
 
 
 def carried(parts: Sequence[Part]) -> list[Part]:
-    """The parts as their partial sums travel.
+    """Return the parts with the codecs that encode their partial sums.
 
-    Of a fixed size each. What is to be exact travels as float32: bfloat16 holds the gradients, not their sums.
-    ConfigError for votes, which say nothing unless they are counted all at once.
+    Each has a fixed size. Exact codes of bfloat16 gradients become float32, because bfloat16 cannot hold their sums
+    exactly. Raises ConfigError for votes: the majority of a majority and a vote is not that of all votes.
     """
     for part in parts:
         if part.codec.kind == VOTE:
             partial = with_partial_sums()
             others = ", ".join(name for name in names() if name not in partial)
             raise ConfigError(
-                f"{part.group.compressor.name} takes a majority of all ranks, of which {', '.join(partial)} make "
-                f"partial sums; it works with the reductions {others}"
+                f"{part.group.compressor.name} takes a majority over all ranks, which {', '.join(partial)} cannot form "
+                f"from partial sums; it works with the reductions {others}"
             )
     return [
         Part(Codec(FP32), part.group, part.header_index)
@@ -43,13 +43,13 @@ def carried(parts: Sequence[Part]) -> list[Part]:
 
 
 class PartialSums:
-    """This rank's side of chunks whose sums travel.
+    """Encodes partial sums of chunks on this rank.
 
     c = sum of what arrived + scale g + decay r; message <- encode(c); next residual <- c - decode(message).
 
-    What is lost is in the units of a sum over ranks, and stays with the rank that lost it, as a part of its first
-    residual: sum of contributions = sum of next residuals + what the last message holds. No second residual is needed.
-    A rank encodes every element once in a step, so draws are its own.
+    State: what an encode loses is in the units of a sum over ranks and stays in the residual of the rank that encoded:
+    sum of contributions = sum of next residuals + decode(last message). So no server-side error is needed. A rank
+    encodes every element once in a step, so its random draws are those of the rank.
     """
 
     def __init__(self, chunks: Chunks) -> None:
@@ -66,7 +66,10 @@ class PartialSums:
         binding: Binding,
         flags: BucketFlags,
     ) -> Waits[None]:
-        """Add this rank's contribution to the codes of chunk j, in order; say what turns out not to be finite."""
+        """Add the codes of chunk j that arrived, in order, then this rank's contribution, and encode the sum.
+
+        Sets the flags of layers in which a value is not finite.
+        """
         inputs = [segments.chunk(j) for segments in self._inputs]
         if not received:
             yield from encode(self._parts, inputs, message, context, binding, flags)
@@ -78,7 +81,7 @@ class PartialSums:
                 lengths = mine.table["length"]
                 vector = part.group.scratch.vector("contribution", int(lengths.sum()))
                 where = np.uint64(vector.address) + (4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
-                # To the kernel, what the rank adds is the residual of the sum.
+                # The kernel encodes sum + residual, so the rank's contribution takes the place of the residual.
                 own.table["next_residual"] = contribute(part, mine, where, found, context, binding)
                 own.table["residual"] = where
             device = device_of(self._parts)
@@ -98,7 +101,10 @@ class PartialSums:
 def contribute(
     part: Part, mine: ChunkSegments, where: Addresses, found: Bytes, context: StepContext, binding: Binding
 ) -> Addresses:
-    """c = scale g + decay r, in float32, at these addresses; returns those of the next residuals, 0 if none is kept."""
+    """Write c = scale g + decay r in float32 to the addresses ``where``.
+
+    Returns the addresses of the next residuals, 0 for segments that keep none.
+    """
     table, group = mine.table, part.group
     binding.sources(table, mine.layers, group)
     next_residuals = table["next_residual"].copy()

@@ -1,4 +1,4 @@
-"""Reduce-scatter: every rank gets the mean of the chunk that it owns."""
+"""The reduce-scatter gives every rank the mean of the chunk that it owns."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ from gradcomp.transport.base import AllToAll
 
 @dataclass(frozen=True)
 class Roles:
-    """Who takes part in a reduce-scatter and an all-gather.
+    """Lists the ranks that take part in a reduce-scatter and an all-gather.
 
-    ``ranks``: those that have something to add, in the order in which it is added. ``owners``: how many of them, the
-    first ones, own a chunk. ``contributions``: how many those ranks bring together.
+    ``ranks`` are those that contribute, in the order in which their contributions are added. The first ``owners`` of
+    them own a chunk each. ``contributions`` is the number that the sum is divided by: a leader contributes its host's
+    sum, which counts once per rank of the host.
     """
 
     ranks: Sequence[int]
@@ -46,20 +47,20 @@ class Roles:
 
     @staticmethod
     def of(world: int, owners: int) -> Roles:
-        """Every rank contributes for itself; the first ``owners`` own a chunk each."""
+        """Return the roles in which every rank contributes for itself and the first ``owners`` own a chunk each."""
         return Roles(range(world), owners, world)
 
 
 class ReduceScatter:
     """Rank i sends its encoded chunk j to the owner of j, who adds the codes of all ranks in order and divides by N.
 
-    The mean has two forms. :meth:`run` writes it to the outputs as numbers: m = (sum of decode(code)) / N, in float32,
-    then in the layer's dtype. :meth:`encode_mean` writes it as a code, for an all-gather that follows.
+    The mean has two forms. :meth:`run` writes its values to the outputs: m = (sum of decode(code)) / N, in float32,
+    then in the layer's dtype. :meth:`encode_mean` writes its code, for an all-gather that follows. Every owner gets
+    every rank's flags; only the owner sees that a sum overflows.
 
-    Rounds: 1. Bytes per rank: d (N-1)/N for a payload of d bytes, plus a header per chunk. Encodes on the longest path:
-    1, or 2 with :meth:`encode_mean`. State: the first residual, for groups with feedback; with :meth:`encode_mean` also
-    the second residual of the owned ranges. Numbers are not encoded again, so they have no second residual.
-    Every owner hears of every rank's flags. A sum that overflows is known to its owner only.
+    Wire: one round; a rank sends d (N-1)/N bytes for a payload of d bytes, and a header per chunk.
+    State: a residual per layer, for groups with feedback; with :meth:`encode_mean`, which encodes a second time, also
+    the server-side error of the owned ranges.
     Source: Markov 2024, section 3.5.1; the first half of Rabenseifner's allreduce.
     """
 
@@ -69,35 +70,34 @@ class ReduceScatter:
         self._roles = roles = roles or Roles.of(world, world)
         self._chunks, self._world, self._memory = chunks, world, memory
         self.place = me = roles.ranks.index(rank)
-        #: Whether this rank owns a chunk.
+        #: True if this rank owns a chunk.
         self.owns = me < roles.owners
         own_bytes = chunks.sizes[me] if self.owns else 0
         others = len(roles.ranks) - 1
         self.rounds = 1 if others else 0
         self.bytes_sent = sum(chunks.sizes) - own_bytes
 
-        # To send: the other owners' chunks in order, then our own, which does not travel.
+        # The buffer has the other owners' chunks in order, then this rank's own chunk, which does not travel.
         order = [j for j in range(roles.owners) if j != me] + [me] * self.owns
         begins = np.cumsum([0, *(chunks.sizes[j] for j in order)]).tolist()[:-1]
         sent_at = dict(zip(order, begins, strict=True))
         self._send = chunks.messages(memory, [chunks.sizes[j] for j in order])
         self._recv = chunks.copies(memory, others, me) if self.owns else memory.messages(0, [])
-        #: What this rank has for each owner, itself included.
+        #: This rank's message for each owner, itself included.
         self.sent = {j: chunks.message(self._send[at:], j) for j, at in sent_at.items()}
         heard = [chunks.message(row, me) for row in self._recv]
-        # The codes of our chunk, in the order in which they are added.
+        # The codes of this rank's chunk, in the order in which they are added.
         self._codes = list(heard)
         if me in self.sent:
             self._codes.insert(me, self.sent[me])
         self._payloads = [message.buffer for message in self._codes]
-        #: The round.
         self.move = self._prepared(heard)
         self._encode = chunks.inputs([sent_at[j] for j in range(roles.owners)])
         self._own = chunks.only(me) if self.owns else []
 
     @property
     def ranges(self) -> list[Range]:
-        """What :meth:`encode_mean` codes under feedback."""
+        """Return the parts of layers that :meth:`encode_mean` encodes with error feedback."""
         return [
             Range(int(layer), int(row["start"]), int(row["length"]))
             for part, segments in zip(self._chunks.parts, self._own, strict=False)
@@ -106,7 +106,7 @@ class ReduceScatter:
         ]
 
     def assign(self, rows: Sequence[int]) -> None:
-        """Rows of the second residual, in the order of ``ranges``."""
+        """Set the rows of the server-side error, in the order of ``ranges``."""
         at = 0
         for part, segments in zip(self._chunks.parts, self._own, strict=False):
             if part.group.feedback:
@@ -114,31 +114,32 @@ class ReduceScatter:
                 at += len(segments.table)
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """One round; then the owned chunk's mean is in the outputs. Every rank owns a chunk and adds to all."""
+        """Write the mean of this rank's chunk to the outputs; every rank must own a chunk and contribute to all."""
         yield from self.scatter(context, binding, flags)
         yield from self._sum.add(self._codes, context, binding)
         return (yield from self._sum.decode(self._sum.sum, context, binding, flags))
 
     def scatter(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
-        """The round: then every owner has all codes of its chunk."""
+        """Encode and exchange: afterwards every owner has all codes of its chunk."""
         yield from self.encode(context, binding, flags)
         if self.rounds:
             yield self.move
 
     def encode(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
-        """All chunks of what this rank adds, to ``sent``."""
+        """Encode all chunks of this rank's contribution to the messages of ``sent``."""
         yield from encode(self._chunks.parts, self._encode, self._send, context, binding, flags)
 
     def code_of(self, place: int) -> Bytes:
-        """Room for the own chunk's code from the rank at this place."""
+        """Return the buffer for the code of this rank's chunk from the rank at ``place`` among ``roles.ranks``."""
         return self._codes[place].buffer
 
     def encode_mean(
         self, target: Bytes, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> Waits[None]:
-        """On owners, behind the round: c = sum / N + decay r; target <- encode(c); next residual <- c - decode(target).
+        """Encode the mean of this rank's chunk, after the round; only owners call it.
 
-        r is the second residual. Draws are the same on every rank, so who owns what changes no bit.
+        c = sum / N + decay r; target <- encode(c); next r <- c - decode(target), where r is the server-side error.
+        Random draws do not depend on the rank, so the result does not depend on which rank owns a chunk.
         """
         shared = Draw(context.draw.seed, context.draw.step, OWNER_RANK)
         device = device_of(self._chunks.parts)
@@ -163,7 +164,7 @@ class ReduceScatter:
 
     @cached_property
     def _sum(self) -> WholeCodes:
-        """Adds the codes of the own chunk to numbers."""
+        """Return the object that adds the codes of this rank's chunk in float32, for :meth:`run`."""
         parts = [
             Part(part.codec, replace(part.group, table=own.table, layers=own.layers), own.header_index)
             for part, own in zip(self._chunks.parts, self._own, strict=True)
@@ -171,7 +172,7 @@ class ReduceScatter:
         return WholeCodes(parts, self._chunks.layers, self._roles.contributions, self._memory.local)
 
     def _prepared(self, heard: Sequence[Message]) -> Move:
-        """Chunks to their owners."""
+        """Return the round that sends every chunk to its owner."""
         roles, me, sizes = self._roles, self.place, self._chunks.sizes
         senders = [rank for i, rank in enumerate(roles.ranks) if i != me]
         sends = [(roles.ranks[j], message) for j, message in self.sent.items() if j != me]

@@ -1,4 +1,4 @@
-"""Reductions by name."""
+"""Reductions are registered under the names by which settings choose them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Class = TypeVar("Class", bound=type[Reduction])
 
 
 def register(name: str) -> Callable[[Class], Class]:
-    """Give a reduction the name by which settings choose it; ConfigError for a name that another one has."""
+    """Return a decorator that registers a reduction under ``name``; ConfigError if the name is taken."""
 
     def add(reduction: Class) -> Class:
         schemes.register(name)
@@ -27,12 +27,12 @@ def register(name: str) -> Callable[[Class], Class]:
 
 
 def of(scheme: Scheme) -> type[Reduction]:
-    """The class of a reduction. ``auto`` is none."""
+    """Return the class of a reduction; ``auto`` has none."""
     return _classes[scheme.name]
 
 
 def with_partial_sums() -> list[str]:
-    """The names of those in which codes stand for sums over some of the ranks."""
+    """Return the names of the reductions whose messages hold codes of sums over some of the ranks."""
     return [name for name, reduction in _classes.items() if reduction.sums_travel]
 
 
@@ -45,13 +45,21 @@ def make(
     turn: int = 0,
     memory: Memory = HOST_MEMORY,
 ) -> Reduction:
-    """The reduction of that name for one bucket of ``layers`` layers, on one of the topology's ranks.
+    """Make a reduction for one exchange bucket of ``layers`` layers, on one of the topology's ranks.
 
-    ``turn``: which bucket it is; where there is a choice of ranks, they take turns. ``memory``: that of the gradients'
-    device, if it is not the host.
+    ``auto`` is not accepted: :func:`gradcomp.reduce.costs.cheapest` finds the reduction that it stands for.
 
-    Raises ConfigError for an unknown name, for more servers than ranks, and for a codec that the reduction cannot add.
-    ``auto`` is no reduction: whoever knows the network asks :func:`gradcomp.reduce.costs.cheapest` first.
+    Args:
+        scheme: The reduction, as a name with options or parsed.
+        parts: The groups of the bucket, with their codecs.
+        layers: The number of layers in the bucket's header.
+        rank: This rank.
+        topology: The ranks, and the hosts that they are on.
+        turn: The number of the bucket; ranks that can do the same work take turns, bucket by bucket.
+        memory: The memory for messages, if the gradients are not on the host.
+
+    Raises:
+        ConfigError: The name is unknown, there are more servers than ranks, or the reduction cannot add a codec.
     """
     if isinstance(scheme, str):
         scheme = parse(scheme)

@@ -1,4 +1,4 @@
-"""Ring allreduce of codes (Markov 2024, section 2.2.1)."""
+"""The ring allreduce sends codes of partial sums from rank to rank (Markov 2024, section 2.2.1)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from gradcomp.reduce.registry import register
 
 @register("ring")
 class Ring(Reduction):
-    """Chunks go around: once while every rank adds to them, once more for everyone to have them.
+    """Chunks go around the ring twice: first every rank adds its contribution to them, then all ranks receive the sums.
 
-    In round t of the first N-1, rank p sends chunk p-1-t to rank p+1 (mod N): its own code at first, then the sum of
-    what arrived in the round before and its own contribution, encoded again. Chunk p ends at rank p, which adds the
-    last contribution and encodes. In N-1 further rounds these codes of the sum go around unchanged, and every rank,
-    the last one included, decodes the same N chunks and divides by N.
+    In round t of the first N-1, rank p sends chunk p-1-t to rank p+1 (mod N): at first the code of its contribution,
+    then the code of the sum of what arrived in the round before and its contribution. Chunk p ends at rank p, which
+    adds the last contribution and encodes. In N-1 further rounds these codes go around unchanged, and every rank
+    decodes the same N chunks and divides by N. A value is encoded up to N times.
 
-    Rounds: 2 (N-1). Bytes per rank: 2 d (N-1)/N, plus a header per message. Encodes on the longest path: N. Chunks are
-    balanced by payload bytes, with borders on quantisation buckets. A chunk's contributions are added in the order of
-    the ring, from the one behind its owner: the sum depends on where chunks are cut. State: what each encode loses
-    goes to the rank's first residual (see :class:`PartialSums`); there is no second one.
+    Chunks are balanced by payload bytes, with borders on quantisation buckets. The contributions to a chunk are added
+    in the order of the ring, beginning with the rank after its owner, so the sum depends on where chunks are cut.
+
+    Wire: 2 (N-1) rounds; a rank sends 2 d (N-1)/N bytes for a payload of d bytes, and a header per message.
+    State: a residual per layer, for groups with feedback, which takes up what each encode on its rank loses (see
+    :class:`PartialSums`); no server-side error.
     Source: Markov 2024, sections 2.2.1 and 3.5.1. Differs: chunk p, not p+1, ends at rank p.
     """
 
@@ -52,10 +54,9 @@ class Ring(Reduction):
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
-        """2 (N-1) rounds, each to the next rank."""
         world, ranks = topology.world, np.arange(topology.world)
         sizes = load.chunks(world)
-        # In round t rank p sends chunk p - 1 - t, and in round t of those that follow chunk p - t.
+        # Rank p sends chunk p - 1 - t in round t of the first N - 1, and chunk p - t in round t of the others.
         firsts = [*(ranks - 1 - t for t in range(world - 1)), *(ranks - t for t in range(world - 1))]
         if (sizes == sizes[0]).all():
             flows = [to(topology, ranks + 1, sizes)] * len(firsts)
@@ -64,7 +65,6 @@ class Ring(Reduction):
         return Cost(flows, world, 1, (world - 1) / world + 1)
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """2 (N-1) rounds; see the class."""
         me, world, means = self._rank, self._world, self._mean.messages
         left, right = (me - 1) % world, (me + 1) % world
         for t in range(world):

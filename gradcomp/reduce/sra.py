@@ -1,4 +1,4 @@
-"""Scatter-reduce-allgather (Markov 2024, section 3.5.1): the default reduction."""
+"""Scatter-reduce-allgather (Markov 2024, section 3.5.1) is the default reduction."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from gradcomp.reduce.varying import Compact, VaryingGather, VaryingScatter, vari
 
 @register("sra")
 class ScatterReduceAllgather(Reduction):
-    """A :class:`ReduceScatter` to chunks of equal bytes, and an :class:`AllGather` of what their owners make of them.
+    """Runs a :class:`ReduceScatter` of chunks of equal bytes, and an :class:`AllGather` of the encoded means.
 
-    Round 0, all-to-all: rank i sends its encoded chunk j to rank j. The owner decodes the N chunks, its own included,
-    adds them in rank order in float32, divides by N, adds its second residual and encodes again. Round 1, all-gather:
-    everyone decodes the same N chunks, so all ranks get the same bytes.
+    In round 0, an all-to-all, rank i sends its encoded chunk j to rank j. The owner decodes the N chunks, its own
+    included, adds them in rank order in float32, divides by N, adds its server-side error and encodes again. In round
+    1, an all-gather, every rank decodes the same N chunks, so all ranks get the same bytes. A value is encoded twice.
 
-    Rounds: 2. Bytes per rank: 2 d (N-1)/N for a payload of d bytes (the orders in Markov 2024 count all ranks),
-    plus a header per chunk. Encodes on the longest path: 2. Chunks are balanced by payload bytes; their borders fall
-    on quantisation buckets, and second-stage draws are the same on every rank, so who owns what changes no bit of the
-    mean. State: the second residual of the owned ranges, for groups with feedback.
-    Codecs whose sizes depend on data (bits by bucket): sizes travel in front, :mod:`gradcomp.reduce.varying`; each
-    round is two where a size has grown. A chunk is balanced by its room then, and its borders change bits.
-    Source: Markov 2024, sections 2.2.1 and 3.5.1; Rabenseifner as cited there. Differs: the owner codes its own
-    contribution too, and keeps residuals at both encodes.
+    Chunks are balanced by payload bytes, and their borders are borders of quantisation buckets. The draws of the
+    second encode do not depend on the rank. So the mean does not depend on which rank owns a chunk.
 
-    With other ``roles`` than everybody's, chunks belong to some of the ranks only, or only some have something to add.
+    With ``roles``, only some of the ranks own chunks, or only some contribute.
+
+    Wire: two rounds; a rank sends 2 d (N-1)/N bytes for a payload of d bytes, and a header per chunk. (The orders in
+    Markov 2024 count all ranks.) If a codec's sizes depend on data (bits by bucket), they travel in front of the
+    payloads, and a round takes two where a size has grown; see :mod:`gradcomp.reduce.varying`. Chunks are then
+    balanced by their largest sizes, and the mean depends on their borders.
+    State: for groups with feedback, a residual per layer and the server-side error of the owned ranges.
+    Source: Markov 2024, sections 2.2.1 and 3.5.1; Rabenseifner as cited there. Differs: the owner encodes its own
+    contribution too, and both encodes have error feedback.
     """
 
     by_kernels = True
@@ -53,7 +55,7 @@ class ScatterReduceAllgather(Reduction):
         roles = roles or Roles.of(world, world)
         varying = varies(parts)
         if varying:
-            # What travels is copied from here, by this thread.
+            # This thread copies what travels out of the messages, so they must be in host memory.
             memory, self.by_kernels = HOST_MEMORY, False
         chunks = Chunks(parts, layers, roles.owners)
         self._first = ReduceScatter(chunks, rank, world, roles, memory)
@@ -65,25 +67,23 @@ class ScatterReduceAllgather(Reduction):
 
     @property
     def mean(self) -> Mean:
-        """The coded means of all chunks, after both rounds."""
+        """Return the encoded means of all chunks; they are complete after both rounds."""
         return self._second.gathered
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
-        """Two rounds among all."""
         return served(load, topology, topology.world)
 
     def assign(self, rows: Sequence[int]) -> None:
-        """Rows of the second residual, in the order of ``ranges``."""
+        """Set the rows of the server-side error, in the order of ``ranges``."""
         self._first.assign(rows)
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """Two rounds; see the class."""
         yield from self.gather_means(context, binding, flags)
         return (yield from self.mean.decode(context, binding, flags))
 
     def gather_means(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
-        """Both rounds: then all of ``mean`` and the flags are the same on all ranks."""
+        """Run both rounds: afterwards ``mean`` and the flags are the same on all ranks."""
         if self._varying is not None:
             yield from self._varying.run(context, binding, flags)
             self.bytes_sent = self._varying.bytes_sent
@@ -95,7 +95,7 @@ class ScatterReduceAllgather(Reduction):
 
 
 class _Varying:
-    """Both rounds for chunks whose sizes depend on data; each may take two."""
+    """Runs both rounds for chunks whose sizes depend on data; each may take two rounds of messages."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class _Varying:
 
     @property
     def bytes_sent(self) -> int:
-        """In the last step."""
+        """Return the bytes that this rank sent in the last step, headers included."""
         return self._scatter.bytes_sent + self._gather.bytes_sent
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
-        """Then all of the mean is where the second round's program has it."""
+        """Run the rounds: afterwards the messages of the :class:`AllGather` hold the encoded means of all chunks."""
         first, second, me, ranks = self._first, self._second, self._first.place, self._roles.ranks
         yield from first.encode(context, binding, flags)
         if not self._alone:
@@ -129,7 +129,7 @@ class _Varying:
                     if j != me
                 }
                 if me in first.sent:
-                    own[me] = np.zeros(0, dtype=np.uint8)  # it does not travel
+                    own[me] = np.zeros(0, dtype=np.uint8)  # this rank's own chunk does not travel
             heard = yield from self._scatter.run(own)
             with binding.span("decompress"):
                 for i, payload in heard.items():
@@ -147,7 +147,7 @@ class _Varying:
 
 
 def served(load: Load, topology: Topology, servers: int) -> Cost:
-    """What it costs if the first ``servers`` ranks own a chunk each."""
+    """Return the cost of two rounds in which the first ``servers`` ranks own a chunk each."""
     world = topology.world
     owned = dict(enumerate(load.chunks(servers).tolist()))
     up = to_owners(topology, range(world), owned)

@@ -1,4 +1,4 @@
-"""Binomial tree of codes (Markov 2024, sections 2.2.1 and 3.5.1)."""
+"""The binomial tree sends codes of partial sums to a root, and the sum back (Markov 2024)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from gradcomp.reduce.registry import register
 
 @register("tree")
 class Tree(Reduction):
-    """Sums go up a binomial tree to rank 0; its code of the sum of all comes down again.
+    """Partial sums go up a binomial tree to rank 0; the code of the whole sum comes down again.
 
-    Rank r hangs below r without its lowest set bit; that bit, 2^k, is also the round in which it sends. It decodes what
-    its children sent in the rounds before, adds them in the order of their ranks and then its own contribution, and
-    encodes the sum, once. On the way down messages pass unchanged, so every rank, the root included, decodes the same
-    bytes and divides by N.
+    The parent of rank r is r without its lowest set bit 2^k, and r sends to it in round k. Before, r decodes what its
+    children sent in earlier rounds, adds that in the order of their ranks, adds its own contribution, and encodes the
+    sum once. On the way down messages pass unchanged, so every rank, the root included, decodes the same bytes and
+    divides by N. Payloads are not cut, and the order of every sum depends on the number of ranks only. The number of
+    encodes on the longest path is 1 + the most set bits of a rank, which is 1 + log2 N for powers of two.
 
-    Rounds: 2 ceil(log2 N), for any N. Bytes per rank: d for every neighbour, and a header each; at most d ceil(log2 N),
-    of the root. Encodes on the longest path: 1 + the most set bits of a rank, that is 1 + log2 N for powers of two. The
-    whole payload travels, nothing is cut, and the order of every sum is a function of the ranks alone. State: what each
-    encode loses goes to the rank's first residual (see :class:`PartialSums`); there is no second one. Memory: the
-    payloads of all children, and the contribution in float32.
-    Source: Markov 2024, sections 2.2.1 and 3.5.1. Differs: binomial, so that a rank's children send one after the other
-    and no round waits for two messages over one link.
+    Wire: 2 ceil(log2 N) rounds, for any N. A rank sends its payload of d bytes, with a header, to each neighbour in
+    the tree; the root sends most, d ceil(log2 N) bytes.
+    State: a residual per layer, for groups with feedback, which takes up what each encode on its rank loses (see
+    :class:`PartialSums`); no server-side error. A rank has buffers for the payloads of all its children and for its
+    contribution in float32.
+    Source: Markov 2024, sections 2.2.1 and 3.5.1. Differs: the tree is binomial, so a rank's children send one after
+    the other, and no round waits for two messages over one link.
     """
 
     sums_travel = True
@@ -58,7 +59,6 @@ class Tree(Reduction):
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
-        """Up the levels, and down again."""
         world, ranks = topology.world, np.arange(topology.world)
         (nbytes,) = load.chunks(1)
         ups, decoded = [], 1.0
@@ -71,7 +71,6 @@ class Tree(Reduction):
         return Cost(flows, 1 + max(r.bit_count() for r in range(world)), len(ups) + 1, decoded)
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """2 ceil(log2 N) rounds; see the class."""
         me, arriving = self._rank, dict(zip(self._children, self._received, strict=True))
         received = [message.buffer for message in self._received]
         own = Message(self._mean.buffer, self._header, me)
@@ -100,6 +99,6 @@ class Tree(Reduction):
 
 
 def children(rank: int, world: int) -> list[int]:
-    """The ranks directly below, ascending."""
+    """Return the children of ``rank`` in the tree, in ascending order."""
     below = rank & -rank or world
     return [rank + (1 << k) for k in range((below - 1).bit_length()) if rank + (1 << k) < world]

@@ -1,9 +1,10 @@
-"""Chunks whose sizes depend on data: sizes travel in front of what fits into a room that both ends know.
+"""Chunks whose sizes depend on data travel with their sizes, in messages of lengths that both ends know.
 
-What a sender has for a receiver varies little from step to step. Its *room* is the most that it was in 16 steps, and
-1/32 more, at first 0. Of many pairs of ranks hardly one then does not fit. A message holds sizes, and payload up to the
-room; what did not fit follows in a second round. Kernels see neither: chunks are encoded and decoded where there is
-room for the most, and :func:`gradcomp.kernels.compact` and ``restore`` lead from there to what travels and back.
+The size of a chunk varies little from step to step. Sender and receiver reserve the same number of bytes for it: the
+largest size of the last 16 steps and 1/32 more, 0 at first. With that margin a chunk seldom does not fit, even among
+many pairs of ranks. A message has the sizes, and of the payload as many bytes as are reserved; the remainder follows in
+a second round. Kernels encode and decode chunks in buffers for the largest size; :func:`gradcomp.kernels.compact`
+copies the bytes in use from there to a message, and :func:`gradcomp.kernels.restore` copies them back.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ _MARGIN = 32
 
 
 def varies(parts: Sequence[Part]) -> bool:
-    """Whether some codec leaves a part of its room empty, which need not travel."""
+    """Return true if the size of some part's codes depends on its data."""
     return any(part.codec.kind == MINMAX_LEAST_BYTES for part in parts)
 
 
 def fixed(parts: Sequence[Part]) -> list[Part]:
-    """The parts where sizes cannot vary: the same bytes carry the least error that they can."""
+    """Return the parts with codecs of fixed size.
+
+    A codec that needs the fewest bytes for an error becomes the one with the least error in the same number of bytes.
+    """
     return [
         Part(Codec(MINMAX_LEAST_ERROR, stochastic=True), part.group, part.header_index)
         if part.codec.kind == MINMAX_LEAST_BYTES
@@ -42,7 +46,7 @@ def fixed(parts: Sequence[Part]) -> list[Part]:
 
 
 class Compact:
-    """Chunks as they travel, and back. ``room``: the most bytes of each chunk's payload."""
+    """Copies the bytes in use of chunks to payloads, and back; ``room`` has the largest payload of each chunk."""
 
     def __init__(self, chunks: Chunks) -> None:
         self.room = chunks.payload_bytes
@@ -52,7 +56,7 @@ class Compact:
         self._buffers = [np.empty(0, dtype=np.uint8)] * chunks.count
 
     def compact(self, message: Bytes, j: int) -> Bytes:
-        """What is used of chunk j, in memory that the next call for this chunk uses again."""
+        """Return the bytes in use of chunk j; the next call for this chunk overwrites them."""
         if len(self._buffers[j]) < self.room[j]:
             self._buffers[j] = np.empty(self.room[j], dtype=np.uint8)
         at = 0
@@ -61,7 +65,7 @@ class Compact:
         return self._buffers[j][:at]
 
     def restore(self, payload: Bytes, message: Bytes, j: int, sender: int) -> None:
-        """The inverse; WireFormatError for a payload that is not what it says of itself."""
+        """Copy the payload of chunk j to ``message``; raise WireFormatError if it contradicts itself."""
         at = 0
         try:
             for kind, segments in self._segments:
@@ -70,12 +74,12 @@ class Compact:
             raise WireFormatError(f"chunk {j} from rank {sender}: {error}") from error
         if at != len(payload):
             raise WireFormatError(
-                f"chunk {j} from rank {sender} has {len(payload)} bytes, of which {at} mean something"
+                f"chunk {j} from rank {sender} has {len(payload)} bytes, but its contents say that it has {at}"
             )
 
 
 class _Rooms:
-    """The most that each of some sizes was in 16 steps, and a little more."""
+    """Computes the bytes to reserve for each chunk: its largest size of the last 16 steps, and 1/32 more."""
 
     def __init__(self, *shape: int) -> None:
         self._sizes = np.zeros((_STEPS, *shape), dtype=np.int64)
@@ -92,11 +96,11 @@ class _Rooms:
 
 
 class VaryingScatter:
-    """Every rank's chunks to their owners, in one round or two; all ranks go through as many.
+    """Sends every rank's chunks to their owners, in one round or two; all ranks run the same number.
 
-    A message to an owner begins with the sizes of all chunks of its sender, 8 bytes each. Where every rank owns a chunk
-    and adds to all, all know all sizes, and the second round takes place if some chunk did not fit. Else there is
-    always a second one, of which most ranks have nothing.
+    Wire: a message to an owner begins with the sizes of all chunks of its sender, 8 bytes each. If every rank owns a
+    chunk and contributes to all, every rank sees all sizes, so there is a second round only if some chunk did not fit.
+    Otherwise there is always a second round, in which most messages are empty.
     """
 
     def __init__(self, layers: int, roles: Roles, world: int, me: int, room: Sequence[int]) -> None:
@@ -105,11 +109,14 @@ class VaryingScatter:
         self._full = roles.owners == world
         self._rooms = _Rooms(len(roles.ranks), roles.owners)
         self._told = padded(8 * roles.owners)
-        #: Of the last step: bytes that left this rank, headers included.
+        #: The bytes that this rank sent in the last step, headers included.
         self.bytes_sent = 0
 
     def run(self, own: Mapping[int, Bytes]) -> Waits[dict[int, Bytes]]:
-        """``own``: this rank's chunks, by owner, none if it adds nothing. Returns, by place, what the others sent."""
+        """Return the payloads of this rank's chunk from the other ranks, by their places in ``roles.ranks``.
+
+        ``own`` has this rank's payloads by owner; it is empty if the rank contributes nothing.
+        """
         me, owners = self._me, self._roles.owners
         sizes = np.zeros((len(self._roles.ranks), owners), dtype=np.int64)
         if own:
@@ -180,7 +187,11 @@ class VaryingScatter:
 
 
 class VaryingGather:
-    """Every owner's chunk to all ranks, in one round or two. All ranks hear all sizes, so all know which."""
+    """Sends every owner's chunk to all ranks, in one round or two.
+
+    Wire: a message begins with the size of its chunk, 8 bytes. All ranks see all sizes, so all know whether a second
+    round follows.
+    """
 
     def __init__(self, layers: int, roles: Roles, world: int, me: int, room: Sequence[int]) -> None:
         self._layers, self._roles, self._me = layers, roles, me
@@ -191,7 +202,7 @@ class VaryingGather:
         self.bytes_sent = 0
 
     def run(self, own: Bytes | None) -> Waits[dict[int, Bytes]]:
-        """``own``: this rank's chunk, if it owns one. Returns the others', by owner."""
+        """Return the payloads of the other owners' chunks, by owner; ``own`` is that of this rank, if it owns one."""
         me, owners = self._me, self._roles.owners
         rooms, sizes = self._rooms.now, np.zeros(owners, dtype=np.int64)
         self.bytes_sent = 0
@@ -214,7 +225,7 @@ class VaryingGather:
         return found
 
     def _round(self, pieces: tuple[Bytes, ...], lengths: Sizes) -> Waits[dict[int, Bytes]]:
-        """Messages of these lengths, by owner."""
+        """Run one round with payloads of these lengths, by owner, and return those that arrived."""
         roles, me = self._roles, self._me
         header = ByteHeader(self._layers, lengths)
         ends = np.cumsum(header.message_bytes).tolist()
@@ -239,7 +250,7 @@ class VaryingGather:
 
 
 def _fitted(payload: Bytes, room: int) -> Bytes:
-    """So many bytes of it, with zeros behind them if it has fewer."""
+    """Return the first ``room`` bytes of the payload, with zeros behind them if it is shorter."""
     if len(payload) >= room:
         return payload[:room]
     return np.concatenate((payload, np.zeros(room - len(payload), dtype=np.uint8)))
@@ -253,7 +264,7 @@ def _place(pieces: Sequence[Bytes], target: Bytes) -> None:
 
 
 def _checked(told: Bytes, most: Sizes, sender: int) -> Sizes:
-    """Sizes that a rank told; WireFormatError unless they are possible."""
+    """Return the sizes that a rank announced; raise WireFormatError for an impossible one."""
     sizes: Sizes = told.view("<i8")
     if ((sizes < 0) | (sizes > most)).any():
         raise WireFormatError(

@@ -1,4 +1,4 @@
-"""Whole codes of all ranks, added by one rank or by each of them, in float32."""
+"""The codes of a whole exchange bucket from all ranks are added in float32, by one rank or by each of them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _LINE_BYTES = 64
 
 
 def as_float32(parts: Sequence[Part]) -> list[Part]:
-    """The parts as they travel uncompressed."""
+    """Return the parts with codecs that send float32."""
     return [Part(Codec(FP32), part.group, part.header_index) for part in parts]
 
 
 def floats(chunks: Chunks, allocate: Allocator) -> Bytes:
-    """A message of uncompressed parts, whose floats begin at a cache line, so that tables may refer to them."""
+    """Allocate a message of float32 whose values begin at a cache line, so that tables may have addresses in it."""
     lead, size = chunks.header.nbytes, chunks.sizes[0]
-    begin = -lead % _LINE_BYTES  # memory of a device begins at a line
+    begin = -lead % _LINE_BYTES  # memory of a device begins at a cache line
     made = allocate(begin + size + _LINE_BYTES, [(begin, begin + lead)])
     begin = -(address_of(made) + lead) % _LINE_BYTES
     return made[begin : begin + size]
 
 
 class WholeCodes:
-    """Codes of whole buckets, and their sum as a message of float32.
+    """Adds the codes of a whole exchange bucket from all ranks to a message of float32.
 
-    ``sum``: what :meth:`add` writes; N times the mean, or, of votes, the majority.
+    :meth:`add` writes the sum to ``sum``: N times the mean or, for votes, N times the majority.
     """
 
     def __init__(self, parts: Sequence[Part], layers: int, world: int, allocate: Allocator) -> None:
@@ -50,7 +50,7 @@ class WholeCodes:
         self._dense_places = self.dense.place()
 
     def add(self, messages: Sequence[Message], context: StepContext, binding: Binding) -> Waits[None]:
-        """sum <- value of the first message + value of the second + ..."""
+        """Add messages in order: sum <- decode(first message) + decode(second message) + ..."""
         payloads = [message.buffer for message in messages]
         with binding.span("reduce"):
             for part, segments, dense in zip(self.codes.parts, self._places, self._dense_places, strict=True):
@@ -74,7 +74,7 @@ class WholeCodes:
     def _count(
         self, codec: Codec, segments: ChunkSegments, payloads: Sequence[Bytes], context: StepContext
     ) -> None:
-        """The majority is what the codec makes of the mean; times N, as all others."""
+        """Write N times the majority: the codec encodes the mean of the votes as their majority."""
         majority: Bytes = np.zeros(self.codes.sizes[0], dtype=np.uint8)
         flags = segments.flags()
         shared, on = Draw(context.draw.seed, context.draw.step, OWNER_RANK), self._device.kernels
@@ -82,6 +82,9 @@ class WholeCodes:
         codec.decode(segments.table, majority, flags, scale=float(self._world), on=on)
 
     def decode(self, message: Bytes, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        """output <- unscale (sum / N), NaN in layers that are not finite; flags by part and segment."""
+        """Decode a message of the sum: output <- unscale (sum / N), NaN in layers that are not finite.
+
+        Returns one flag per segment for each part: nonzero where a mean is not finite.
+        """
         places = self._dense_places
         return decode(self.dense.parts, places, message, context, binding, flags, float(self._world))

@@ -1,4 +1,4 @@
-"""Adapters to existing engines that move the bytes. Each is imported only when asked for."""
+"""Transports adapt existing engines that move the bytes; each is imported only when a program chooses it."""
 
 from gradcomp.transport.base import AllGather, AllReduce, AllToAll, Exchange, Handle, Operation, Transport
 

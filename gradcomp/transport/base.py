@@ -1,4 +1,4 @@
-"""The second vocabulary: what a reduction may ask of a transport."""
+"""The interface of transports: the collectives that a reduction may request, and the handles that they return."""
 
 from __future__ import annotations
 
@@ -18,58 +18,58 @@ from gradcomp.kernels.devices import Device
 
 Bytes = npt.NDArray[np.uint8]
 
-#: What a rank may announce outside of steps: sparse rows are the largest such messages.
+#: The largest message that a rank may announce outside of steps; the largest ones are sparse rows.
 MOST_MESSAGE_BYTES = 1 << 34
 
 
-#: Makes room for so many bytes of messages, zeros. Outside of the spans, from a byte up to another, ascending, only
-#: kernels touch them.
+#: Allocates this many bytes for messages, filled with zeros. The spans are ascending ranges of bytes, from the first up
+#: to but not including the second number, that Python code may read and write; only kernels touch all other bytes.
 Allocator = Callable[[int, Spans], Bytes]
 
 
-def host_allocator(nbytes: int, headers: Spans) -> Bytes:  # noqa: ARG001 - it is all one here
-    """In this process's memory, all of which it may touch."""
+def host_allocator(nbytes: int, headers: Spans) -> Bytes:  # noqa: ARG001 - Python code may touch every byte
+    """Allocate messages in host memory, all of which Python code may read and write."""
     return np.zeros(nbytes, dtype=np.uint8)
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """Tracks a collective that has been issued."""
 
     def poll(self) -> bool:
-        """True once the collective is complete here; raises TransportError if it failed. Never blocks."""
+        """Return true once the collective is complete on this rank; raise TransportError if it failed. Never blocks."""
         ...
 
 
 @runtime_checkable
 class BlockingHandle(Handle, Protocol):
-    """A collective for which a thread can wait without polling: on few cores polls take time from those who send."""
+    """Lets a thread wait without polling: where cores are few, polls take time from the threads that send."""
 
     def block(self, seconds: float) -> None:
-        """Return once it is complete or has failed, at the latest after so many seconds. Raises nothing."""
+        """Return once the collective is complete or has failed, at the latest after ``seconds``. Raises nothing."""
         ...
 
 
-#: Ranks, and the bytes that go to or come from them.
+#: Pairs of a rank and the bytes that go to it or come from it.
 Messages = Sequence[tuple[int, Bytes]]
 
 
 class Transport(ABC):
-    """Non-blocking collectives over one communicator that belongs to one exchanger.
+    """Runs non-blocking collectives over one communicator, which belongs to one exchanger.
 
-    All ranks issue the same collectives in the same order. Arrays are one-dimensional and contiguous and stay
-    untouched by the caller until the handle is complete. ``bytes_sent`` counts the payload bytes that this rank sent to
+    All ranks issue the same collectives in the same order. Arrays are one-dimensional and contiguous, and the caller
+    must not touch them until the handle is complete. ``bytes_sent`` counts the payload bytes that this rank sent to
     other ranks.
     """
 
     rank: int
     size: int
     bytes_sent: int = 0
-    #: Whether this program can read the messages that it sends, as checksums need: not where they lie on a GPU.
+    #: True if Python code can read the messages that it sends, as checksums need; messages on a GPU it cannot read.
     checksums: bool = True
 
     @abstractmethod
     def allreduce(self, array: npt.NDArray[Any]) -> Handle:
-        """Sum ``array`` (float32 or float64) over ranks, in place; bit-identical on all ranks.
+        """Sum ``array`` (float32 or float64) over ranks, in place; the result has the same bits on all ranks.
 
         Wire: 2 d (N-1)/N bytes per rank for an array of d bytes.
         """
@@ -80,25 +80,27 @@ class Transport(ABC):
     ) -> Handle:
         """Send ``send_counts[j]`` bytes, consecutive in ``send``, to rank j; receive likewise.
 
-        Wire: the sum of the send counts, without the own one.
+        Wire: the sum of the send counts in bytes, without that for this rank.
         """
 
     @abstractmethod
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
-        """Fill ``buffer`` with every rank's part; part i has ``counts[i]`` bytes and lies behind the parts before it.
+        """Fill ``buffer`` with every rank's part; part i has ``counts[i]`` bytes, and parts are in rank order.
 
-        The caller has written its own part. Wire: (N-1) times the own part.
+        The caller has written its own part.
+
+        Wire: N-1 times the bytes of this rank's part.
         """
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Send each array in ``sends`` to its rank and fill each array in ``recvs`` from its rank.
 
-        At most one message from a rank to another, none to itself; lengths follow from the plan on both sides. Every
-        rank calls it in the same order as all collectives, one that has nothing to send or receive with empty lists.
-        Here by :meth:`alltoallv`, through buffers in rank order; engines whose messages between two ranks can be
-        polled do without.
+        A rank sends at most one message to each other rank, and none to itself; both sides know the lengths from the
+        plan. All ranks call it in the same order as collectives, with empty lists if they have nothing to send or
+        receive. This implementation calls :meth:`alltoallv` with buffers in rank order; transports whose engine can
+        poll messages between two ranks override it.
 
-        Wire: the lengths of what is sent.
+        Wire: the sum of the lengths of ``sends``.
         """
         parts = _in_rank_order(sends, self.size)
         recv_counts = [len(part) for part in _in_rank_order(recvs, self.size)]
@@ -108,29 +110,37 @@ class Transport(ABC):
         return handle if len(recvs) <= 1 else _Unpack(handle, recv, recvs)
 
     def allocator(self, device: Device) -> Allocator:
-        """What makes room for messages between kernels of ``device``: on it, if the engine takes them from there."""
+        """Return an allocator for messages that kernels of ``device`` write or read.
+
+        It allocates on the device if the engine can send from there.
+        """
         return host_allocator
 
     def abandon(self) -> None:  # noqa: B027 - most engines have nothing to do here
-        """Called once after a failure, when collectives may be left that never end. Must not block."""
+        """Give the communicator up after a failure, when some collectives may never end.
+
+        It is called at most once and must not block.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Release the communicator. Collective where the engine needs it; idempotent."""
+        """Release the communicator. The call is collective where the engine needs that, and idempotent."""
 
     def allgather_bytes(
         self, payload: bytes, wait_for: Callable[[Handle], None] | None = None
     ) -> list[bytes]:
-        """Blocking helper outside of steps: every rank's bytes, of any length, in rank order.
+        """Gather every rank's bytes, of any length, in rank order; it blocks, so it is for use outside of steps.
 
-        ``wait_for`` waits for a handle; by default :func:`wait`.
+        ``wait_for`` waits for a handle; the default is :func:`wait`.
         """
         wait_for = wait_for or wait
         sizes = np.zeros(self.size, dtype=np.int64)
         sizes[self.rank] = len(payload)
         wait_for(self.allgatherv(sizes.view(np.uint8), [8] * self.size))
         if sizes.min() < 0 or sizes.max() > MOST_MESSAGE_BYTES:
-            raise WireFormatError(f"message sizes {sizes.tolist()} are not in 0..{MOST_MESSAGE_BYTES}")
+            raise WireFormatError(
+                f"the ranks announced messages of {sizes.tolist()} bytes, which must be in 0..{MOST_MESSAGE_BYTES}"
+            )
         buffer = np.zeros(int(sizes.sum()), dtype=np.uint8)
         bounds = np.concatenate(([0], np.cumsum(sizes)))
         buffer[bounds[self.rank] : bounds[self.rank + 1]] = np.frombuffer(payload, dtype=np.uint8)
@@ -139,7 +149,7 @@ class Transport(ABC):
 
 
 def parts_of(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
-    """Views of the parts that lie one behind the other in ``buffer``."""
+    """Return views of the parts that lie one behind the other in ``buffer``."""
     ends = list(accumulate(counts))
     return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
@@ -153,7 +163,7 @@ def _in_rank_order(messages: Messages, size: int) -> list[Bytes]:
 
 @dataclass(eq=False)
 class _Unpack:
-    """An exchange that arrives in one buffer, in rank order."""
+    """Copies the messages of an exchange from one buffer, where they arrive in rank order, to their arrays."""
 
     handle: Handle
     buffer: Bytes
@@ -171,7 +181,10 @@ class _Unpack:
 
 
 def wait(handle: Handle) -> None:
-    """Poll until complete. For construction and checkpoints only; the engine has its own, watched loop."""
+    """Poll until the collective is complete.
+
+    It is for construction and checkpoints only: in steps the engine polls, and watches the other ranks meanwhile.
+    """
     pause = 20e-6
     while not handle.poll():
         time.sleep(pause)
@@ -180,18 +193,17 @@ def wait(handle: Handle) -> None:
 
 @dataclass(frozen=True, eq=False)
 class AllReduce:
-    """Request for :meth:`Transport.allreduce`."""
+    """Requests a :meth:`Transport.allreduce`; :meth:`issue` starts it."""
 
     array: npt.NDArray[Any]
 
     def issue(self, transport: Transport) -> Handle:
-        """Start it."""
         return transport.allreduce(self.array)
 
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Request for :meth:`Transport.alltoallv`."""
+    """Requests a :meth:`Transport.alltoallv`; :meth:`issue` starts it."""
 
     send: Bytes
     send_counts: Sequence[int]
@@ -199,31 +211,28 @@ class AllToAll:
     recv_counts: Sequence[int]
 
     def issue(self, transport: Transport) -> Handle:
-        """Start it."""
         return transport.alltoallv(self.send, self.send_counts, self.recv, self.recv_counts)
 
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Request for :meth:`Transport.allgatherv`."""
+    """Requests a :meth:`Transport.allgatherv`; :meth:`issue` starts it."""
 
     buffer: Bytes
     counts: Sequence[int]
 
     def issue(self, transport: Transport) -> Handle:
-        """Start it."""
         return transport.allgatherv(self.buffer, self.counts)
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Request for :meth:`Transport.exchange`."""
+    """Requests a :meth:`Transport.exchange`; :meth:`issue` starts it."""
 
     sends: Messages
     recvs: Messages
 
     def issue(self, transport: Transport) -> Handle:
-        """Start it."""
         return transport.exchange(self.sends, self.recvs)
 
 

@@ -1,14 +1,14 @@
-"""Horovod as a transport, for jobs that Horovod started and runs in.
+"""The Horovod transport uses the engine of a job that was started with Horovod.
 
-Horovod's allreduce takes float32 and float64 but neither bytes nor bfloat16; its all-to-all takes bytes, and carries
-everything else here. Its background thread makes the calls that all ranks have named, in an order of its own, so each
-operation has a name that the ranks count alike.
+Allreduces here are Horovod's, which sums float32 and float64 but neither bytes nor bfloat16; everything else is sent by
+its all-to-all, which takes bytes. Horovod's background thread matches operations by name and runs them in an order of
+its own, so each operation has a name with a number, which all ranks count in the same way.
 
-**Some ranks.** Horovod's process sets are made by all ranks of the job together, those outside too: call
-:func:`process_set` on all of them, as ``gc.init(process_sets=...)`` does, then construct the transport on the members.
+**Process sets.** All ranks of the job make Horovod's process sets together, including ranks outside of them: call
+:func:`process_set` on all ranks, as ``gc.init(process_sets=...)`` does, then construct the transport on the members.
 
-**Failure.** If a rank ends, Horovod fails every operation on the others, without saying which rank it was, or it ends
-their processes, by an exception on its thread that nobody catches. Once failed, it is of no more use.
+**Failure.** If a rank ends, Horovod fails every operation on the others without naming the rank, or it ends their
+processes by an exception on its thread that nothing catches. After a failure Horovod cannot be used any more.
 """
 
 from __future__ import annotations
@@ -26,42 +26,47 @@ import numpy.typing as npt
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.transport.base import Bytes, Transport
 
-#: So many operations alike are under way at a time, each with a name that the next ones use again. Horovod agrees at
-#: once on a name that it has seen before with the same length; on others it takes its thread half a core.
+#: The number of operations of one kind that run at a time, each under a name that later operations reuse. Horovod
+#: agrees at once on a name that it has cached with the same length; for new names its thread takes half a core.
 _NAMES = 8
-#: Horovod counts the elements of a part in 32 bits.
+#: The largest part of a message, because Horovod counts its elements in 32 bits.
 _LARGEST_PART = 2**31 - 1
 
 _sets: dict[tuple[int, ...], Any] = {}
-#: By ranks: what number the next transport among them has.
+#: Counters of the transports made so far, by their ranks; operations are named after the number.
 _instances: defaultdict[tuple[int, ...], count[int]] = defaultdict(count)
 
 
 @cache
 def _horovod() -> Any:
-    """``horovod.torch``, initialised; ConfigError if it is not there or was built without an engine."""
+    """Import and initialise ``horovod.torch``; ConfigError if it is missing or was built without an engine."""
     try:
         import horovod.torch as hvd
-    except Exception as error:  # a build that does not fit raises whatever it meets first
+    except Exception as error:  # a build for another torch may raise any exception
         raise ConfigError(
-            "the horovod transport needs Horovod built for this torch: scripts/install_horovod.sh "
+            "the horovod transport needs Horovod built for this torch: run scripts/install_horovod.sh "
             f"({type(error).__name__}: {error})"
         ) from error
     if not (hvd.gloo_built() or hvd.mpi_built()):
-        raise ConfigError("this Horovod was built with neither Gloo nor MPI: scripts/install_horovod.sh")
+        raise ConfigError("this Horovod was built with neither Gloo nor MPI: run scripts/install_horovod.sh")
     if not hvd.is_initialized():
         hvd.init(process_sets="dynamic")
     return hvd
 
 
 def process_set(ranks: Sequence[int] | None = None) -> Any:
-    """Horovod's process set of these ranks (None: all), made on the first call. Collective over the whole job."""
+    """Return Horovod's process set of these ranks (None: all ranks); the first call makes it.
+
+    The call is collective over all ranks of the job.
+    """
     hvd = _horovod()
     members = tuple(range(hvd.size()) if ranks is None else ranks)
     if members == tuple(range(hvd.size())):
         return hvd.global_process_set
     if members != tuple(sorted(set(members))) or not set(members) <= set(range(hvd.size())):
-        raise ConfigError(f"ranks {list(members)} are not some of {hvd.size()} in ascending order")
+        raise ConfigError(
+            f"ranks {list(members)} are no process set: give different ranks below {hvd.size()} in ascending order"
+        )
     if members not in _sets:
         try:
             _sets[members] = hvd.add_process_set(members)
@@ -75,7 +80,10 @@ def process_set(ranks: Sequence[int] | None = None) -> Any:
 
 @dataclass(eq=False)
 class _Handle:
-    """An operation under way, or one that waits for ``before``, which has its name; Horovod keeps its tensors."""
+    """Tracks an operation that runs, or that waits for ``before``, an earlier one of the same name.
+
+    Horovod keeps the tensors of operations alive.
+    """
 
     transport: HorovodTransport
     submit: Callable[[], int]
@@ -89,11 +97,11 @@ class _Handle:
             return self.complete()
         except TransportError:
             raise
-        except (RuntimeError, ValueError) as error:  # HorovodInternalError is one
+        except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
             raise TransportError(f"collective failed: {_reason(error)}") from error
 
     def start(self) -> bool:
-        """Submit it if its name is free; whether it was."""
+        """Submit the operation if no earlier one has its name; return true if it was submitted."""
         if self.before is not None and not self.before.complete():
             return False
         self.before = None
@@ -101,12 +109,14 @@ class _Handle:
         return True
 
     def complete(self) -> bool:
-        """Whether it is."""
+        """Return true if the operation is complete; raise TransportError if another number of bytes arrived."""
         if self.target is not None and self.number >= 0 and self.transport._hvd.poll(self.number):
             elements, address = self.target.numel(), self.target.data_ptr()
             self.transport._hvd.synchronize(self.number)
             if (self.target.numel(), self.target.data_ptr()) != (elements, address):
-                raise TransportError(f"{self.target.numel()} bytes came, {elements} were expected")
+                raise TransportError(
+                    f"a Horovod collective received {self.target.numel()} bytes instead of {elements}"
+                )
             self.target = None
         return self.target is None
 
@@ -116,10 +126,13 @@ def _reason(error: Exception) -> str:
 
 
 class HorovodTransport(Transport):
-    """Collectives of Horovod among ``ranks``, in ascending order; None: all.
+    """Runs collectives of Horovod among ``ranks``, which are in ascending order; None stands for all ranks.
 
-    Initialises Horovod if the program has not. Construction does not communicate. Raises ConfigError if there is no
-    Horovod, if this process is not one of the ranks, or if :func:`process_set` was not called for them.
+    It initialises Horovod if the program has not. Construction does not communicate.
+
+    Raises:
+        ConfigError: Horovod is missing, this process is not one of the ranks, or :func:`process_set` was not called
+            for them.
     """
 
     def __init__(self, ranks: Sequence[int] | None = None) -> None:
@@ -129,10 +142,10 @@ class HorovodTransport(Transport):
         self._torch = torch
         members = tuple(range(hvd.size()) if ranks is None else ranks)
         if hvd.rank() not in members:
-            raise ConfigError(f"rank {hvd.rank()} is not one of {list(members)}")
+            raise ConfigError(f"rank {hvd.rank()} is not one of the transport's ranks {list(members)}")
         if members != tuple(range(hvd.size())) and members not in _sets:
             raise ConfigError(
-                f"call process_set({list(members)}) on all ranks of the job first, or let all of them name the set in "
+                f"call process_set({list(members)}) on all ranks of the job first, or name the set on all of them in "
                 "gc.init(process_sets=...)"
             )
         self._set = process_set(members)
@@ -140,13 +153,12 @@ class HorovodTransport(Transport):
         self.size = len(members)
         self.bytes_sent = 0
         self._name = f"gradcomp.{'-'.join(map(str, members))}.{next(_instances[members])}"
-        #: By kind of operation: how many there were. By name: the last one.
+        #: The number of the last operation of each kind, and the last operation of each name.
         self._numbers: dict[str, int] = {}
         self._last: dict[str, _Handle] = {}
         self._waiting: list[_Handle] = []
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         tensor = self._torch.from_numpy(array)
         return self._issue(
@@ -160,12 +172,11 @@ class HorovodTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
         return self._alltoall(send[: sum(send_counts)], send_counts, recv[: sum(recv_counts)])
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
-        """See :class:`Transport`; by all-to-all."""
+        # It is an all-to-all in which this rank sends its part to every rank.
         self.bytes_sent += (self.size - 1) * counts[self.rank]
         start = sum(counts[: self.rank])
         copies = np.tile(buffer[start : start + counts[self.rank]], self.size)
@@ -179,7 +190,8 @@ class HorovodTransport(Transport):
         torch = self._torch
         source, target = torch.from_numpy(send), torch.from_numpy(recv)
         splits = torch.tensor(send_counts, dtype=torch.int32)
-        # As alltoall_async, but into our tensor: Horovod resizes it to what arrives, which is its size already.
+        # Unlike alltoall_async, this receives into an existing tensor. Horovod resizes it to the bytes that arrive,
+        # which changes nothing where the sizes agree.
         from horovod.torch.mpi_ops import _alltoall_async
 
         return self._issue(
@@ -197,9 +209,9 @@ class HorovodTransport(Transport):
         return handle
 
     def _submit_waiting(self) -> None:
-        """All whose names are free, whichever is polled: another rank may wait for any of them."""
+        """Submit every operation whose name is free; another rank may wait for any of them, not just the one polled."""
         if self._waiting:
             self._waiting = [handle for handle in self._waiting if not handle.start()]
 
     def close(self) -> None:
-        """Nothing to release: Horovod belongs to the program."""
+        """Do nothing: the program owns Horovod and ends it."""

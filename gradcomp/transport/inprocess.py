@@ -1,7 +1,7 @@
-"""N ranks inside one process, without sockets: tests and simulations.
+"""The in-process transport connects N ranks inside one process, for tests and simulations.
 
-A collective completes on every rank once all ranks have issued it. ``World`` can be told to delay completions, to cut a
-message short or to lose a rank.
+A collective completes on every rank once all ranks have issued it. A :class:`World` can delay completions, alter
+messages, and lose a rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy.typing as npt
 from gradcomp.core.errors import TransportError
 from gradcomp.transport.base import Bytes, Messages, Transport
 
-#: Called with (rank, collective number, polls so far): True holds the completion back.
+#: A function of (rank, collective number, polls so far); while it returns true, the collective does not complete there.
 Delay = Callable[[int, int, int], bool]
-#: Called with (source, destination, message): returns what arrives.
+#: A function of (source, destination, message) that returns the message that arrives.
 Tamper = Callable[[int, int, Bytes], Bytes]
 
 
@@ -30,28 +30,31 @@ class _Call:
 
 
 class World:
-    """The meeting place of N in-process ranks."""
+    """Connects N ranks of this process: it collects the parts of each collective and carries it out.
+
+    ``delay`` holds completions back, ``tamper`` alters messages.
+    """
 
     def __init__(self, size: int, delay: Delay | None = None, tamper: Tamper | None = None) -> None:
         self.size = size
         self.delay = delay
         self.tamper = tamper
         self.dead: set[int] = set()
-        self._lock = threading.Lock()  # ranks may also be threads
+        self._lock = threading.Lock()  # ranks may be threads
         self._calls: dict[int, dict[int, _Call]] = {}
         self._finished: set[int] = set()
         self._failed: dict[int, str] = {}
 
     def transports(self) -> list[InProcessTransport]:
-        """One transport per rank."""
+        """Return the transports of all ranks."""
         return [InProcessTransport(self, rank) for rank in range(self.size)]
 
     def kill(self, rank: int) -> None:
-        """From now on every collective that ``rank`` has not joined fails on the others."""
+        """Lose a rank: from now on every collective that it has not joined fails on the others."""
         self.dead.add(rank)
 
     def join(self, number: int, rank: int, call: _Call) -> None:
-        """Register ``rank``'s part of collective ``number`` and carry it out when it is the last one."""
+        """Register a rank's part of collective ``number``; the last part carries the collective out."""
         with self._lock:
             calls = self._calls.setdefault(number, {})
             calls[rank] = call
@@ -67,11 +70,11 @@ class World:
     def _carry_out(self, calls: list[_Call]) -> None:
         kinds = {call.kind for call in calls}
         if len(kinds) != 1:
-            raise TransportError(f"ranks issued {sorted(kinds)}")
+            raise TransportError(f"ranks issued different collectives: {', '.join(sorted(kinds))}")
         getattr(self, "_" + kinds.pop())([call.arguments for call in calls])
 
     def complete(self, number: int) -> bool:
-        """Whether collective ``number`` was carried out; TransportError if it never will be."""
+        """Return true if collective ``number`` was carried out; raise TransportError if it never can be."""
         if number in self._finished:
             return True
         if number in self._failed:
@@ -93,7 +96,7 @@ class World:
     def _allreduce(self, arguments: list[tuple[npt.NDArray[Any]]]) -> None:
         shapes = {(array.dtype, array.shape) for (array,) in arguments}
         if len(shapes) != 1:
-            raise TransportError(f"ranks issued arrays of {sorted(map(str, shapes))}")
+            raise TransportError(f"ranks issued an allreduce of different arrays: {sorted(map(str, shapes))}")
         total = arguments[0][0].copy()
         with np.errstate(all="ignore"):
             for (array,) in arguments[1:]:
@@ -119,15 +122,19 @@ class World:
             for destination, message in sends:
                 target = expected[destination].pop(source, None)
                 if target is None:
-                    raise TransportError(f"rank {source} sent what rank {destination} does not expect")
+                    raise TransportError(
+                        f"rank {source} sent a message that rank {destination} does not expect"
+                    )
                 self._deliver(source, destination, target, message)
         for destination, missing in enumerate(expected):
             if missing:
-                raise TransportError(f"rank {min(missing)} did not send what rank {destination} expects")
+                raise TransportError(
+                    f"rank {min(missing)} did not send the message that rank {destination} expects"
+                )
 
     def _allgatherv(self, arguments: list[tuple[Bytes, Sequence[int]]]) -> None:
         if len({tuple(counts) for _, counts in arguments}) != 1:
-            raise TransportError("ranks issued different counts")
+            raise TransportError("ranks issued an all-gather with different counts")
         bounds = np.concatenate(([0], np.cumsum(arguments[0][1])))
         for source, (buffer, _) in enumerate(arguments):
             part = buffer[bounds[source] : bounds[source + 1]]
@@ -151,7 +158,7 @@ class _Handle:
 
 
 class InProcessTransport(Transport):
-    """One rank of a :class:`World`."""
+    """Connects one rank of a :class:`World` to the others; allreduce adds in rank order."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
@@ -167,26 +174,22 @@ class InProcessTransport(Transport):
         return _Handle(self.world, self.rank, number)
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
-        """See :class:`Transport`; added in rank order."""
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         return self._join("allreduce", array)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
         return self._join("alltoallv", send, send_counts, recv, recv_counts)
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += (self.size - 1) * counts[self.rank]
         return self._join("allgatherv", buffer, counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += sum(len(message) for _, message in sends)
         return self._join("exchange", sends, recvs)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: the world holds no resources."""

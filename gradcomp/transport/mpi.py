@@ -1,21 +1,20 @@
-"""MPI as a transport: a communicator of gradcomp's own among some of the job's processes, through mpi4py.
+"""The MPI transport uses a communicator of its own among some of the job's processes, through mpi4py.
 
-**Progress.** MPI moves a message only while the process is inside MPI, and on one host by pieces of a few kilobytes
-where the kernel does not let it read the other process's memory. A poll that tests once and then sleeps moves little.
-So a poll goes on testing while data moves, which it sees by the time that a test takes: one that copies takes several
-times as long as one that finds nothing. No thread waits inside MPI, where it would take a whole core.
+**Progress.** MPI moves a message only while the process is inside MPI. On one host it does so in pieces of a few
+kilobytes, unless the kernel lets it read the other process's memory. So a poll that tests once and then sleeps moves
+little. A poll here goes on testing while data moves, which it notices by the time that a test takes: a test that copies
+takes several times as long as one that finds nothing. No thread waits inside MPI, where it would take a whole core.
 
 **Messages.** Only sums are collectives of MPI; everything else is one message for each pair of ranks. MPI's own
-all-to-alls send a rank its own part by pieces through the queues for others, and its all-gathers send unequal parts in
-many small rounds, each of which waits for a poll.
+all-to-alls send a rank's part for itself in pieces through the queues for others, and its all-gathers send unequal
+parts in many small rounds, each of which waits for a poll.
 
-**Threads.** MPI is initialised with MPI_THREAD_MULTIPLE. Where the program has initialised it with
-MPI_THREAD_SERIALIZED, gradcomp's calls share a lock, and the program must make none while gradcomp runs; less is a
-ConfigError.
+**Threads.** MPI is initialised with MPI_THREAD_MULTIPLE. If the program has initialised it with MPI_THREAD_SERIALIZED,
+gradcomp's calls share a lock, and the program must not call MPI while gradcomp runs. A lower level is a ConfigError.
 
-**Failure.** A process that is killed ends the job through the launcher. After a TransportError processes wait at exit
-until all others of the communicator have got that far, so that each can say why; if one does not, they end the job by
-MPI_Abort.
+**Failure.** A process that is killed ends the job through the launcher. After a TransportError a process waits at exit
+until all others of the communicator have reached their exits, so that each can report its error; if one does not, the
+process ends the job by MPI_Abort.
 """
 
 from __future__ import annotations
@@ -31,26 +30,29 @@ from gradcomp.core.errors import TransportError
 from gradcomp.transport.base import Bytes, Messages, Transport, parts_of
 from gradcomp.transport.mpi_process import FAREWELL_TAG, MpiProcess, mpi_process, reason
 
-#: Largest count and displacement of MPI before version 4.
+#: The largest count and displacement that MPI accepts before version 4.
 _LARGEST_COUNT = 2**31 - 1
 
-#: A poll makes at least so many tests, of which the first find cold caches and say nothing about progress.
+#: The least number of tests in a poll, and how many of them say nothing about progress because caches are cold.
 _TESTS, _COLD_TESTS = 8, 2
-#: A test that takes so many times as long as one that finds nothing has moved data,
+#: A test has moved data if it takes this many times as long as one that finds nothing.
 _MOVED_FACTOR = 4.0
-#: and so long at least the poll then waits for more: as long as that test took, for the other rank may be at the same,
+#: After a test that has moved data, the poll goes on for as long as that test took, because the other rank may need the
+#: same time for its part, and at least for this long.
 _PATIENCE_SECONDS = 50e-6
-#: but it comes back after this time.
+#: A poll returns after this time even if data still moves.
 _LONGEST_POLL_SECONDS = 2e-3
-#: An operation is tested without a pause while it may well end: at the speed of memory, for at most so long.
+#: After its start an operation is tested without a pause for the time that its bytes take at the speed of memory, but
+#: at most for the second number.
 _MEMORY_BYTES_PER_SECOND, _LONGEST_START_SECONDS = 10e9, 500e-6
-#: What an operation may spend on all this: a test that was slow for another reason must not take a core.
+#: The time that an operation may spend in such polls, fixed and per byte: tests that are slow for another reason must
+#: not take up a core.
 _SPIN_SECONDS, _SPIN_BYTES_PER_SECOND = 1e-3, 200e6
 
 
 @dataclass(eq=False)
 class _Part:
-    """One MPI request of an operation; a receive knows from whom and how much."""
+    """Holds one MPI request of an operation; for a receive, also its source and its length."""
 
     request: Any
     source: int = -1
@@ -59,7 +61,7 @@ class _Part:
 
 @dataclass(eq=False)
 class _Handle:
-    """An operation under way; keeps its arrays alive."""
+    """Tracks an operation and keeps its arrays alive."""
 
     process: MpiProcess
     parts: list[_Part]
@@ -72,7 +74,7 @@ class _Handle:
             return self._complete() or self._drive()
 
     def _drive(self) -> bool:
-        """Test until nothing moves any more."""
+        """Test repeatedly while data moves; return true once the operation is complete."""
         process = self.process
         begin = now = perf_counter()
         moving_until = self.started_until
@@ -84,7 +86,7 @@ class _Handle:
             now = perf_counter()
             tests += 1
             took = now - before
-            # It may grow, slowly: a test costs more when there is more to look after.
+            # The value may grow slowly, because a test takes longer while more requests are pending.
             process.idle_seconds = min(took, 1.0001 * process.idle_seconds)
             if took > _MOVED_FACTOR * process.idle_seconds and tests > _COLD_TESTS and self.spin_seconds > 0:
                 moving_until = min(now + max(took, _PATIENCE_SECONDS), begin + _LONGEST_POLL_SECONDS)
@@ -92,7 +94,7 @@ class _Handle:
         return False
 
     def _complete(self) -> bool:
-        """Whether all parts are. Testing one moves them all."""
+        """Return true if all parts are complete. One part is tested at a time, because a test moves all of them."""
         try:
             while self.parts and self._test(self.parts[-1]):
                 self.parts.pop()
@@ -119,13 +121,17 @@ class _Handle:
 
 
 class MpiTransport(Transport):
-    """Collectives of MPI among ``ranks``, processes of MPI_COMM_WORLD in the order that they are to have; None: all.
+    """Runs collectives and messages of MPI among some processes; its construction is collective over them.
 
-    Construction is collective over them and takes at most ``timeout_seconds``. ``world``: how many processes the job
-    has by its launcher's account.
+    Args:
+        ranks: The ranks in MPI_COMM_WORLD, in the order that they have in the transport; None for all.
+        timeout_seconds: The time within which all of them must construct it.
+        world: The number of processes that the launcher has started, to compare with that of MPI_COMM_WORLD.
 
-    Raises ConfigError if there is no MPI, or if it sees another number of processes than the launcher or allows calls
-    from one thread only; TransportError if the ranks do not meet in time.
+    Raises:
+        ConfigError: MPI is missing, sees another number of processes than the launcher, or allows calls from one
+            thread only.
+        TransportError: Not all ranks came in time.
     """
 
     def __init__(
@@ -140,7 +146,6 @@ class MpiTransport(Transport):
         self._closed = False
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         MPI = self._process.MPI
         return self._issue(
@@ -153,23 +158,20 @@ class MpiTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
-        """See :class:`Transport`; one MPI message to each rank that gets something."""
         sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
         handle = self.exchange(self._to_others(sent), self._to_others(received))
         received[self.rank][:] = sent[self.rank]
         return handle
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
-        """See :class:`Transport`; one MPI message to each other rank."""
         parts = parts_of(buffer, counts)
         return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
 
     def _to_others(self, parts: Sequence[Bytes]) -> Messages:
-        """Both ranks know the lengths, so one of nothing need not travel."""
+        # Both ranks know the lengths, so a message of no bytes need not travel.
         return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank and len(part)]
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle:
-        """See :class:`Transport`; one MPI message for each."""
         self.bytes_sent += sum(len(array) for _, array in sends)
         BYTE = self._process.MPI.BYTE
         tag = self._exchanges % FAREWELL_TAG
@@ -202,13 +204,13 @@ class MpiTransport(Transport):
         return _Handle(self._process, parts, arrays, spin, perf_counter() + start)
 
     def abandon(self) -> None:
-        """Give the communicator up. What happens at exit: see the module."""
+        """Give the communicator up; the process will wait for the other ranks at exit, as the module describes."""
         if not self._closed:
             self._closed = True
             self._process.abandoned.append(self._comm)
 
     def close(self) -> None:
-        """Free the communicator, unless it was abandoned or MPI has ended. Collective."""
+        """Free the communicator, unless it was abandoned or MPI has ended. The call is collective."""
         if not self._closed:
             self._closed = True
             if not self._process.MPI.Is_finalized():

@@ -1,4 +1,4 @@
-"""Small values among MPI's processes: the control channel of jobs that MPI started."""
+"""The control channel of jobs that MPI started sends small values as MPI messages."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from gradcomp.core.errors import TransportError
 from gradcomp.transport.control import ControlChannel
 from gradcomp.transport.mpi_process import mpi_process, reason
 
-#: Largest message. The exchanger's and the user's are far below.
+#: The largest message; those of the exchanger and of users are far smaller.
 MOST_VALUE_BYTES = 1 << 20
-#: When it was published, on the ranks' common clock; the length of its key.
+#: The head of a message: the Lamport clock at which its value was published, and the length of its key.
 _HEAD = struct.Struct("<QI")
 
 
 class MpiControl(ControlChannel):
-    """Every rank holds every value. Publishing sends it to all ranks; looking up takes what has arrived.
+    """Keeps every value on every rank: publishing sends it to all ranks, and a lookup first takes what has arrived.
 
-    Never blocks. Of two values of one key all ranks come to hold the later one by a Lamport clock, ties by rank: a rank
-    that publishes after having seen another's value overwrites it everywhere, in whatever order they arrive.
+    No call blocks. If a key gets two values, all ranks end with the one that is later by a Lamport clock, or from the
+    higher rank if the clocks are equal. So a rank that publishes after it has seen another rank's value replaces that
+    value everywhere, in whatever order they arrive.
 
     Construction is collective over ``ranks`` (None: all), on a communicator of its own. A rank that is killed ends the
-    job through the launcher; one that is stopped is asked in vain, as with every control channel.
+    job through the launcher. A rank that is stopped sends nothing, which a lookup cannot tell from having published
+    nothing.
     """
 
     def __init__(
@@ -39,7 +41,6 @@ class MpiControl(ControlChannel):
         self._one_thread = threading.Lock()
 
     def publish(self, key: str, value: bytes) -> None:
-        """Set a value."""
         name = key.encode()
         assert _HEAD.size + len(name) + len(value) <= MOST_VALUE_BYTES, f"{key}: {len(value)} bytes"
         with self._one_thread:
@@ -55,17 +56,16 @@ class MpiControl(ControlChannel):
                         if rank != self._comm.rank:
                             self._sent.append((self._comm.Isend([message, MPI.BYTE], rank, 0), message))
             except MPI.Exception as error:
-                raise TransportError(f"{key} could not be published: {reason(error)}") from error
+                raise TransportError(f"{key} could not be published over MPI: {reason(error)}") from error
 
     def lookup(self, key: str) -> bytes | None:
-        """Get a value."""
         with self._one_thread:
             self._receive()
             found = self._values.get(key)
             return None if found is None else found[2]
 
     def _receive(self) -> None:
-        """Take all that has arrived."""
+        """Store the values of all messages that have arrived."""
         MPI = self._process.MPI
         try:
             with self._process.lock:
@@ -76,7 +76,7 @@ class MpiControl(ControlChannel):
                     self._arriving = None
                     self._parse(bytes(message), source)
         except MPI.Exception as error:
-            raise TransportError(f"the control channel failed: {reason(error)}") from error
+            raise TransportError(f"the control channel over MPI failed: {reason(error)}") from error
 
     def _probe(self) -> tuple[Any, bytearray, int] | None:
         MPI = self._process.MPI
@@ -86,7 +86,10 @@ class MpiControl(ControlChannel):
             return None
         length, source = status.Get_count(MPI.BYTE), status.Get_source()
         if not _HEAD.size <= length <= MOST_VALUE_BYTES:
-            raise TransportError(f"rank {source} published a message of {length} bytes")
+            raise TransportError(
+                f"rank {source} published a message of {length} bytes, which is not in "
+                f"{_HEAD.size}..{MOST_VALUE_BYTES}"
+            )
         message = bytearray(length)
         return found.Irecv([message, MPI.BYTE]), message, source
 
@@ -94,7 +97,7 @@ class MpiControl(ControlChannel):
         clock, length = _HEAD.unpack_from(message)
         name, value = message[_HEAD.size :][:length], message[_HEAD.size + length :]
         if len(name) != length:
-            raise TransportError(f"rank {source} published a key cut short")
+            raise TransportError(f"rank {source} published a message that ends within its key")
         self._clock = max(self._clock, clock)
         self._take(name.decode(errors="replace"), clock, source, value)
 

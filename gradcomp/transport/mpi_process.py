@@ -1,4 +1,4 @@
-"""MPI in this process: how it is started, how some ranks meet, how it is left after a failure."""
+"""MPI is initialised in this process, makes communicators among some ranks, and is left in order after a failure."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from gradcomp.core.errors import ConfigError, TransportError
 
 logger = logging.getLogger("gradcomp")
 
-#: The tag that says that a rank is about to end after a failure; the largest that every MPI has.
+#: The tag of the message by which a rank says that it is at exit after a failure; every MPI has tags up to this one.
 FAREWELL_TAG = 32767
-#: How long a process waits at exit for the others after a failure of its own: every rank raises within five seconds.
+#: The time that a process waits at exit for the others after a failure; all ranks raise within five seconds.
 FAREWELL_SECONDS = 6.0
 
 
 @dataclass(eq=False)
 class MpiProcess:
-    """MPI as this process has it. Every call of ``MPI`` is made under ``lock``."""
+    """Holds MPI as initialised in this process; every call of ``MPI`` is made under ``lock``."""
 
     MPI: Any
     lock: AbstractContextManager[Any]
-    #: What a test of a request takes that finds nothing: the least seen of late.
+    #: The time of a test that finds nothing: the least that was measured lately.
     idle_seconds: float = 1e-3
-    #: Communicators that were given up.
+    #: The communicators that were given up.
     abandoned: list[Any] = field(default_factory=list)
-    #: A thread stays inside MPI: no orderly end.
+    #: True if a thread stays inside MPI, so that MPI cannot be finalised.
     stuck: bool = False
-    #: This rank has done its work: it waits so long for those that gave up, and ends none of them.
+    #: Set on a rank that has done its work: it waits this long for ranks that gave up, and does not abort the job.
     patience_seconds: float | None = None
 
     def communicator(self, ranks: Sequence[int] | None, timeout_seconds: float) -> Any:
-        """A communicator among these processes of the job (None: all), made by them together."""
+        """Make a communicator among these processes (None: all); the call is collective over them."""
         MPI = self.MPI
         world = MPI.COMM_WORLD
         members = list(range(world.size)) if ranks is None else list(ranks)
@@ -52,7 +52,7 @@ class MpiProcess:
                 f"ranks {members} are not some of the {world.size} processes that MPI sees{text}"
             )
         if world.rank not in members:
-            raise ConfigError(f"rank {world.rank} is not one of {members}")
+            raise ConfigError(f"rank {world.rank} is not one of {members}, the ranks of the transport")
         made: list[Any] = []
 
         def make() -> None:
@@ -64,7 +64,7 @@ class MpiProcess:
             except MPI.Exception as error:
                 made.append(error)
 
-        # It waits inside MPI until all have come, and MPI knows no deadline.
+        # Create_group waits until all ranks have called it, without a deadline; hence the thread.
         thread = threading.Thread(target=make, name="gradcomp-meet", daemon=True)
         thread.start()
         thread.join(timeout_seconds)
@@ -72,14 +72,14 @@ class MpiProcess:
             self.stuck = True
             raise TransportError(f"ranks {members} did not all meet within {timeout_seconds:g} s")
         if isinstance(made[0], MPI.Exception):
-            raise TransportError(f"the ranks could not meet: {reason(made[0])}") from made[0]
+            raise TransportError(f"MPI could not connect ranks {members}: {reason(made[0])}") from made[0]
         return made[0]
 
 
 def mpi_process(world: int | None = None) -> MpiProcess:
-    """Load MPI, initialise it where the program has not; ConfigError if it cannot serve.
+    """Load MPI, and initialise it if the program has not; ConfigError if it cannot be used.
 
-    ``world``: how many processes the job has by its launcher's account.
+    ``world`` is the number of processes that the launcher has started.
     """
     process = _start()
     if process.MPI.Is_finalized():
@@ -94,24 +94,25 @@ def mpi_process(world: int | None = None) -> MpiProcess:
 
 
 def load() -> Any:
-    """``mpi4py.MPI``, perhaps not initialised yet. ImportError or RuntimeError, which say why, if it cannot serve."""
+    """Import ``mpi4py.MPI`` without initialising it; ImportError or RuntimeError, with the reason, if that fails."""
     import mpi4py
 
-    if (
-        "mpi4py.MPI" not in sys.modules
-    ):  # look at the library before it starts: it ends the process if it cannot
+    if "mpi4py.MPI" not in sys.modules:
+        # The library is checked below before it is initialised: it ends the process if it cannot start.
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     from mpi4py import MPI
 
     if not MPI.Is_initialized() and "PMIX_NAMESPACE" in os.environ:
-        library = MPI.Get_library_version()  # with the options that it was built with
+        library = MPI.Get_library_version()  # the text includes the options of its build
         if "MPICH" in library and "pmix" not in library.lower():
-            raise RuntimeError("it has loaded MPICH, but another MPI started the ranks, by PMIx")
+            raise RuntimeError(
+                "mpi4py has loaded an MPICH without PMIx, but another MPI started the ranks, by PMIx"
+            )
     return MPI
 
 
 def initialise(MPI: Any) -> None:
-    """Start MPI where nobody has, with the threads that ``mpi4py.rc`` asks for: as a rule, MPI_THREAD_MULTIPLE."""
+    """Initialise MPI if the program has not, with the level of ``mpi4py.rc``: by default, MPI_THREAD_MULTIPLE."""
     import mpi4py
 
     if not MPI.Is_initialized():
@@ -123,7 +124,7 @@ def initialise(MPI: Any) -> None:
 def _start() -> MpiProcess:
     try:
         MPI = load()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py without an MPI library
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError if it finds no MPI library
         text = str(error).replace("\n", "; ")
         raise ConfigError(
             f"the mpi transport needs mpi4py and an MPI library: pip install gradcomp[mpi] ({text})"
@@ -142,7 +143,7 @@ def _start() -> MpiProcess:
 
 
 def reason(error: Any) -> str:
-    """MPI's words without the calls that led there."""
+    """Return MPI's description of an error, without the calls that led to it."""
     return str(error.Get_error_string()).partition("\n")[0]
 
 
@@ -152,9 +153,10 @@ def _finalize(MPI: Any) -> None:
 
 
 def _leave(process: MpiProcess) -> None:
-    """At exit, after a failure: wait for the others, since MPI_Finalize would wait for ever for one that is stopped.
+    """Wait at exit for the other ranks after a failure; end the job by MPI_Abort if one does not come in time.
 
-    A rank that itself has done its work leaves it at that wait: it must not end one that still saves what it has.
+    If a thread is still inside MPI, it aborts at once. MPI_Finalize would wait for ever for a rank that is stopped. A
+    rank that has done its work only waits, because it must not abort a rank that is still saving.
     """
     if process.MPI.Is_finalized() or not (process.abandoned or process.stuck):
         return
@@ -167,7 +169,7 @@ def _leave(process: MpiProcess) -> None:
 
 
 def _all_leave(process: MpiProcess, seconds: float) -> bool:
-    """Whether all ranks of all abandoned communicators have got as far as this one, within so many seconds."""
+    """Wait until all ranks of all abandoned communicators are at exit; return false if MPI fails or time is up."""
     nothing = np.empty(0, dtype=np.uint8)
     deadline = monotonic() + seconds
     try:

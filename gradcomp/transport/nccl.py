@@ -1,15 +1,16 @@
-"""NCCL as a transport, for ranks that each have a GPU of their own.
+"""The NCCL transport serves ranks that each have a GPU of their own.
 
-Messages that this transport made room for stay on the device: only their headers are copied, up before they are sent
-and back when they have come (see :mod:`gradcomp.kernels.cuda.mirrors`). Others are the host's, as over every transport:
-they are copied to the device, exchanged there and copied back. All of it is in the order of one stream that belongs to
-the transport; a poll asks whether the stream has come that far. Whoever computes what is sent has waited for it.
+Messages from this transport's allocator stay on the device: only their headers are copied, to the device before a
+message is sent and to the host after it has arrived (see :mod:`gradcomp.kernels.cuda.mirrors`). Other messages are in
+host memory, as over every transport; they are copied to the device, exchanged there and copied back. All this runs in
+the order of one stream that belongs to the transport, and a poll asks whether the stream has reached an event. The
+caller must have waited for the kernels that write what is sent.
 
-**Connections.** NCCL connects two ranks when they first talk, and makes the caller wait for the other one meanwhile. So
-construction lets all of them talk; no call after that waits.
+**Connections.** NCCL connects two ranks at their first message, and its call waits for the other rank meanwhile. So
+construction sends messages between all ranks, and no later call waits.
 
-**Failure.** A poll asks NCCL too. What NCCL cannot see, a rank that is stopped or killed on the same host, the engine's
-watch finds. Abandoning aborts the communicator: its kernels leave the device.
+**Failure.** A poll asks NCCL for errors too. NCCL does not notice a rank that is stopped or killed on the same host;
+the engine's watch on the ranks does. :meth:`NcclTransport.abandon` aborts the communicator, which ends its kernels.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ from gradcomp.transport.base import Allocator, Bytes, Handle, Messages, Transpor
 
 Array = npt.NDArray[Any]
 
-_BOUNDARY = 16  # of messages in staging memory: elements of sums must be aligned
+#: Messages in staging memory begin at multiples of this many bytes, because elements of sums must be aligned.
+_BOUNDARY = 16
 
 
 class Communicator(Protocol):
-    """A rank of an NCCL communicator. Operations run on the driver's stream, on its memory.
+    """Represents one rank of an NCCL communicator, whose operations run on the driver's stream and memory.
 
-    :class:`gradcomp.transport.nccl_cupy.CupyCommunicator` is the real one. All calls raise TransportError.
+    :class:`gradcomp.transport.nccl_cupy.CupyCommunicator` is the implementation; tests have others. All calls raise
+    TransportError if NCCL fails.
     """
 
     rank: int
@@ -46,19 +49,19 @@ class Communicator(Protocol):
     driver: Driver
 
     def together(self) -> AbstractContextManager[None]:
-        """What is called inside starts as one: no order among its messages."""
+        """Return a context in which calls start as one group, without an order among their messages."""
         ...
 
     def send(self, address: int, nbytes: int, to: int) -> None:
-        """Start to send bytes of the device's memory to a rank."""
+        """Start to send bytes at a device address to a rank."""
         ...
 
     def recv(self, address: int, nbytes: int, source: int) -> None:
-        """Start to receive bytes from a rank."""
+        """Start to receive bytes from a rank at a device address."""
         ...
 
     def add_up(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
-        """Start a sum over ranks, in place; float32 or float64."""
+        """Start a sum over ranks, in place, of ``count`` elements of float32 or float64."""
         ...
 
     def check(self) -> None:
@@ -66,20 +69,20 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """End what is under way and give the communicator up. Does not wait."""
+        """End the operations that run and give the communicator up, without waiting for other ranks."""
         ...
 
     def destroy(self) -> None:
-        """Release it; nothing is under way."""
+        """Release the communicator; no operation may be running."""
         ...
 
 
 class _Staging:
-    """The messages of an operation on their way between the host and the device.
+    """Copies the messages of an operation between the host and the device.
 
-    Messages of the host lie in pinned memory as they do on the device, what is sent before what is received: one copy
-    each way. Of those that lie on the device their headers are copied, one by one. A message that is both sent and
-    received is so in place. Pinned memory must stay until the stream is behind the copies.
+    Host messages lie in pinned memory in the same order as on the device, sent ones before received ones, so there is
+    one copy each way. Of messages on the device the headers are copied, one by one. A message that is both sent and
+    received has one place. Pinned memory must be kept until the stream has passed the copies.
     """
 
     def __init__(self, driver: Driver, sends: Sequence[Array], recvs: Sequence[Array]) -> None:
@@ -109,11 +112,11 @@ class _Staging:
         self._pinned = driver.pinned(self._headers_at[1] + sum(len(part) for part, _ in self._down))
 
     def address(self, message: Array) -> int:
-        """Where it is on the device."""
+        """Return the message's address on the device."""
         return message.address if is_mirror(message) else self._block.address + self._places[_key(message)]
 
     def up(self) -> None:
-        """Start to copy what is sent."""
+        """Start to copy what is sent to the device."""
         for message, at in self._sent:
             self._pinned[at : at + len(message)] = message
         if self._sent:
@@ -124,7 +127,7 @@ class _Staging:
             self._driver.upload(address, staged)
 
     def down(self) -> None:
-        """Start to copy what is received."""
+        """Start to copy what is received to pinned memory."""
         if self._received:
             first, end = _span(self._received)
             self._driver.download(self._pinned[first:end], self._block.address + first)
@@ -132,7 +135,7 @@ class _Staging:
             self._driver.download(staged, address)
 
     def deliver(self) -> None:
-        """Hand out what has been received."""
+        """Copy what was received from pinned memory to the messages and headers on the host."""
         for message, at in self._received:
             message[:] = self._pinned[at : at + len(message)]
         for part, staged, _ in self._headers(self._down, self._headers_at[1]):
@@ -145,19 +148,19 @@ class _Staging:
 
 
 def _span(placed: Sequence[tuple[Bytes, int]]) -> tuple[int, int]:
-    """From where to where messages lie that are placed in order."""
+    """Return the first byte of messages that are placed in order, and the end of the last one."""
     message, last = placed[-1]
     return placed[0][1], last + len(message)
 
 
 def _key(message: Array) -> tuple[int, int]:
-    """Two messages that are the same memory have the same one."""
+    """Return a key that is equal for messages in the same memory."""
     return message.ctypes.data, message.nbytes
 
 
 @dataclass(eq=False)
 class _Handle:
-    """An operation under way: its memory stays until the stream is behind it, whoever forgets the handle."""
+    """Tracks an operation; the transport keeps its memory until the stream has passed it, even without the handle."""
 
     transport: NcclTransport
     event: Any
@@ -175,21 +178,22 @@ class _Handle:
 
 
 class _Done:
-    """An operation that had nothing to do."""
+    """Represents an operation that had nothing to do and is complete."""
 
     def poll(self) -> bool:
         return True
 
 
 class NcclTransport(Transport):
-    """Collectives of NCCL over a communicator of its own, which the transport destroys.
+    """Runs collectives of NCCL over a communicator that the transport owns and destroys.
 
-    Construction is collective and takes at most ``timeout_seconds``. Memory, in use while an operation is: messages of
-    the host once on the device and once in pinned memory, headers of others once pinned; from pools. Raises
-    TransportError if the ranks do not meet in time.
+    Construction is collective and takes at most ``timeout_seconds``. While an operation runs, it uses memory from
+    pools: host messages once on the device and once in pinned memory, headers of device messages once in pinned memory.
+
+    Errors: TransportError if the ranks do not connect in time.
     """
 
-    checksums = False  # messages lie on the device
+    checksums = False  # Python code cannot read messages on the device
 
     def __init__(self, communicator: Communicator, timeout_seconds: float = 600.0) -> None:
         self._communicator = communicator
@@ -201,7 +205,7 @@ class NcclTransport(Transport):
         self._connect(timeout_seconds)
 
     def allreduce(self, array: npt.NDArray[Any]) -> Handle:
-        """See :class:`Transport`; NCCL's own, which gives all ranks what one of them added up."""
+        # NCCL's allreduce gives all ranks the sums that one rank computed, so they have the same bits.
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         if self.size == 1 or not array.nbytes:
             return _Done()
@@ -213,22 +217,20 @@ class NcclTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> Handle:
-        """See :class:`Transport`; a message to each rank that gets something, all of them together."""
         sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
         to_itself = send_counts[self.rank] and (is_mirror(send) or is_mirror(recv))
-        assert not to_itself, "no reduction sends itself what kernels write or read"
+        assert not to_itself, "a rank cannot send itself a part of a message on the device"
         received[self.rank][:] = sent[self.rank]
         return self.exchange(self._to_others(sent), self._to_others(received))
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
-        """See :class:`Transport`; a message to each other rank, all of them together."""
         parts = parts_of(buffer, counts)
         return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """See :class:`Transport`; all messages together. What goes to several ranks is copied up once."""
+        """Start all messages as one group; a message to several ranks is copied to the device once."""
         self.bytes_sent += sum(len(message) for _, message in sends)
-        # Both ranks know the lengths, so one of nothing need not travel.
+        # Both ranks know the lengths, so a message of no bytes need not travel.
         sends, recvs = [each for each in sends if len(each[1])], [each for each in recvs if len(each[1])]
         if not sends and not recvs:
             return _Done()
@@ -242,14 +244,14 @@ class NcclTransport(Transport):
         return self._issued(staging)
 
     def allocator(self, device: Device) -> Allocator:
-        """See :class:`Transport`; on the device, if it is this communicator's."""
+        """Return an allocator on the device, if ``device`` is that of the communicator."""
         if device.driver is None:
             return host_allocator
         block = device.driver.allocate(1)
         return partial(mirror, device.driver) if self._driver.reaches(block.address) else host_allocator
 
     def abandon(self) -> None:
-        """See :class:`Transport`. What is under way ends; its memory is kept."""
+        """Abort the communicator, which ends the operations that run; their memory is kept."""
         if not self._closed:
             self._closed = True
             self._communicator.abort()
@@ -276,7 +278,7 @@ class NcclTransport(Transport):
         return False
 
     def _connect(self, timeout_seconds: float) -> None:
-        """Let every rank talk to every other, and all of them add up."""
+        """Run an all-gather and an allreduce, so that NCCL connects all ranks."""
         byte = np.zeros(self.size, dtype=np.uint8)
         handles = [self.allgatherv(byte, [1] * self.size), self.allreduce(np.zeros(1, dtype=np.float32))]
         deadline = monotonic() + timeout_seconds
@@ -284,7 +286,7 @@ class NcclTransport(Transport):
             while not all(handle.poll() for handle in handles):
                 if monotonic() > deadline:
                     raise TransportError(
-                        f"NCCL connected not all of {self.size} ranks in {timeout_seconds:.0f} s"
+                        f"NCCL did not connect all of {self.size} ranks in {timeout_seconds:.0f} s"
                     )
                 sleep(1e-3)
         except TransportError:

@@ -1,4 +1,4 @@
-"""NCCL by CuPy: a communicator on a device and a stream of its own, and how ranks meet to make one."""
+"""CuPy's NCCL bindings make a communicator on one device and on a stream of its own."""
 
 from __future__ import annotations
 
@@ -16,18 +16,27 @@ from gradcomp.core.errors import ConfigError, TransportError, WireFormatError
 from gradcomp.core.text import printable
 from gradcomp.transport.nccl import NcclTransport
 
-#: What :meth:`gradcomp.transport.Transport.allgather_bytes` does, among the ranks that are to meet.
+#: A blocking all-gather of bytes among the ranks, as :meth:`gradcomp.transport.Transport.allgather_bytes`.
 Meet = Callable[[bytes], Sequence[bytes]]
 
-_IN_PROGRESS = 7  # of ncclResult_t
+_IN_PROGRESS = 7  # ncclInProgress of ncclResult_t
 _INSTALL = "pip install 'gradcomp[nccl13]', or 'gradcomp[nccl12]' where CUDA is 12.x"
 
 
 def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> NcclTransport:
-    """NCCL among the ranks that meet by ``meet``, each on the device that is current in its calling thread.
+    """Make an NCCL transport among ``size`` ranks, each on the device that is current in the calling thread.
 
-    Collective. ConfigError, on all of them, if one has no CuPy, no NCCL or no GPU, or if two are on one GPU;
-    TransportError if they do not meet in time.
+    The call is collective.
+
+    Args:
+        rank: This rank.
+        size: The number of ranks.
+        meet: An all-gather of bytes among them.
+        timeout_seconds: The time within which all ranks must connect.
+
+    Raises:
+        ConfigError: A rank has no CuPy, no NCCL or no GPU, or two ranks are on one GPU. All ranks raise it.
+        TransportError: The ranks did not connect in time.
     """
     own: dict[str, str] = {}
     try:
@@ -41,8 +50,8 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
             raise ConfigError(f"rank {other}: {printable(str(problem))}")
         if (first := [one.get("device") for one in told].index(each.get("device"))) < other:
             raise ConfigError(
-                f"ranks {first} and {other} are both on GPU {printable(str(each.get('device')))}, and NCCL wants one "
-                "for each: call torch.cuda.set_device(gc.local_rank()) before the optimizer is made, or take another "
+                f"ranks {first} and {other} are both on GPU {printable(str(each.get('device')))}, but NCCL needs one "
+                "for each: call torch.cuda.set_device(gc.local_rank()) before the optimizer is made, or choose another "
                 "transport"
             )
     try:
@@ -51,7 +60,7 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
         raise WireFormatError("rank 0 introduced itself without an identity for NCCL") from error
 
     def make() -> CupyCommunicator:
-        driver.make_current()  # the thread is a new one
+        driver.make_current()  # a new thread has no current device
         return CupyCommunicator(nccl, driver, identity, rank, size)
 
     communicator = _within(timeout_seconds, make, f"{size} ranks")
@@ -59,9 +68,10 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
 
 
 def _engine() -> tuple[Any, Any, str]:
-    """CuPy's NCCL, a driver for the current device, and that device's name on its host."""
-    # All of a communicator's connections are made with it, not when an algorithm is first used: see NcclTransport. NCCL
-    # reads this when it is first used in a process, so it comes too late where PyTorch has a group over NCCL already.
+    """Return CuPy's NCCL, a driver for the current device, and a name of that device that is unique among hosts."""
+    # With this setting NCCL makes all connections when a communicator is made, not when an algorithm is first used; see
+    # gradcomp.transport.nccl. NCCL reads it at its first use in a process, so it has no effect if PyTorch has made a
+    # group over NCCL before.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     try:
         import cupy
@@ -74,7 +84,7 @@ def _engine() -> tuple[Any, Any, str]:
         raise ConfigError(f"the nccl transport needs NCCL, which CuPy does not find: {_INSTALL}")
     try:
         device = cupy.cuda.Device()
-        # Hosts may have one name; each start of one has a number of its own, which containers on it share.
+        # Hosts may have the same name. The boot id differs between hosts, and containers on one host share it.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
         name = f"{device.pci_bus_id} of {os.uname().nodename} ({boot})"
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -83,7 +93,7 @@ def _engine() -> tuple[Any, Any, str]:
 
 
 def _identity(nccl: Any) -> str:
-    """A new communicator's, in hexadecimal digits."""
+    """Return NCCL's id for a new communicator, in hexadecimal digits."""
     try:
         return str(nccl.get_unique_id().hex())
     except nccl.NcclError as error:
@@ -98,14 +108,14 @@ def _introduction(part: bytes) -> dict[str, str]:
 
 
 def _within(seconds: float, make: Callable[[], CupyCommunicator], who: str) -> CupyCommunicator:
-    """NCCL waits for the last rank however long it takes, so another thread does."""
+    """Return ``make()``, run by another thread, because NCCL waits for the last rank without a deadline."""
     made: list[CupyCommunicator] = []
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
             made.append(make())
-        except BaseException as error:  # noqa: BLE001 - raised below
+        except BaseException as error:  # noqa: BLE001 - the calling thread raises it
             failed.append(error)
 
     thread = threading.Thread(target=work, name="gradcomp-nccl", daemon=True)
@@ -114,12 +124,12 @@ def _within(seconds: float, make: Callable[[], CupyCommunicator], who: str) -> C
     if failed:
         raise failed[0]
     if not made:
-        raise TransportError(f"NCCL did not bring {who} together in {seconds:.0f} s")
+        raise TransportError(f"NCCL did not connect {who} in {seconds:.0f} s")
     return made[0]
 
 
 class CupyCommunicator:
-    """See :class:`gradcomp.transport.nccl.Communicator`."""
+    """Implements :class:`gradcomp.transport.nccl.Communicator` with CuPy's NCCL bindings."""
 
     def __init__(self, nccl: Any, driver: Any, identity: bytes, rank: int, size: int) -> None:
         self.rank, self.size, self.driver = rank, size, driver
@@ -130,18 +140,17 @@ class CupyCommunicator:
 
     @contextmanager
     def _calls(self) -> Iterator[None]:
-        """On the device, whichever is the thread's."""
+        """Make the communicator's device current, and turn NCCL's errors into TransportError."""
         try:
             with self.driver.current():
                 yield
         except self._nccl.NcclError as error:
             raise TransportError(f"NCCL failed: {error}") from error
-        except KeyError as error:  # CuPy knows no name for it
+        except KeyError as error:  # CuPy raises it for a status that it has no name for
             raise TransportError(f"NCCL failed with status {error}") from error
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A group of NCCL's."""
         with self._calls():
             self._nccl.groupStart()
             try:
@@ -150,38 +159,35 @@ class CupyCommunicator:
                 self._nccl.groupEnd()
 
     def send(self, address: int, nbytes: int, to: int) -> None:
-        """Bytes."""
         with self._calls():
             self._communicator.send(address, nbytes, self._nccl.NCCL_UINT8, to, self._stream)
 
     def recv(self, address: int, nbytes: int, source: int) -> None:
-        """Bytes."""
         with self._calls():
             self._communicator.recv(address, nbytes, self._nccl.NCCL_UINT8, source, self._stream)
 
     def add_up(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
-        """NCCL's allreduce."""
         kind = {"float32": self._nccl.NCCL_FLOAT32, "float64": self._nccl.NCCL_FLOAT64}[dtype.name]
         with self._calls():
             self._communicator.allReduce(address, address, count, kind, self._nccl.NCCL_SUM, self._stream)
 
     def check(self) -> None:
-        """NCCL's asynchronous error."""
+        """Raise TransportError if NCCL has an asynchronous error."""
         with self._calls():
             try:
                 self._communicator.check_async_error()
             except KeyError as error:
-                # "In progress" is no failure, but CuPy takes it for one that it has no name for.
+                # CuPy has no name for "in progress" and raises KeyError, although that is no failure.
                 if error.args != (_IN_PROGRESS,):
                     raise
 
     def abort(self) -> None:
-        """NCCL waits until its kernels have left the device; they look often."""
+        """Abort; NCCL waits until its kernels have ended, which is soon because they check for it often."""
         with self._calls():
             self._communicator.abort()
 
     def destroy(self) -> None:
-        """Wait for the stream, then release."""
+        """Wait for the stream, then release the communicator."""
         self.driver.synchronize()
         with self._calls():
             self._communicator.destroy()

@@ -1,34 +1,35 @@
-"""Shared memory for the ranks of one host: the one engine that gradcomp writes itself.
+"""The shared-memory transport connects ranks of one host; it is the only engine that gradcomp implements itself.
 
-**Memory.** The ranks of a communicator share one segment: an anonymous file (memfd) that rank 0 makes and the
-others open through ``/proc``, so the ranks need one host, one user and one view of process numbers (one container,
-or containers that share a PID namespace). It has no name: nothing is left behind by a crash, nothing lies about
-from a killed run, ``/dev/shm`` and a container's limit on it play no part, and no other user can open it. It is
-sealed, so that no rank can cut it short under another, and wholly allocated at the start: too little memory is an
-error then, never a signal later.
+**Memory.** The ranks of a communicator share one segment: an anonymous file (memfd) that rank 0 makes and the others
+open through ``/proc``. So the ranks must be on one host, run as one user, and see the same process numbers (one
+container, or containers that share a PID namespace). The segment has no name, so a crashed or killed run leaves nothing
+behind, ``/dev/shm`` and a container's limit on it do not matter, and no other user can open it. It is sealed, so no
+rank can shorten it while another uses it. It is allocated as a whole at the start, so that too little memory is an
+error then and never a signal later.
 
-It holds one ring per ordered pair of ranks and one per rank that all others read, N x N for N ranks. A ring has 1
-MiB while all take at most 4 MiB together, which a processor's cache holds; less with more ranks, at least 64 KiB::
+The segment holds a ring buffer for every ordered pair of ranks, and one for every rank that all others read: N x N
+for N ranks. A ring has 1 MiB as long as all of them take at most 4 MiB together, which fits a processor's cache. With
+more ranks it is smaller, but at least 64 KiB::
 
     ranks           2     4    8   16   32    64
     KiB per ring 1024   256   64   64   64    64
     MiB in all      4     4    4   16   64   256
 
-(``ring_bytes`` chooses otherwise; powers of two.)
+``ring_bytes`` sets another size, a power of two.
 
-**Progress.** One native thread per transport moves the bytes, so calls return at once and computation goes on. It
-sleeps on a futex in the segment, which another rank rings, and every 0.1 s looks whether the others live, if it
-waits for one. Copies to and from the rings are done by blocks of 64 KiB, which stay in the processor's cache
-between writer and reader. A call, and a poll of what is not complete, moves up to 4 KiB through each ring itself:
-small messages need no turn of the thread, for which they would have to wait where all processors are busy.
+**Progress.** One native thread per transport moves the bytes, so calls return at once and computation goes on. The
+thread sleeps on a futex in the segment, which other ranks wake. While it waits for another rank, it checks every 0.1 s
+that the ranks are alive. It copies to and from the rings in blocks of 64 KiB, which stay in the processor's cache
+between writer and reader. A call, and a poll of a collective that is not complete, moves up to 4 KiB through each ring
+itself: where all processors are busy, small messages would otherwise wait until the thread runs.
 
 **Collectives.** Point-to-point messages go through the ring of their pair, all-gathered parts once through the ring
-that all read. ``allreduce`` cuts the array into one chunk per rank; its owner adds what arrives to its own part, in
-rank order, a block at a time, and sends every block on to all: the sum is the same bytes everywhere.
+that all ranks read. ``allreduce`` cuts the array into one chunk per rank. Its owner adds what arrives to its own part,
+in rank order and block by block, and sends every block to all ranks, so the sum has the same bytes on all of them.
 
-**Failure.** A rank that ends, however, or closes while another needs it, is a TransportError on every other rank
-that waits, and names it, at the latest 0.2 s later. A number in the segment that cannot be (a position, a message's
-length or its collective) is a TransportError too: nothing that another process wrote is believed.
+**Failure.** If a rank ends for any reason, or closes while another rank needs it, every rank that waits raises a
+TransportError that names it, at the latest 0.2 s later. Numbers that other processes wrote to the segment (positions,
+and messages' lengths and collectives) are checked; an impossible one is a TransportError too.
 """
 
 from __future__ import annotations
@@ -47,22 +48,23 @@ from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, 
 from gradcomp.core.text import printable
 from gradcomp.transport.base import Bytes, Messages, Transport
 
-#: Called with bytes of this rank: returns every rank's, in rank order. Collective and blocking.
+#: A collective, blocking function of this rank's bytes that returns those of every rank, in rank order.
 Meet = Callable[[bytes], list[bytes]]
 
 LARGEST_RING_BYTES = 1 << 20
 SMALLEST_RING_BYTES = 1 << 16
-#: What all rings take together, as long as none is smaller than the smallest.
+#: The most bytes of all rings together, unless every ring has the smallest size already.
 RINGS_BYTES = 1 << 22
 
-# Settings, then where rank 0's segment is: process, its start, file descriptor, nonce.
+# The settings, then the location of rank 0's segment: its process, the time that started, the file descriptor, a nonce.
 _FIRST = struct.Struct("<QQqQqQ")
+# A rank's process and the time that it started.
 _SECOND = struct.Struct("<qQ")
 _PENDING, _DONE, _FAILED = 0, 1, 2
 
 
 def ring_bytes_for(size: int) -> int:
-    """The length of a ring among ``size`` ranks, unless another is asked for."""
+    """Return the default length in bytes of a ring among ``size`` ranks."""
     ring_bytes = LARGEST_RING_BYTES
     while ring_bytes > SMALLEST_RING_BYTES and size * size * ring_bytes > RINGS_BYTES:
         ring_bytes //= 2
@@ -71,7 +73,7 @@ def ring_bytes_for(size: int) -> int:
 
 @dataclass(eq=False)
 class _Done:
-    """A collective of one rank."""
+    """Represents a collective of one rank, which is complete at once."""
 
     def poll(self) -> bool:
         return True
@@ -79,7 +81,7 @@ class _Done:
 
 @dataclass(eq=False)
 class _Call:
-    """A collective under way, with the arrays that the thread reads and writes; both are let go once it has ended."""
+    """Holds a collective and the arrays that the thread reads and writes; it releases both when the collective ends."""
 
     operation: _native.ShmOperation | None
     arguments: Any
@@ -94,10 +96,10 @@ class _Call:
 
 @dataclass(eq=False)
 class _Held:
-    """This rank of the segment, and what its thread may still read and write.
+    """Holds this rank's native object, and the collectives whose arrays its thread may still read and write.
 
-    :meth:`close` lets go of all that is native, so that nothing of it is alive when the program ends, whoever still
-    holds the transport or a handle then: a global optimizer's hooks, for example, are not freed at all.
+    :meth:`close` releases all native objects, so none of them is alive when the interpreter ends, even if something
+    still refers to the transport or a handle: the hooks of a global optimizer, for example, are never freed.
     """
 
     native: _native.ShmRank | None
@@ -111,10 +113,10 @@ class _Held:
         native.close()
         try:
             self.failure = native.failure()
-        except RuntimeError as error:  # in a forked child, which has nothing to close
+        except RuntimeError as error:  # raised in a forked child, which has nothing to close
             self.failure = str(error)
         self.native = None
-        for call in list(self.calls):  # another thread may be adding one, which has failed
+        for call in list(self.calls):  # a copy, because another thread may be adding a call, which fails
             call.look()
 
 
@@ -135,29 +137,37 @@ class _Handle:
 
 
 class ShmTransport(Transport):
-    """Collectives among ``size`` ranks on one host, through memory that they share.
+    """Runs collectives among ``size`` ranks on one host through shared memory; allreduce adds in rank order.
 
-    ``meet`` brings the ranks together, twice; afterwards it is not used. A forked child cannot use the transport.
+    A forked child cannot use the transport.
 
-    Raises ConfigError for a ``ring_bytes`` that is no power of two from 4096 to 2^30; PlanMismatchError where ranks
-    have other settings; TransportError on every rank if one of them cannot make, open or map the segment.
+    Args:
+        rank: This rank.
+        size: The number of ranks.
+        meet: An all-gather of bytes among them, which the constructor calls twice.
+        ring_bytes: The length of a ring; None for that of :func:`ring_bytes_for`.
+
+    Raises:
+        ConfigError: ``rank`` is not below ``size``, ``ring_bytes`` is no power of two from 4096 to 2^30, or ``meet``
+            does not return one reply per rank.
+        PlanMismatchError: The ranks have different settings.
+        TransportError: A rank cannot make, open or map the segment. All ranks raise it.
     """
 
     def __init__(self, rank: int, size: int, meet: Meet, ring_bytes: int | None = None) -> None:
         if not 0 <= rank < size:
-            raise ConfigError(f"rank {rank} is not in 0 .. {size - 1}")
+            raise ConfigError(f"rank {rank} is not in 0..{size - 1}, the ranks that share memory")
         self.rank = rank
         self.size = size
         self.bytes_sent = 0
         self.ring_bytes = ring_bytes_for(size) if ring_bytes is None else ring_bytes
         if self.ring_bytes & (self.ring_bytes - 1) or not 4096 <= self.ring_bytes <= 1 << 30:
-            raise ConfigError(f"ring_bytes={ring_bytes} is no power of two from 4096 to 2^30")
-        # What the thread reads and writes lives until it is done with it, whatever becomes of the handles.
+            raise ConfigError(f"ring_bytes={ring_bytes} must be a power of two from 4096 to 2^30")
+        # This keeps the arrays that the thread reads and writes alive, even if a caller drops its handles.
         self._held = _Held(_join(rank, size, meet, self.ring_bytes) if size > 1 else None)
         self._close = weakref.finalize(self, self._held.close)
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle | _Done:
-        """See :class:`Transport`; added in rank order."""
         if self.size == 1:
             return _Done()
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
@@ -166,7 +176,6 @@ class ShmTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle | _Done:
-        """See :class:`Transport`."""
         if self.size == 1:
             recv[: recv_counts[0]] = send[: send_counts[0]]
             return _Done()
@@ -174,14 +183,12 @@ class ShmTransport(Transport):
         return self._issue("alltoallv", send, send_counts, recv, recv_counts)
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle | _Done:
-        """See :class:`Transport`."""
         if self.size == 1:
             return _Done()
         self.bytes_sent += (self.size - 1) * counts[self.rank]
         return self._issue("allgatherv", buffer, counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle | _Done:
-        """See :class:`Transport`."""
         if self.size == 1:
             return _Done()
         self.bytes_sent += sum(len(array) for _, array in sends)
@@ -195,18 +202,18 @@ class ShmTransport(Transport):
 
     @property
     def failure(self) -> str:
-        """Why the transport can do no more; empty as long as it can."""
+        """Return the reason why the transport cannot be used any more; empty while it can."""
         native = self._held.native
         return self._held.failure if native is None else native.failure()
 
     def abandon(self) -> None:
-        """Fail what is under way, here and on the other ranks."""
+        """Fail all collectives that are not complete, on this rank and on the others."""
         native = self._held.native
         if native is not None:
             native.abandon()
 
     def close(self) -> None:
-        """Leave. A rank that still needs this one fails."""
+        """Leave the segment; a rank that still needs this one fails."""
         self._close()
 
     def _issue(self, name: str, *arguments: Any) -> _Handle:
@@ -236,7 +243,7 @@ class ShmTransport(Transport):
 
 
 def _join(rank: int, size: int, meet: Meet, ring_bytes: int) -> _native.ShmRank:
-    """Make the segment or open rank 0's; every rank succeeds or every rank fails."""
+    """Make the segment on rank 0 and open it on the others; either all ranks succeed or all fail."""
     native: _native.ShmRank | None = None
     error, location = "", (0, 0, 0, 0)
     try:
@@ -261,7 +268,9 @@ def _join(rank: int, size: int, meet: Meet, ring_bytes: int) -> _native.ShmRank:
                 (process, start, descriptor, nonce), rank, size, ring_bytes
             )
         except RuntimeError as failed:
-            error = f"{failed}; ranks share memory on one host, as one user and in one PID namespace"
+            error = (
+                f"{failed}; ranks that share memory must be on one host, of one user and in one PID namespace"
+            )
         processes = _meet(meet, size, error, _SECOND.pack(*identity), _SECOND)
         assert native is not None
         native.start([(process, start) for process, start in processes])
@@ -275,7 +284,7 @@ def _join(rank: int, size: int, meet: Meet, ring_bytes: int) -> _native.ShmRank:
 
 
 def _meet(meet: Meet, size: int, error: str, message: bytes, layout: struct.Struct) -> list[tuple[int, ...]]:
-    """Every rank's message, or the error of the first rank that had one, on every rank."""
+    """Return every rank's message; if some rank has an error, raise the first one on every rank."""
     replies = meet(b"!" + error.encode() if error else b"=" + message)
     if len(replies) != size:
         raise ConfigError(f"meet gave {len(replies)} replies for {size} ranks")
@@ -283,12 +292,15 @@ def _meet(meet: Meet, size: int, error: str, message: bytes, layout: struct.Stru
         if reply[:1] == b"!":
             raise TransportError(f"rank {other} cannot share memory: {printable(reply[1:])}")
         if reply[:1] != b"=" or len(reply) != 1 + layout.size:
-            raise TransportError(f"rank {other} wants to share memory in another way than this rank")
+            raise TransportError(
+                f"rank {other} does not share memory as this rank does ({len(reply)} bytes came): all ranks need the "
+                "same version of gradcomp"
+            )
     return [layout.unpack(reply[1:]) for reply in replies]
 
 
 def local_meet(size: int) -> list[Meet]:
-    """One ``meet`` per rank, for ranks that are threads of one process."""
+    """Return one ``meet`` per rank, for ranks that are threads of one process."""
     import threading
 
     barrier = threading.Barrier(size)

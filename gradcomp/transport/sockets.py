@@ -1,4 +1,4 @@
-"""Connections of this process that belong to a library: found by their descriptors, and cut."""
+"""Connections that a library of this process has opened are found by their descriptors, and can be ended."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from pathlib import Path
 
 
 def open_sockets() -> dict[int, int]:
-    """Descriptors of this process's sockets, and their inodes, by which one tells whether it is still the same."""
+    """Return the descriptors of this process's sockets, with their inodes.
+
+    A descriptor with another inode belongs to another socket now.
+    """
     found = {}
-    with suppress(OSError):  # a system without it
+    with suppress(OSError):  # not every system has /dev/fd
         for entry in Path("/dev/fd").iterdir():
-            with suppress(OSError):  # the directory's own descriptor is gone by now
+            with suppress(OSError):  # the descriptor of the directory itself is closed by now
                 status = os.fstat(int(entry.name))
                 if stat.S_ISSOCK(status.st_mode):
                     found[int(entry.name)] = status.st_ino
@@ -23,7 +26,10 @@ def open_sockets() -> dict[int, int]:
 
 
 def hung_up(descriptor: int, inode: int) -> bool:
-    """Whether the other side has ended a connection on which nothing is awaited; so has one that is gone here."""
+    """Return true if the other side has ended a connection, or if the connection is closed here.
+
+    It is meant for a connection on which no data is expected, since data that can be read counts as its end.
+    """
     try:
         if os.fstat(descriptor).st_ino != inode:
             return True
@@ -35,7 +41,7 @@ def hung_up(descriptor: int, inode: int) -> bool:
 
 
 def cut(descriptor: int, inode: int) -> None:
-    """End a connection both ways, without closing it: who waits on it hears that at once."""
+    """Shut a connection down both ways without closing it, so that a thread that waits on it returns at once."""
     if open_sockets().get(descriptor) != inode:
         return
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

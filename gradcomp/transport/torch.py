@@ -1,4 +1,4 @@
-"""torch.distributed as a transport: a Gloo group of gradcomp's own, made from some of the default group's ranks."""
+"""The torch transport uses Gloo groups of its own among some of the default process group's ranks."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from gradcomp.transport.base import Bytes, Transport, parts_of
 from gradcomp.transport.control import ControlChannel, StoreSilentError
 from gradcomp.transport.sockets import cut, hung_up, open_sockets
 
-#: Gloo's own deadline lies behind the engine's, so that the engine is the one to say what happened.
+#: Gloo's deadline is this much later than the engine's, so that the engine reports what happened.
 GROUP_TIMEOUT_MARGIN_SECONDS = 30.0
-#: How long a call of the control channel waits for the store's answer.
+#: The time that a call of the control channel waits for the store's answer.
 _ANSWER_SECONDS = 3.0
-#: How long the end of the control channel waits for one.
+#: The time that the control channel waits for an answer when it is closed.
 _END_SECONDS = 0.5
 
 
-#: Between two ranks, from this size on, each way has a connection of its own.
+#: The message size from which each direction between two ranks has a connection of its own.
 _BOTH_WAYS_BYTES = 1 << 17
 
-#: Held while a group is made through the default group's connection to the store.
+#: A thread holds it while it makes a group through the default group's connection to the store.
 _default_connection = threading.Lock()
-#: Groups made so far, by their ranks: what tells one from the next of the same ranks.
+#: The number of groups made so far, by their ranks; it distinguishes groups of the same ranks.
 _groups_made: dict[tuple[int, ...], int] = {}
 
 
 @dataclass(eq=False)
 class _Handle:
-    """A collective under way; keeps its tensors alive."""
+    """Tracks a collective and keeps its tensors alive."""
 
     works: list[Any]
     tensors: tuple[torch.Tensor, ...]
@@ -57,40 +57,41 @@ class _Handle:
         return not self.works
 
     def block(self, seconds: float) -> None:
-        """See :class:`BlockingHandle`."""
         if self.works:
-            with suppress(RuntimeError):  # not complete yet, or what poll() raises
+            # The error says that the collective is not complete yet, or why it failed, which poll() reports.
+            with suppress(RuntimeError):
                 self.works[-1].wait(timedelta(seconds=seconds))
 
 
 def _reason(error: RuntimeError) -> str:
-    """Gloo's words without its source files and its advice."""
+    """Return Gloo's error message without its source files and its advice."""
     first = str(error).partition("\n")[0].partition(". This is typically caused by")[0]
     return re.sub(r"^\[/\S*\] ", "", first)
 
 
 class TorchTransport(Transport):
-    """Collectives on CPU memory through Gloo.
+    """Runs collectives on CPU memory through Gloo.
 
-    Construction is collective over ``ranks`` (numbers in the default group, ascending), which all members make their
-    groups of in the same order. All-gathers of unequal parts go through all-to-all, which Gloo runs faster than its
-    all-gather. Two ranks have a second group, so that large messages go both ways at once: Gloo's receiver tells the
-    sender that it is ready on the connection on which it sends itself, behind its own message.
+    Construction is collective over ``ranks``, which are ascending numbers in the default group. Ranks that make several
+    transports of the same ranks make them in the same order. All-gathers of unequal parts use all-to-all, which is
+    faster in Gloo than its all-gather. Two ranks have a second group, so that large messages go both ways at once:
+    Gloo's receiver tells the sender that it is ready over the connection on which it sends itself, behind its own
+    message.
 
-    ``attempt``: which start of the job this is, for the store may outlive one.
+    ``attempt`` is the number of the job's start, because the store may outlive a restart.
     """
 
     def __init__(self, ranks: Sequence[int], timeout_seconds: float, attempt: str = "0") -> None:
-        # new_group() names a group after the number of groups that a process has, so that ranks of several sets, which
-        # have more of them, would not meet the others.
+        # new_group() names a group after the number of groups that the process has. Ranks in several process sets have
+        # more groups than others, so they would not use the same name.
         number = _groups_made.get(tuple(ranks), 0)
         _groups_made[tuple(ranks)] = number + 1
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self.bytes_sent = 0
         self._running: list[_Handle] = []
-        # A connection serves one call at a time, and ranks wait for each other in such a call: two threads that make
-        # groups of different ranks would wait for each other's.
+        # A connection serves one call at a time, and ranks wait for each other in such a call. Two threads that make
+        # groups of different ranks over one connection could block each other for ever.
         alone = _default_connection.acquire(blocking=False)
         try:
             base = _store() if alone else _connection_of_its_own(timeout_seconds)
@@ -99,7 +100,7 @@ class TorchTransport(Transport):
                 self._make_group(store, way, timeout_seconds) for way in range(1 + (self.size == 2))
             ]
         except RuntimeError as error:
-            raise TransportError(f"the ranks could not meet: {_reason(error)}") from error
+            raise TransportError(f"Gloo could not connect ranks {list(ranks)}: {_reason(error)}") from error
         finally:
             if alone:
                 _default_connection.release()
@@ -107,17 +108,17 @@ class TorchTransport(Transport):
     def _make_group(self, store: PrefixStore, way: int, timeout_seconds: float) -> Any:
         timeout = timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS)
         group = dist.ProcessGroupGloo(PrefixStore(str(way), store), self.rank, self.size, timeout)
-        # Nobody but close() destroys it: not a forked child, which lacks its threads, nor the interpreter at its end.
+        # Only close() destroys the group. A forked child must not, since it lacks the group's threads, nor the
+        # interpreter when it ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return group
 
     @property
     def group(self) -> Any:
-        """The Gloo group; None once closed or given up."""
+        """Return the Gloo group; None after :meth:`close` or :meth:`abandon`."""
         return self._groups[0] if self._groups else None
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         tensor = torch.from_numpy(array)
         return self._issue(lambda: [self.group.allreduce([tensor])], tensor)
@@ -125,14 +126,12 @@ class TorchTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
         source = torch.from_numpy(send[: sum(send_counts)])
         target = torch.from_numpy(recv[: sum(recv_counts)])
         return self._alltoall(target, source, list(recv_counts), list(send_counts))
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
-        """See :class:`Transport`."""
         self.bytes_sent += (self.size - 1) * counts[self.rank]
         parts = parts_of(buffer, counts)
         if self.size == 2 and max(counts) >= _BOTH_WAYS_BYTES:
@@ -155,7 +154,7 @@ class TorchTransport(Transport):
         )
 
     def _both_ways(self, received: torch.Tensor, sent: torch.Tensor) -> _Handle:
-        """Between two ranks: what rank 0 sends by the first group, what rank 1 sends by the second."""
+        """Exchange messages between two ranks: rank 0 sends in the first group, rank 1 in the second."""
         peer, nothing = 1 - self.rank, sent[:0]
         none, there, back = [0, 0], [0, 0], [0, 0]
         there[peer], back[peer] = len(sent), len(received)
@@ -177,10 +176,10 @@ class TorchTransport(Transport):
         return handle
 
     def abandon(self) -> None:
-        """Give the groups up after a failure: their destructors would wait for collectives that never end.
+        """Give the groups up after a failure, because their destructors would wait for collectives that never end.
 
-        The collectives that run are never freed: Gloo's thread would free them when they end, which takes the
-        interpreter's lock, and a thread that asks for it while the interpreter ends aborts the process.
+        Collectives that still run are never freed: Gloo's thread would free them when they end, for which it takes the
+        interpreter's lock, and a thread that asks for the lock while the interpreter ends aborts the process.
         """
         self._groups = []
         running, self._running = self._running, []
@@ -195,7 +194,7 @@ class TorchTransport(Transport):
 
 
 def _store() -> Any:
-    """The default group's store without its prefixes, which another connection to it would not have."""
+    """Return the default group's store without its prefixes, which another connection would not have."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -203,7 +202,7 @@ def _store() -> Any:
 
 
 def _connection_of_its_own(timeout_seconds: float) -> Any:
-    """Another connection to the default group's store, if it is reached by connections."""
+    """Return another connection to the default group's store; the store itself if it is no TCPStore."""
     store = _store()
     if not isinstance(store, TCPStore):
         return store
@@ -218,17 +217,17 @@ def _connection_of_its_own(timeout_seconds: float) -> Any:
 
 
 class TorchControl(ControlChannel):
-    """The job's own store, over a connection and on a thread of its own.
+    """Uses the job's store over a connection of its own, which a thread of its own calls.
 
-    A client of TCPStore waits for ever where the server is stopped but not dead, hence the thread: callers wait three
-    seconds for an answer, and none as long as an earlier call has had no answer. ``server`` says who serves the store.
+    A TCPStore client waits for ever if the server is stopped but not dead, hence the thread: callers wait three seconds
+    for an answer, and fail at once as long as an earlier call has no answer. ``server`` names the server in errors.
 
-    PyTorch writes the stack of every call on a connection that has ended to the terminal: there is at most one.
+    PyTorch prints a stack for every call on a connection that has ended, so no call is made after the first such one.
     """
 
     def __init__(self, prefix: str, timeout_seconds: float, server: str = "rank 0") -> None:
         self._socket: tuple[int, int] | None = None
-        # The default group's connection may be inside a blocking call of the training thread.
+        # The training thread may be using the default group's connection for a blocking call.
         before = open_sockets()
         try:
             store = _connection_of_its_own(timeout_seconds)
@@ -245,18 +244,16 @@ class TorchControl(ControlChannel):
         self._thread.start()
 
     def publish(self, key: str, value: bytes) -> None:
-        """Set a value."""
         self._call(lambda: self._store.set(key, value.decode(errors="replace")))
 
     def lookup(self, key: str) -> bytes | None:
-        """Get a value without waiting for one to be set."""
         found = self._call(lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if found is None else bytes(found)
 
     def close(self) -> None:
-        """End the thread, if need be by cutting the connection on which it waits for an answer.
+        """End the thread; if it waits for an answer, shut down the connection that it waits on.
 
-        A thread that is still inside the client when the interpreter ends would take the process down with SIGABRT.
+        A thread that is inside the client when the interpreter ends would abort the process with SIGABRT.
         """
         if threading.current_thread() is self._thread:
             return
@@ -288,6 +285,6 @@ class TorchControl(ControlChannel):
                 if self._gone:
                     raise ConnectionError("the connection has ended")
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - the caller's business
+            except BaseException as error:  # noqa: BLE001 - the calling thread raises it
                 self._gone |= isinstance(error, RuntimeError)
                 future.set_exception(error)

@@ -1,15 +1,15 @@
-"""Two transports as one: what stays inside a host goes one way, what leaves it another.
+"""The two-level transport uses one transport inside each host and another between hosts.
 
-**Messages** (``alltoallv``, ``allgatherv``, ``exchange``) each take the transport that their two ranks share:
-``local`` on one host, ``remote`` between hosts. Bytes per rank are those of the plain collective; only the others'
-cross the link.
+**Messages** of ``alltoallv``, ``allgatherv`` and ``exchange`` go through ``local`` between ranks of one host, and
+through ``remote`` between hosts. A rank sends as many bytes as with one transport, but only those for ranks of other
+hosts leave its host.
 
-**Allreduce** of d bytes, in three phases: summed inside every host by ``local``, across hosts by ``leaders``, and
-sent back inside every host by ``back``. What comes back is the leaders' sum, the same bytes everywhere; each of H
-hosts sends 2 d (H-1)/H, however many ranks it has.
+**Allreduce** of d bytes has three phases: ``local`` sums inside every host, ``leaders`` sums over hosts, and ``back``
+sends that sum to the ranks of every host, so all ranks have the same bytes. Each of H hosts sends 2 d (H-1)/H bytes to
+the others, however many ranks it has.
 
-The phases start when a handle is polled. So that all ranks issue the same in the same order on each transport, the
-later phases have transports of their own, on which they start in the order of the allreduces.
+A phase starts when a handle is polled. On each transport all ranks must issue the same collectives in the same order,
+so the second and the third phase have transports of their own, on which they start in the order of the allreduces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradcomp.transport.base import Bytes, Handle, Messages, Transport, parts_of
 
 @dataclass(eq=False)
 class _All:
-    """A collective whose parts are under way together."""
+    """Tracks a collective whose parts run on several transports; it is complete when all of them are."""
 
     handles: list[Handle]
 
@@ -41,7 +41,7 @@ class _All:
 
 @dataclass(eq=False)
 class _Sum:
-    """An allreduce under way. ``phases``: what is still to be started, after what ``handle`` stands for."""
+    """Tracks an allreduce: ``handle`` is the phase that runs, ``phases`` has those that start after it."""
 
     transport: TwoLevelTransport
     handle: Handle
@@ -55,7 +55,7 @@ class _Sum:
         return self.done
 
     def advance(self, before: _Sum | None) -> None:
-        """Start what can be started; no phase before the same one of the allreduce before."""
+        """Start the phases that can start; none starts before the same phase of ``before``, the earlier allreduce."""
         while not self.done and (self.ready or self.handle.poll()):
             self.ready = True
             if not self.phases:
@@ -68,12 +68,19 @@ class _Sum:
 
 
 class TwoLevelTransport(Transport):
-    """The ranks of ``remote``, of which those on one host also share ``local`` and ``back``.
+    """Combines transports inside hosts and between hosts; it owns them and closes them.
 
-    ``local`` and ``back`` are among ``topology.members(rank)``, in that order; ``leaders`` among ``topology.leaders``,
-    None on all other ranks. The two-level transport owns them all: it closes them.
+    Allreduce adds in rank order inside each host, then in the order in which ``leaders`` adds.
 
-    Raises ConfigError where a transport is not among the ranks that the topology says.
+    Args:
+        local: A transport among ``topology.members(rank)``, the ranks of this rank's host, in that order.
+        remote: A transport among all ranks.
+        topology: The ranks, and the hosts that they are on.
+        leaders: A transport among ``topology.leaders``; None on all other ranks.
+        back: A second transport among the ranks of ``local``.
+
+    Raises:
+        ConfigError: A transport does not have the ranks that the topology has.
     """
 
     def __init__(
@@ -89,13 +96,18 @@ class TwoLevelTransport(Transport):
         self.bytes_sent = 0
         self.topology = topology
         if topology.world != self.size:
-            raise ConfigError(f"the topology is of {topology.world} ranks, remote of {self.size}")
+            raise ConfigError(
+                f"the topology has {topology.world} ranks, but the transport remote has {self.size}"
+            )
         self._members = topology.members(self.rank)
         place = self._members.index(self.rank)
         for name, inside in (("local", local), ("back", back)):
             _check(name, inside, place, len(self._members))
         if (leaders is not None) != (self.rank in topology.leaders):
-            raise ConfigError(f"rank {self.rank} is {'no' if leaders else 'a'} leader of its host")
+            raise ConfigError(
+                f"rank {self.rank} is {'no' if leaders else 'a'} leader of its host: leaders must be a transport on "
+                "leaders and None on all other ranks"
+            )
         if leaders is not None:
             _check("leaders", leaders, topology.leaders.index(self.rank), len(topology.leaders))
         self._local, self._remote, self._leaders, self._back = local, remote, leaders, back
@@ -106,11 +118,10 @@ class TwoLevelTransport(Transport):
 
     @property
     def bytes_between_hosts(self) -> int:
-        """The part of ``bytes_sent`` that left the host."""
+        """Return the part of ``bytes_sent`` that went to other hosts."""
         return self._remote.bytes_sent + (self._leaders.bytes_sent if self._leaders else 0)
 
     def allreduce(self, array: npt.NDArray[Any]) -> Handle:
-        """See :class:`Transport`; added in rank order inside each host, then as the leaders add."""
         handle = self._local.allreduce(array)
         self._count()
         if len(self.topology.leaders) == 1:
@@ -128,7 +139,6 @@ class TwoLevelTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> Handle:
-        """See :class:`Transport`."""
         sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
         received[self.rank][:] = sent[self.rank]
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -138,7 +148,6 @@ class TwoLevelTransport(Transport):
         )
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
-        """See :class:`Transport`."""
         parts = parts_of(buffer, counts)
         own = parts[self.rank]
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -152,7 +161,6 @@ class TwoLevelTransport(Transport):
         return self._both(handle, sends, recvs)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        """See :class:`Transport`."""
         return self._both(self._local.exchange(self._inside(sends), self._inside(recvs)), sends, recvs)
 
     def _both(self, inside: Handle, sends: Messages, recvs: Messages) -> Handle:
@@ -163,12 +171,10 @@ class TwoLevelTransport(Transport):
         return _All(handles)
 
     def abandon(self) -> None:
-        """Give up all of them."""
         for transport in self._transports():
             transport.abandon()
 
     def close(self) -> None:
-        """Close all of them."""
         for transport in self._transports():
             transport.close()
 

@@ -113,7 +113,7 @@ def test_a_rank_that_never_talks() -> None:
     world = World(2)
     communicator = Communicator(world, 0)
     begin = time.monotonic()
-    with pytest.raises(TransportError, match="connected not all of 2 ranks in 1 s"):
+    with pytest.raises(TransportError, match="did not connect all of 2 ranks in 1 s"):
         NcclTransport(communicator, 1.0)
     assert time.monotonic() - begin < 10
     assert communicator.released
@@ -230,7 +230,7 @@ def joined(machine: Machine, gpus: list[int | None], seconds: float = 30.0) -> l
 @pytest.mark.parametrize(
     ("gpus", "complaint"),
     [
-        ([0, 1, 0], "ranks 0 and 2 are both on GPU 0000:00:00.0 of .*, and NCCL wants one for each"),
+        ([0, 1, 0], "ranks 0 and 2 are both on GPU 0000:00:00.0 of .*, but NCCL needs one for each"),
         ([0, None, 2], "rank 1: the nccl transport needs a GPU: no CUDA-capable device"),
     ],
 )
@@ -288,7 +288,7 @@ def test_what_another_rank_says_of_itself_is_checked() -> None:
 def test_ranks_that_do_not_come_together_in_time(machine: Machine) -> None:
     machine.slow = 5.0
     for found in joined(machine, [0, 1], 0.5):
-        with pytest.raises(TransportError, match="did not bring 2 ranks together"):
+        with pytest.raises(TransportError, match="did not connect 2 ranks in"):
             raise found
 
 

@@ -271,8 +271,8 @@ def test_other_settings_are_named() -> None:
 @pytest.mark.parametrize(
     ("replies", "error"),
     [
-        ([b"", b""], "another way"),
-        ([b"=short", b"=short"], "another way"),
+        ([b"", b""], "does not share memory as"),
+        ([b"=short", b"=short"], "does not share memory as"),
         ([b"=" + bytes(48)], "1 replies for 2 ranks"),
         ([b"=" + bytes(48)] * 2, "size=0"),
     ],

@@ -165,7 +165,7 @@ def test_a_rank_that_leaves_fails_the_others() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"topology": Topology((0, 0, 0))}, "topology is of 3 ranks"),
+        ({"topology": Topology((0, 0, 0))}, "topology has 3 ranks"),
         ({"leaders": None}, "is a leader"),
         ({"local": 3}, "local has this rank as 0 of 3"),
         ({"back": 3}, "back has this rank as 0 of 3"),
