@@ -49,7 +49,7 @@ ROWS = (
         "optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups "
         "groups sparse_as_dense process_set"),
     Row("HorovodInternalError", "same", "another name of `GradcompError`, from which all errors derive"),
-    Row("ProcessSet", "better", "nobody need register it; ranks only, no MPI communicator"),
+    Row("ProcessSet", "better", "needs no registration; ranks only, no MPI communicator"),
     Row("SyncBatchNorm", "better", "on the CPU too; batches may differ in size, and be empty",
         "num_features eps momentum affine track_running_stats"),
     Row("add_process_set", "better", "local; needs no setting", "process_set"),
@@ -80,7 +80,7 @@ ROWS = (
     Row("broadcast_async_", "same", "", "tensor root_rank name process_set"),
     Row("broadcast_object", "differs", "as `allgather_object`", "obj root_rank name process_set"),
     Row("broadcast_optimizer_state", "better", "LBFGS too; takes no step to make state, so `model=` is not needed and "
-        "gradients stay as they are",
+        "gradients do not change",
         "optimizer root_rank model"),
     Row("broadcast_parameters", "better", "compares names, shapes and dtypes first; takes a module too, and then "
         "gives it the root's extra state (`get_extra_state`), which a `state_dict()` cannot: a warning says so",
@@ -93,8 +93,8 @@ ROWS = (
     Row("grouped_reducescatter_async", "better", "Min, Max and Product too", f"tensors {_SCATTER}"),
     Row("poll", "same", "", "handle"),
     Row("synchronize", "better", "a second call returns the same result", "handle"),
-    Row("join", "better", "also with compressors, whose residuals go on being sent; what the others call beside "
-        "allreduce is a `ConfigError` there", "device"),
+    Row("join", "better", "also with compressors, whose residuals are still sent; a collective of the "
+        "other ranks that is not an allreduce is a `ConfigError` there", "device"),
     Row("init", "differs", "`comm=` of some ranks only where torch.distributed is initialised; else `process_set=`"),
     Row("shutdown", "same", "`init` may follow"),
     Row("is_initialized", "same", ""),
@@ -105,10 +105,10 @@ ROWS = (
     Row("cross_rank", "same", ""),
     Row("cross_size", "same", ""),
     Row("mpi_built", "same", "whether mpi4py is installed"),
-    Row("mpi_enabled", "same", "whether this job's gradients travel by MPI"),
-    Row("mpi_threads_supported", "better", "False where there is no MPI, and no error"),
+    Row("mpi_enabled", "same", "whether the gradients of this job are sent by MPI"),
+    Row("mpi_threads_supported", "better", "False without MPI, instead of an error"),
     Row("gloo_built", "same", "whether PyTorch has Gloo"),
-    Row("gloo_enabled", "same", "whether the ranks met through torch.distributed"),
+    Row("gloo_enabled", "same", "whether the rendezvous is torch.distributed"),
     Row("nccl_built", "same", "the version of CuPy's NCCL, or 0"),
     Row("cuda_built", "same", "whether CuPy or cuda-bindings is installed"),
     Row("rocm_built", "same", "False"),
@@ -117,9 +117,9 @@ ROWS = (
     Row("start_timeline", "differs", "a row is a bucket; `{rank}` in the path: a file for every rank; "
         "[Timeline](timeline.md)", "file_path mark_cycles"),
     Row("stop_timeline", "same", ""),
-    Row("elastic", "refused", "a job that loses a rank ends, and goes on from a [checkpoint](checkpoints.md); "
-        "`HostsUpdatedInterrupt` is there, for scripts that catch it"),
-    Row("check_extension", "refused", "there is no extension to be checked"),
+    Row("elastic", "refused", "a job that loses a rank ends, and resumes from a [checkpoint](checkpoints.md); "
+        "`HostsUpdatedInterrupt` exists, for scripts that catch it"),
+    Row("check_extension", "refused", "gradcomp has no extension to check"),
     Row("compression", "refused", _MODULE),
     Row("functions", "refused", _MODULE),
     Row("mpi_lib_v2", "refused", _MODULE),
@@ -131,7 +131,7 @@ ROWS = (
 
 def table() -> str:
     """The rows in Markdown, by name."""
-    lines = ["| name | state | what is other |", "|---|---|---|"]
+    lines = ["| name | state | difference |", "|---|---|---|"]
     lines += [
         f"| `{row.name}` | {row.state} | {row.note} |"
         for row in sorted(ROWS, key=lambda row: row.name.lower())

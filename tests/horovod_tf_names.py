@@ -19,7 +19,7 @@ _OBJECTS = (
     "None, numbers, strings, bytes, NumPy arrays, lists, tuples and dicts; other classes are refused, so no "
 )
 _OBJECTS += "rank runs another's code; no `session`"
-_ELASTIC = "a job that loses a rank ends, and goes on from a [checkpoint](checkpoints.md)"
+_ELASTIC = "a job that loses a rank ends, and resumes from a [checkpoint](checkpoints.md)"
 _HELPER = "a helper of Horovod's own modules"
 _WRAPS = "compresses, if `compression=` says so; `op` is Average or Sum; the same object, changed in place; "
 _WRAPS += "`name`, devices, `num_groups` and `groups` change nothing"
@@ -31,7 +31,7 @@ _COMMON = (
     Row("Adasum", "same", "an allreduce of floating-point tensors among a power of two of ranks; a tape's `op`"),
     Row("Compression", "better", "`none`, `fp16`, `bf16`, with `compress` and `decompress`, and for optimizers "
         "and tapes all [compressors](compressors/index.md)"),
-    Row("ProcessSet", "better", "nobody need register it; ranks only, no MPI communicator; no `process_set_id`"),
+    Row("ProcessSet", "better", "needs no registration; ranks only, no MPI communicator; no `process_set_id`"),
     Row("global_process_set", "same", ""),
     Row("add_process_set", "better", "local; needs no setting", "process_set"),
     Row("remove_process_set", "same", "connections stay until `shutdown`", "process_set"),
@@ -45,10 +45,10 @@ _COMMON = (
     Row("cross_rank", "same", ""),
     Row("cross_size", "same", ""),
     Row("mpi_built", "same", "whether mpi4py is installed"),
-    Row("mpi_enabled", "same", "whether this job's gradients travel by MPI"),
-    Row("mpi_threads_supported", "better", "False where there is no MPI, and no error"),
+    Row("mpi_enabled", "same", "whether the gradients of this job are sent by MPI"),
+    Row("mpi_threads_supported", "better", "False without MPI, instead of an error"),
     Row("gloo_built", "same", "whether PyTorch is installed and has Gloo"),
-    Row("gloo_enabled", "same", "whether the ranks met through torch.distributed"),
+    Row("gloo_enabled", "same", "whether the rendezvous is torch.distributed"),
     Row("nccl_built", "same", "the version of CuPy's NCCL, or 0"),
     Row("cuda_built", "same", "whether CuPy or cuda-bindings is installed"),
     Row("rocm_built", "same", "False"),
@@ -90,10 +90,10 @@ TF_ROWS = (
     Row("broadcast_object_fn", "differs", "as `broadcast_object`; works in TensorFlow 2",
         "root_rank session name process_set"),
     Row("allgather_object", "differs", "as `broadcast_object`", "obj session name process_set"),
-    Row("join", "better", "also with compressors, whose residuals go on being sent; an integer in eager mode; what the "
-        "others call beside allreduce is a `ConfigError` there"),
-    Row("size_op", "differs", "takes a ProcessSet where Horovod has its number", "process_set_id name"),
-    Row("process_set_included_op", "differs", "as `size_op`; an error before `init`, and no code of one",
+    Row("join", "better", "also with compressors, whose residuals are still sent; an integer in eager mode; a "
+        "collective of the other ranks that is not an allreduce is a `ConfigError` there"),
+    Row("size_op", "differs", "takes a ProcessSet instead of its id", "process_set_id name"),
+    Row("process_set_included_op", "differs", "as `size_op`; raises an error before `init` instead of returning a code",
         "process_set_id name"),
     Row("rank_op", "same", "", "name"),
     Row("local_rank_op", "same", "", "name"),
@@ -129,7 +129,7 @@ KERAS_ROWS = (
     Row("PartialDistributedOptimizer", "differs", "as `DistributedOptimizer`; layers need not be built",
         "optimizer name device_dense device_sparse compression sparse_as_dense gradient_predivide_factor op groups "
         "process_set local_layers scale_local_gradients"),
-    Row("allreduce", "better", f"{_ALL}; Average if nothing is said",
+    Row("allreduce", "better", f"{_ALL}; Average by default",
         "value name average prescale_factor postscale_factor op compression"),
     Row("allgather", "better", "complex dtypes too", "value name"),
     Row("broadcast", "better", "complex dtypes too", "value root_rank name"),
@@ -150,7 +150,7 @@ CALLBACK_ROWS = (
     Row("LearningRateWarmupCallback", "better", "as `LearningRateScheduleCallback`",
         "initial_lr warmup_epochs momentum_correction steps_per_epoch verbose"),
     Row("BestModelCheckpoint", "refused", "it is for Horovod's Spark estimators, which set its path; put "
-        "`keras.callbacks.ModelCheckpoint(path, save_best_only=True)` behind `MetricAverageCallback` on one rank"),
+        "`keras.callbacks.ModelCheckpoint(path, save_best_only=True)` after `MetricAverageCallback` on one rank"),
     Row("is_version_greater_equal_than", "refused", _HELPER),
 )  # fmt: skip
 
@@ -173,7 +173,7 @@ def with_tables(text: str) -> str:
     """The page's text with the tables as they are now."""
     for name in TABLES:
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        lines = ["| name | state | what is other |", "|---|---|---|"]
+        lines = ["| name | state | difference |", "|---|---|---|"]
         lines += [f"| `{row.name}` | {row.state} | {row.note} |" for row in rows(name)]
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n\n" + "\n".join(lines) + f"\n\n{end}{rest.partition(end)[2]}"
