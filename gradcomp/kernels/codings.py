@@ -68,7 +68,9 @@ def smallest_coding(lengths: Sizes, counts: Sizes) -> Codings:
     """
     check_rows(np.full(np.shape(lengths), RAW), lengths, counts)
     sizes = np.stack([_SIZE[coding](lengths, counts) for coding in _PREFERENCE])
-    sizes[_PREFERENCE.index(ALL), (counts != 0) & (counts != lengths)] = MAX_INDEXED * 4  # impossible
+    sizes[_PREFERENCE.index(ALL), (counts != 0) & (counts != lengths)] = (
+        MAX_INDEXED * 4
+    )  # larger than any size
     smallest: Codings = np.array(_PREFERENCE, np.int32)[np.argmin(sizes, axis=0)]
     return smallest
 

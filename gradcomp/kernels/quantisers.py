@@ -59,9 +59,9 @@ class Level(NamedTuple):
 
 
 class Quantiser(NamedTuple):
-    """A quantising codec."""
+    """The functions and the record format of a quantising codec."""
 
-    columns: int  # numbers in a bucket's scale record
+    columns: int  # how many numbers a bucket's scale record has
     quantise: Callable[[Floats, Floats | None, Level], tuple[Columns, Codes]]
     dequantise: Callable[[Codes, Sequence[Floats], Level], Floats]
     #: Returns, per bucket, values that are all finite only if every code of the bucket decodes to a finite value.

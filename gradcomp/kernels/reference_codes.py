@@ -279,7 +279,7 @@ def _bucket_lengths(segment: np.void) -> npt.NDArray[np.int64]:
 
 
 def _equal_buckets(segment: np.void) -> list[slice]:
-    """The whole buckets of a segment, and the shorter last one, as far as they exist."""
+    """Returns the parts of a segment with whole buckets and with the shorter last one, as far as they exist."""
     length, bucket_size = int(segment["length"]), int(segment["bucket_size"])
     border = length - length % bucket_size
     return [part for part in (slice(0, border), slice(border, length)) if part.start < part.stop]

@@ -244,5 +244,5 @@ def driver(index: int) -> CudaDriver:
 
 
 def index_of(address: int) -> int:
-    """Returns :func:`gradcomp.kernels.cuda.over_cuda.index_of`, over NVIDIA's bindings."""
+    """Returns the number of the device that holds an address, see :func:`gradcomp.kernels.cuda.over_cuda.index_of`."""
     return over_cuda.index_of(BindingsCuda(), address)

@@ -257,7 +257,7 @@ class Plans:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside the block this thread's runs are written down and their kernels loaded, but nothing is run."""
+        """Writes down this thread's runs inside the block and loads their kernels, but runs nothing."""
         self.thread.is_rehearsal = True
         try:
             yield
