@@ -119,10 +119,14 @@ restore = bodies.kernel(reference_compact.restore)
 
 
 def together(device: Device, routine: Routine | None = None) -> AbstractContextManager[Pending]:
-    """Kernels of the device become one call, which is started at the end of the block.
+    """Collects the kernels that the block calls into one call on the device, started when the block ends.
 
-    The results are there once what the block is given is finished. On the host each kernel runs at once. ``routine``:
-    of the same block, if it comes in every step; then tables are checked once.
+    The block is given that call; results are in their arrays once it is finished. On the host each kernel runs at
+    once.
+
+    Args:
+        device: where the kernels run.
+        routine: the block's own, if it is entered in every step; the device then checks the tables only once.
     """
     if device.kernels is None:
         return nullcontext(DONE)

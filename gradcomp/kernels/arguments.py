@@ -1,4 +1,4 @@
-"""Arguments of kernels that belong together. The compiled module takes the members of each, one by one."""
+"""Arguments of kernels that belong together. The compiled module takes their members one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draw:
-    """Coordinates of the random numbers of one step: counter-based, so nothing random is saved or sent.
+    """Coordinates of the random numbers of one step; counter-based, so nothing random is saved or sent.
 
     ``seed``: 64 bits, the key of the random stream (see :func:`gradcomp.kernels.philox.uniform`). ``step``, ``rank``:
     32 bits, words of the random counter.
@@ -26,7 +26,7 @@ class Draw:
 
 
 class Shapes(NamedTuple):
-    """Layers as matrices: int64, n, m and r of each."""
+    """Layers as matrices: n, m and r of each, as int64."""
 
     rows: Int64s
     columns: Int64s
@@ -34,9 +34,9 @@ class Shapes(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """P, n x r, or Q, m x r, of every layer: *column by column*, each column contiguous.
+    """P, n x r, or Q, m x r, of every layer, *column by column*: each column is contiguous.
 
-    ``values``: float32, flat. ``at``: int64, where in it each layer's begins.
+    ``values``: float32, flat. ``at``: int64, the element of ``values`` at which each layer's factor begins.
     """
 
     values: Floats

@@ -1,8 +1,9 @@
-"""Which body runs a kernel: the NumPy one, which defines it, or the compiled one where it was built.
+"""Selects the body that runs a kernel: NumPy, which defines it, the compiled module where it was built, or a GPU's.
 
-A table of memory on a GPU goes to that device's body, once there is one. Names, arguments and types of kernels stand in
-their definitions, the modules `reference` and `reference_*`; :func:`kernel` makes of each what callers see, and every
-other body has the same names and arguments (`tests/kernels/test_signatures.py`).
+A call whose table refers to memory on a GPU goes to that device's body once :func:`bring` has registered one. The
+modules `reference` and `reference_*` define names, arguments and types of the kernels; :func:`kernel` turns each
+definition into the function that callers see, and every other body has the same names and arguments
+(`tests/kernels/test_signatures.py`).
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ DEFINITIONS: Final = (
 _COLUMNS = SEGMENT.names or ()
 _ADDRESSES = _COLUMNS.index("payload")  # columns that hold addresses come first, eight bytes each
 
-_RECORDS = {"Shapes", "Factor"}  # as annotations
+_RECORDS = {"Shapes", "Factor"}  # names of the annotations of arguments that are passed member by member
 
 Reaches: TypeAlias = Callable[[int], bool]
-"""Whether a device's kernels can use memory at this address."""
+"""Tells whether a device's kernels can use memory at this address."""
 
 
 class Body:
-    """The kernels of one body, as attributes; all bodies have the same ones, with the same signatures."""
+    """The kernels of one body, as attributes; all bodies have the same ones with the same signatures."""
 
     def __init__(self, *modules: ModuleType) -> None:
         self._modules = modules
@@ -68,7 +69,7 @@ class Body:
         for module in self._modules:
             if hasattr(module, name):
                 kernel = self._prepare(getattr(module, name))
-                setattr(self, name, kernel)  # found once
+                setattr(self, name, kernel)  # the next look-up does not come here
                 return kernel
         raise AttributeError(f"no kernel is named {name!r}")
 
@@ -77,7 +78,7 @@ class Body:
 
 
 class _Routed(Body):
-    """Kernels run where the memory of their table is, or a message that lies on a device; others, on the host."""
+    """Runs each call on the device that holds the memory of its table, or one of its messages, and else on the host."""
 
     def __init__(self) -> None:
         self.devices: dict[str, tuple[Any, Reaches]] = {}
@@ -95,7 +96,7 @@ class _Routed(Body):
 
 
 def _messages(argument: Any) -> Iterator[DeviceMirror]:
-    """What lies on a device: the argument, or members of it."""
+    """Yields the argument, or those of its members, that lie on a device."""
     if type(argument) is np.ndarray:
         return iter(())
     members = argument if isinstance(argument, list | tuple) else (argument,)
@@ -103,8 +104,8 @@ def _messages(argument: Any) -> Iterator[DeviceMirror]:
 
 
 def _an_address(table: Any) -> int:
-    """One that the table refers to; 0 if there is none. All of a call are on one side."""
-    # Mostly the first row has one, and NumPy takes its time for every column.
+    """Returns an address that the table refers to, or 0. Those of a call are all on the host or all on a device."""
+    # Mostly the first row has an address; looking through all columns in NumPy is slow.
     if not len(table):
         return 0
     first: list[int] = np.frombuffer(table, np.uint64, _ADDRESSES).tolist()
@@ -116,10 +117,12 @@ def _an_address(table: Any) -> int:
 
 
 class _Compiled(Body):
-    """The extension does its own checks. The boundary knows no structured arrays and no records."""
+    """The compiled module's kernels. It checks arguments itself, and takes neither structured arrays nor records."""
 
     def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        definition = getattr(_bodies["reference"], kernel.__name__, None)  # none of what is no kernel
+        definition = getattr(
+            _bodies["reference"], kernel.__name__, None
+        )  # None for a function that is no kernel
         takes = {} if definition is None else definition.__annotations__
         members = _members if not _RECORDS.isdisjoint(takes.values()) else None
 
@@ -142,7 +145,7 @@ def _plain(argument: Any) -> Any:
 
 
 def _members(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Records member by member."""
+    """Replaces each record by its members."""
     each = (argument if isinstance(argument, Shapes | Factor) else (argument,) for argument in arguments)
     return tuple(chain.from_iterable(each))
 
@@ -167,7 +170,7 @@ _active: BodyName = "native" if "native" in _bodies else "reference"
 
 
 def named(name: str) -> Body:
-    """The body of that name; ValueError if it is not installed."""
+    """Returns the body of that name; ValueError if it is not installed."""
     if name not in _bodies:
         reason = f"; {_why_not}" if _why_not and name == "native" else ""
         raise ValueError(f"kernel body {name!r} is not installed; available: {', '.join(_bodies)}{reason}")
@@ -175,16 +178,16 @@ def named(name: str) -> Body:
 
 
 def active() -> Body:
-    """The body in use."""
+    """Returns the body in use, which sends calls to devices once there are any."""
     return _routed if _routed.devices else _bodies[_active]
 
 
 def kernel(
     definition: Callable[P, R], on_host: Callable[[Sequence[Any]], Body] | None = None
 ) -> Callable[P, R]:
-    """The kernel that a function defines, as callers see it: with the same signature, run by the body in use.
+    """Returns the function that callers see for a definition: the same signature, run by the body in use.
 
-    ``on_host``: chooses the host's body by the arguments.
+    ``on_host`` chooses the host's body by the arguments.
     """
     name = definition.__name__
 
@@ -206,12 +209,12 @@ def kernel(
 
 
 def bring(name: str, body: Any, reaches: Reaches) -> None:
-    """Let a device's body run the kernels whose tables refer to memory that it reaches."""
+    """Registers a device's body for kernels whose tables refer to memory that it reaches."""
     _routed.devices[name] = body, reaches
 
 
 def on_device(address: int) -> Any:
-    """The body of the device that reaches an address; None on the host."""
+    """Returns the body of the device that reaches an address; None on the host."""
     for body, reaches in _routed.devices.values():
         if reaches(address):
             return body
@@ -219,16 +222,16 @@ def on_device(address: int) -> Any:
 
 
 def of(table: Any) -> Any:
-    """The body of the device whose memory a table refers to; None on the host."""
+    """Returns the body of the device whose memory a table refers to; None on the host."""
     address = _an_address(table) if _routed.devices else 0
     return on_device(address) if address else None
 
 
 def device_of(arguments: Iterable[Any]) -> Any:
-    """The body of the first device that a table refers to or a message lies on; None on the host."""
+    """Returns the body of the first device that a table refers to or a message lies on; None on the host."""
     if not _routed.devices:
         return None
-    # A table may have no address: an owner without residuals adds up what it received.
+    # A table may have no address: a chunk's owner without residuals only adds up messages.
     given = list(arguments)
     for argument in given:
         for each in _messages(argument):
@@ -237,17 +240,17 @@ def device_of(arguments: Iterable[Any]) -> Any:
 
 
 def take_away(name: str) -> None:
-    """The inverse of :func:`bring`."""
+    """Removes a device's body that :func:`bring` registered."""
     del _routed.devices[name]
 
 
 def body() -> BodyName:
-    """Name of the body in use."""
+    """Returns the name of the host's body in use."""
     return _active
 
 
 class use:  # noqa: N801  (reads as the statement it is: `use("reference")`, `with use("reference"):`)
-    """Select the body of all kernels, until further notice or for a `with` block.
+    """Selects the body of all kernels, until further notice or for a `with` block.
 
     Raises:
         ValueError: the body is not installed.

@@ -27,12 +27,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """Encode and decode between float arrays and bytes; pure, no network, no memory.
+    """Encodes float arrays to bytes and decodes them; it sends nothing and keeps no state.
 
     ``kind`` is one of the codec constants of :mod:`gradcomp.kernels.segments`. ``stochastic`` rounds to the upper
-    level with probability (v - lower) / (upper - lower) (Markov 2024, section 2.2.3), else to the nearest.
-    ``magnitudes`` belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`). ``on``: a device's
-    ``kernels``, for callers who know where gradients are; without, kernels run where the table's memory is.
+    level with probability (v - lower) / (upper - lower) (Markov et al. 2024, section 2.2.3), else to the nearest.
+    ``magnitudes`` belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`). The argument ``on``
+    of the methods is a device's ``kernels``, for callers who know where gradients are; without it kernels run where
+    the table's memory is.
     """
 
     kind: int
@@ -40,7 +41,7 @@ class Codec:
     magnitudes: kernels.Magnitudes | None = None
 
     def wire_bytes(self, table: Table) -> Sizes:
-        """Payload bytes of every segment."""
+        """Returns the payload bytes of each segment."""
         return segments.wire_bytes_table(self.kind, table)
 
     def encode(
@@ -53,7 +54,7 @@ class Codec:
         decay: float = 1.0,
         on: Any = None,
     ) -> None:
-        """c = scale g + decay r; payload <- encode(c); next residual <- c - decode(payload)."""
+        """Encodes c = scale g + decay r: payload <- encode(c); next residual <- c - decode(payload)."""
         (on or kernels).encode(
             self.kind,
             table,
@@ -74,13 +75,13 @@ class Codec:
         scale: float = 1.0,
         on: Any = None,
     ) -> None:
-        """output <- scale (value / divisor), in the segment's dtype; NaN where the segment is flagged."""
+        """Writes output <- scale (value / divisor), in the segment's dtype; NaN where the segment is flagged."""
         (on or kernels).decode(
             self.kind, table, payload, flags, divisor=divisor, scale=scale, magnitudes=self.magnitudes
         )
 
     def add(self, table: Table, payload: Bytes, on: Any = None) -> None:
-        """output <- output + value, in float32."""
+        """Adds: output <- output + value, in float32."""
         (on or kernels).decode_add(self.kind, table, payload, scale=1.0, magnitudes=self.magnitudes)
 
     def reduce(
@@ -94,7 +95,7 @@ class Codec:
         decay: float = 1.0,
         on: Any = None,
     ) -> None:
-        """c = (decoded payloads, added in order) / divisor + decay r; out <- encode(c); next <- c - decode(out)."""
+        """Encodes c = (sum of decoded payloads, in order) / divisor + decay r; next residual <- c - decode(out)."""
         (on or kernels).reduce(
             self.kind,
             table,
@@ -109,7 +110,7 @@ class Codec:
 
 
 class Scratch:
-    """Working memory that outlives a step, by name. What an array holds is only good until the step ends.
+    """Working memory, by name, that is allocated once for all steps. The contents of an array are valid for one step.
 
     ``device``: where the gradients are.
     """
@@ -123,21 +124,21 @@ class Scratch:
     def array(
         self, name: str, size: int, dtype: npt.DTypeLike = np.float32, device: Device = HOST
     ) -> npt.NDArray[Any]:
-        """``size`` elements, with anything in them; kernels alone may touch those of a device."""
+        """Returns ``size`` elements of undefined content; those on a device are accessed by kernels only."""
         found = self._arrays.get(name)
         if found is None or len(found) < size:
             found = self._arrays[name] = device.array(size, dtype)
         return found[:size]
 
     def vector(self, name: str, size: int) -> Vector:
-        """``size`` floats or more, with anything in them, that tables of gradients can refer to."""
+        """Returns at least ``size`` floats of undefined content, which tables of gradients can refer to."""
         found = self._vectors.get(name)
         if found is None or found.size < size:
             found = self._vectors[name] = self.device.zeros(size)
         return found
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What ``make`` gave the first time."""
+        """Returns the result of the first ``make`` that was passed under this name."""
         if name not in self._made:
             self._made[name] = make()
         made: T = self._made[name]
@@ -146,13 +147,13 @@ class Scratch:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The part of a bucket that shares one compressor.
+    """The part of an exchange bucket that shares one compressor.
 
-    ``table`` has the static columns filled (start, length, layer hash, level, bucket size, dtype); addresses and
-    payload offsets belong to whoever makes the call. ``layers[i]`` is the number, within the exchanger, of the layer
-    that segment i belongs to, ``shapes[i]`` that layer's shape. ``feedback``: the compressor keeps residuals;
-    ``decay`` multiplies them when read, and, with ``follows_rate``, the last learning rate over this one.
-    ``prepared``: the compressor wants momentum or clipping, so that what it reads is float32, and scaled already.
+    ``table`` has the static columns filled (start, length, layer hash, level, bucket size, dtype); whoever makes a
+    call fills in addresses and payload offsets. ``layers[i]`` is the number, within the exchanger, of the layer that
+    segment i belongs to, ``shapes[i]`` that layer's shape. ``feedback``: the compressor keeps residuals; ``decay``
+    multiplies them when they are read, and so does, with ``follows_rate``, the last learning rate over this one.
+    ``prepared``: the compressor uses momentum or clipping, so its input is float32 and already scaled.
     """
 
     compressor: Any
@@ -167,26 +168,25 @@ class Group:
 
     @property
     def device(self) -> Device:
-        """Where the gradients are."""
         return self.scratch.device
 
     @property
     def elements(self) -> int:
-        """Elements of all segments."""
+        """Returns the number of elements of all segments."""
         return int(self.table["length"].sum())
 
     @cached_property
     def inputs(self) -> Table:
-        """The table for what reads gradients, as ``table`` is the one for what writes means."""
+        """Returns the table for kernels that read gradients; ``table`` is the one for those that write means."""
         table = self.table.copy()
         if self.prepared:
             table["dtype"] = segments.FLOAT32
         return table
 
     def scale(self, scale: float) -> float:
-        """The factor that is left to be applied to what the compressor reads."""
+        """Returns the factor that still has to be applied to the compressor's input."""
         return 1.0 if self.prepared else scale
 
     def decay_at(self, rate_ratio: float) -> float:
-        """The factor on residuals in a step whose learning rate is 1 / ``rate_ratio`` of the last one's."""
+        """Returns the residuals' factor in a step whose learning rate is the last one over ``rate_ratio``."""
         return self.decay * rate_ratio if self.follows_rate else self.decay

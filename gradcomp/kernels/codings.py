@@ -1,14 +1,14 @@
-"""Index codings: how the positions of the selected elements of a row are written, and how many bytes that takes.
+"""Index codings: how the positions of the selected elements of a row are encoded, and in how many bytes.
 
 A row has k (its count) ascending, distinct uint32 indices below n (its length). Every coding's size is a function
-of n and k alone, so that nobody has to send it:
+of n and k alone, so that it is never sent:
 
 - ALL, k == n: nothing.
 - RAW: each index in 4 bytes, little endian.
 - BITMAP: n bits, bit i set where i is an index.
 - PACKED, Elias-Fano: with l = max(0, floor(log2(n / k))), first the low l bits of each index, then a vector of
-  k + ((n - 1) >> l) + 1 bits in which bit (index_j >> l) + j is set for each j: how many indices have the upper
-  part 0, 1, ..., in unary. At most 2 + log2(n / k) bits per index.
+  k + ((n - 1) >> l) + 1 bits in which bit (index_j >> l) + j is set for each j: the numbers of indices whose upper
+  part is 0, 1, ..., in unary. At most 2 + log2(n / k) bits per index.
 
 Bit streams begin at a whole byte, bit 0 of a byte being its least significant one, and unused bits of their last
 byte are zero; the two parts of PACKED are two streams. A row without indices takes no bytes in any coding.
@@ -30,21 +30,21 @@ BITMAP: Final = 2
 ALL: Final = 3
 
 MAX_INDEXED: Final = 1 << 32
-"""Elements that 32-bit indices can tell apart."""
+"""The most elements that 32-bit indices can address."""
 
 Codings: TypeAlias = npt.NDArray[np.int32]
 Indices: TypeAlias = npt.NDArray[np.uint32]
 Sizes: TypeAlias = npt.NDArray[np.int64]
 
-# Among the smallest, the cheapest to decode.
+# Of codings with equal sizes the one that is cheapest to decode comes first.
 _PREFERENCE: Final = (ALL, RAW, BITMAP, PACKED)
 
 
 def index_bytes(coding: int | Codings, lengths: Sizes, counts: Sizes) -> Sizes:
-    """Bytes of each row's coded indices.
+    """Returns the bytes of each row's coded indices.
 
     Args:
-        coding: of each row, or of all.
+        coding: one for each row, or one for all.
         lengths: elements of each row, n in 0..2**32.
         counts: indices of each row, k in 0..n.
 
@@ -57,7 +57,7 @@ def index_bytes(coding: int | Codings, lengths: Sizes, counts: Sizes) -> Sizes:
 
 
 def smallest_coding(lengths: Sizes, counts: Sizes) -> Codings:
-    """The coding of each row that takes the fewest bytes; of equals the first of ALL, RAW, BITMAP, PACKED.
+    """Returns the coding of each row that takes the fewest bytes; of equal ones the first of ALL, RAW, BITMAP, PACKED.
 
     Args:
         lengths: elements of each row, n in 0..2**32.
@@ -68,19 +68,21 @@ def smallest_coding(lengths: Sizes, counts: Sizes) -> Codings:
     """
     check_rows(np.full(np.shape(lengths), RAW), lengths, counts)
     sizes = np.stack([_SIZE[coding](lengths, counts) for coding in _PREFERENCE])
-    sizes[_PREFERENCE.index(ALL), (counts != 0) & (counts != lengths)] = MAX_INDEXED * 4  # impossible
+    sizes[_PREFERENCE.index(ALL), (counts != 0) & (counts != lengths)] = (
+        MAX_INDEXED * 4
+    )  # larger than any size
     smallest: Codings = np.array(_PREFERENCE, np.int32)[np.argmin(sizes, axis=0)]
     return smallest
 
 
 def low_bits(lengths: Any, counts: Any) -> Any:
-    """Low bits that PACKED writes of each index: max(0, floor(log2(n / k)))."""
+    """Returns the number of low bits that PACKED stores of each index: max(0, floor(log2(n / k)))."""
     quotient = np.asarray(lengths) // np.maximum(counts, 1)
     return np.maximum(np.frexp(quotient.astype(np.float64))[1].astype(np.int64) - 1, 0)
 
 
 def upper_bits(lengths: Any, counts: Any) -> Any:
-    """Bits of the unary part of PACKED, for rows with indices."""
+    """Returns the bits of the unary part of PACKED, for rows with indices."""
     return counts + ((lengths - 1) >> low_bits(lengths, counts)) + 1
 
 
@@ -102,7 +104,7 @@ _SIZE: Final[dict[int, Any]] = {
 
 
 def check_rows(codings: npt.NDArray[Any], lengths: Sizes, counts: Sizes) -> None:
-    """Raise ValueError for the first row whose coding, length or count is out of range."""
+    """Raises ValueError for the first row whose coding, length or count is out of range."""
     require((codings >= 0) & (codings < len(_SIZE)), "unknown coding")
     require((lengths >= 0) & (lengths <= MAX_INDEXED), f"length is not in 0..{MAX_INDEXED}")
     require((counts >= 0) & (counts <= lengths), "count is not in 0..length")
@@ -110,6 +112,6 @@ def check_rows(codings: npt.NDArray[Any], lengths: Sizes, counts: Sizes) -> None
 
 
 def require(condition: npt.NDArray[np.bool_], complaint: str) -> None:
-    """Raise ValueError for the first row where the condition does not hold."""
+    """Raises ValueError for the first row where the condition does not hold."""
     if not condition.all():
         raise ValueError(f"row {int(np.argmin(condition))}: {complaint}")

@@ -20,9 +20,10 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 def load(root: Path = _ROOT) -> tuple[ModuleType | None, str]:
-    """The compiled module, and "" or, where there is none for this package, the reason and what to do.
+    """Returns the compiled module and ""; where this package has none, None, and why and what to do about it.
 
-    ``root``: the folder of this package; a source tree's has ``native/`` too. ImportError if a module is broken.
+    ``root`` is the folder of this package, which in a source tree has ``native/`` too. A module that is there but
+    broken raises ImportError.
     """
     # Absent is a choice of the build; present but broken must not pass for absent.
     if importlib.util.find_spec(NAME) is not None:
@@ -40,7 +41,7 @@ def load(root: Path = _ROOT) -> tuple[ModuleType | None, str]:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[NAME]  # what is broken must not be found by the next import
+        del sys.modules[NAME]  # else the next import would return the broken module
         raise
     if getattr(module, "sources_digest", str)() == digest(root):
         return module, ""
@@ -53,7 +54,7 @@ def load(root: Path = _ROOT) -> tuple[ModuleType | None, str]:
 
 
 def digest(root: Path) -> str:
-    """SHA-256 over names and contents of the C++ sources and CMakeLists.txt, as CMakeLists.txt computes it."""
+    """Returns SHA-256 over names and contents of CMakeLists.txt and the C++ sources, as CMakeLists.txt computes it."""
     native = root / "native"
     sources = [each for each in native.rglob("*") if each.suffix in (".cpp", ".hpp")]
     names = sorted(each.relative_to(root).as_posix() for each in [root / "CMakeLists.txt", *sources])

@@ -1,4 +1,4 @@
-"""Where gradients lie: the host's memory or a GPU's. Whoever exchanges them asks for memory and order here."""
+"""Devices that gradients lie on: the host or a GPU, with the memory, the kernels and the order of work of each."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _INSTALL = "pip install 'gradcomp[cuda13]', or 'gradcomp[cuda12]' where CUDA is 
 
 @dataclass(frozen=True)
 class Device:
-    """One place: its memory, its kernels and its order of work.
+    """One device: its memory, its kernels and its order of work.
 
-    ``name``: as frameworks write it. ``zeros``: allocates float32 in the memory that its kernels work on. ``kernels``:
-    a GPU's; None of the host, whose kernels are those of :mod:`gradcomp.kernels`.
+    ``name`` is written as frameworks do. ``zeros`` allocates float32 in the memory that the device's kernels work on.
+    ``kernels`` are a GPU's; None for the host, whose kernels are those of :mod:`gradcomp.kernels`.
     """
 
     name: str
@@ -40,23 +40,23 @@ class Device:
 
     @property
     def is_late(self) -> bool:
-        """Whether gradients may still be computed when they are handed in; then they come with events."""
+        """Tells whether gradients may still be in computation when they are handed in; they come with events then."""
         return self.driver is not None
 
     def array(self, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Zeros for kernels: on a GPU nobody else may look at them."""
+        """Returns zeros for kernels; those on a GPU are accessed by kernels only."""
         dtype = np.dtype(dtype)
         if self.driver is None:
             return np.zeros(size, dtype=dtype)
         return mirror(self.driver, size * dtype.itemsize, ()).view(dtype)
 
     def make_current(self) -> None:
-        """Let the calling thread, if it is one of gradcomp's own, work on this device from now on."""
+        """Makes this device the calling thread's current one; for gradcomp's own threads."""
         if self.driver is not None:
             self.driver.make_current()
 
     def bound(self, work: Callable[[], T]) -> Callable[[], T]:
-        """``work``, for a thread of its own: on this device from the start."""
+        """Returns ``work`` for a thread of its own, with this device as its current one from the start."""
 
         def run() -> T:
             self.make_current()
@@ -65,23 +65,23 @@ class Device:
         return run
 
     def mark(self, stream: int) -> Any:
-        """An event behind what a framework's stream holds by now; None where nothing runs beside this program."""
+        """Returns an event recorded behind the present work of a framework's stream; None on the host."""
         return None if self.driver is None else self.driver.mark(stream)
 
     def reached(self, events: Iterable[Any]) -> bool:
-        """Whether the frameworks' streams are behind the events by now."""
+        """Tells whether all the events have completed."""
         driver = self.driver
         return driver is None or all(event is None or driver.reached(event) for event in events)
 
     def follow(self, events: Iterable[Any]) -> None:
-        """No kernel that is called from now on begins before the events."""
+        """Makes all kernels that are called from now on wait for the events."""
         if self.driver is not None:
             for event in events:
                 if event is not None:
                     self.driver.follow(event)
 
     def read(self, address: int, nbytes: int, event: Any = None) -> npt.NDArray[np.uint8]:
-        """The bytes at an address, to be looked at now; blocks until ``event`` has come and the bytes are here."""
+        """Returns the bytes at an address; blocks until ``event`` has completed and the bytes are on the host."""
         if self.driver is None:
             while not self.reached([event]):
                 sleep(1e-4)
@@ -94,7 +94,7 @@ class Device:
         return found
 
     def outlast(self, seconds: float) -> None:
-        """Wait, but no longer than this, until what was called is done. Raises nothing: a device may have failed."""
+        """Waits at most so many seconds for all started work. It raises nothing, as the device may have failed."""
         if self.driver is None:
             return
         with suppress(Exception):
@@ -108,17 +108,17 @@ HOST = Device("cpu")
 
 @cache
 def cuda(index: int) -> Device:
-    """GPU number ``index`` of this process; ConfigError, naming what to install, if its kernels cannot run."""
+    """Returns GPU number ``index`` of this process; ConfigError, naming what to install, if its kernels cannot run."""
     return on(f"cuda:{index}", _package(f"gradients on cuda:{index}").driver(index))
 
 
 def cuda_at(address: int) -> Device:
-    """The GPU in whose memory an address is, whatever others call it; ConfigError as for :func:`cuda`, or without."""
+    """Returns the GPU that holds an address; ConfigError as from :func:`cuda`, or if no GPU holds it."""
     return cuda(_package("GPUs").index_of(address))
 
 
 def _package(who: str) -> Any:
-    """The module that calls CUDA: over CuPy if that is installed, else over NVIDIA's bindings; ConfigError without."""
+    """Returns the module that calls CUDA: through CuPy if installed, else NVIDIA's bindings; else ConfigError."""
     try:
         from gradcomp.kernels.cuda import over_cupy
     except ImportError as error:
@@ -131,7 +131,7 @@ def _package(who: str) -> Any:
 
 
 def on(name: str, driver: Driver) -> Device:
-    """The device behind a driver; kernels that are not told where to run do so there for tables of its memory."""
+    """Returns the device behind a driver, and lets kernels run there for tables that refer to its memory."""
     from gradcomp.kernels.cuda.body import CudaKernels
 
     kernels = CudaKernels(driver)

@@ -1,4 +1,4 @@
-"""Narrow floating formats, and the numbers of scale records, in NumPy. Part of `reference`."""
+"""Narrow floating formats and the formats of numbers in scale records, in NumPy. Part of `reference`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Codes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Format(NamedTuple):
-    """Bits of the mantissa, exponents of the smallest and the largest normal number, and the largest one's code."""
+    """A format: mantissa bits, exponents of the smallest and largest normal number, and the largest number's code."""
 
     mantissa: int
     least: int
@@ -24,11 +24,10 @@ class Format(NamedTuple):
 
     @property
     def largest(self) -> np.float32:
-        """The largest number."""
         return np.float32(self.magnitude(self.largest_code))
 
     def magnitude(self, code: Any) -> Floats:
-        """Of codes without a sign; one that the format reserves is the next magnitude."""
+        """Returns the magnitudes of codes without a sign; a code that the format reserves gives the next magnitude."""
         exponent = np.maximum(np.asarray(code, np.int32) >> self.mantissa, 1)
         steps = code - ((exponent - 1) << self.mantissa)
         magnitudes: Floats = np.ldexp(steps.astype(np.float32), exponent - 1 + self.least - self.mantissa)
@@ -39,7 +38,7 @@ FORMATS = {E4M3: Format(3, -6, 8, 0x7E), E5M2: Format(2, -14, 15, 0x7B), E2M1: F
 
 
 def rounded_up(x: Floats) -> npt.NDArray[np.int32]:
-    """Codes of E4M3 that are not below x, from 1, which has an inverse, to the largest."""
+    """Returns codes of the least E4M3 numbers not below x, from 1, the least code with an inverse, to the largest."""
     form = FORMATS[E4M3]
     fewer = 23 - form.mantissa
     cut = (x.view(np.uint32) + np.uint32((1 << fewer) - 1)) >> np.uint32(fewer)
@@ -54,7 +53,7 @@ def rounded_up(x: Floats) -> npt.NDArray[np.int32]:
 
 
 class ScaleFormat(NamedTuple):
-    """How a number of a scale record travels."""
+    """The format of a number in a scale record."""
 
     nbytes: int
     pack: Callable[[Floats], Codes]
@@ -62,24 +61,24 @@ class ScaleFormat(NamedTuple):
 
 
 def _pack_powers(scales: Floats) -> Codes:
-    """E8M0, of normal powers of two."""
+    """Encodes normal powers of two in E8M0."""
     return (np.frexp(scales)[1] + 126).astype(np.uint8)
 
 
 def _unpack_powers(source: Codes) -> Floats:
-    """255 is no number."""
+    """Decodes E8M0, in which 255 is NaN."""
     scales: Floats = np.ldexp(np.float32(1), np.minimum(source, 254).astype(np.int32) - 127)
     scales[source == 255] = np.nan
     return scales
 
 
 def _pack_e4m3(scales: Floats) -> Codes:
-    """Of numbers that E4M3 has."""
+    """Encodes numbers that E4M3 represents exactly."""
     return rounded_up(scales).astype(np.uint8)
 
 
 def _unpack_e4m3(source: Codes) -> Floats:
-    """What is larger than the largest number, signs included, is none."""
+    """Decodes non-negative E4M3; every code above the largest number's, one with a sign included, is NaN."""
     form = FORMATS[E4M3]
     scales = form.magnitude(np.minimum(source, form.largest_code))
     scales[source > form.largest_code] = np.nan

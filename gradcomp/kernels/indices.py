@@ -53,9 +53,9 @@ def scatter_values(
     divisor: float,
     scale: float,
 ) -> None:
-    """Write output = (value / divisor) * scale at the indices and 0 elsewhere.
+    """Writes output = (value / divisor) * scale at the indices and 0 elsewhere.
 
-    One list per row, the same on all ranks, with values that are summed already: `scatter_mean` of one rank, with
-    `offsets` and `counts` of shape (rows,).
+    There is one list per row, the same on all ranks, with values that are summed already: this is `scatter_mean` of
+    one rank, with `offsets` and `counts` of shape (rows,).
     """
     scatter_mean(table, flags, offsets[None], counts[None], indices, values, divisor=divisor, scale=scale)

@@ -1,7 +1,7 @@
 """Low-rank approximation of layers: the kernels of PowerSGD and its relatives.
 
 `reference_lowrank` defines and documents the kernels. Source: Vogels et al. 2019, Algorithm 1. One step of one layer,
-with means over ranks by the caller:
+in which the caller takes the means over ranks:
 
     project         P <- M Q               line 3     any order of sums
     orthogonalise   P <- orthonormal P     line 5     the same bytes from every body
@@ -49,24 +49,25 @@ __all__ = [
 Doubles = npt.NDArray[np.float64]
 
 FIRST_STEP = 0xFFFFFFFF
-"""The step in the random counter of a layer's first Q, which belongs to no step."""
+"""The step in the random counter of a layer's initial Q, which is drawn before any step."""
 
 BASELINE_RANKS = 4
-"""Beyond this rank, NumPy multiplies faster than the compiled kernels do without AVX."""
+"""Above this rank NumPy multiplies faster than the compiled kernels do without AVX."""
 
 
 def numpy_multiplies(rank: int) -> bool:
-    """Whether sums in any order are NumPy's on the host: with many columns it beats vectors of 128 bits.
+    """Tells whether NumPy computes, on the host, the products whose order of sums is free.
 
-    Their order, and so their last bits, depend on where matrices lie then; and :func:`project` takes 5 bytes for an
-    element of the longest layer.
+    It does without the compiled module, and above BASELINE_RANKS columns where that has only 128-bit vectors. The
+    order of sums, and so the last bits of results, then depend on the alignment of the matrices; and :func:`project`
+    takes 5 bytes of memory for an element of the longest layer.
     """
     native = bodies.body() == "native"
     return not native or (rank > BASELINE_RANKS and bodies.named("native").isa() == "baseline")
 
 
 def _multiplier(arguments: Sequence[Any]) -> bodies.Body:
-    """The host's body for sums in any order."""
+    """Returns the host's body for products whose order of sums is free."""
     (shapes,) = (each for each in arguments if isinstance(each, Shapes))
     name = "reference" if numpy_multiplies(int(np.max(shapes.ranks, initial=0))) else bodies.body()
     return bodies.named(name)
@@ -79,7 +80,7 @@ subtract = kernel(reference.subtract)
 
 
 def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor, *, beside: SegmentTable | None = None) -> None:
-    """See `reference_lowrank.orthogonalise`. ``beside``: the layers; it runs where they are, with the same bytes."""
+    """Runs `reference_lowrank.orthogonalise` where the layers ``beside`` are; the bytes are the same everywhere."""
     body = (bodies.of(beside) if beside is not None else None) or bodies.active()
     body.orthogonalise(rows, ranks, p)
 
@@ -94,7 +95,7 @@ def keep(
     *,
     beside: SegmentTable,
 ) -> None:
-    """See `reference_lowrank.keep`. ``beside``: the layers; it runs where they are, with the same bytes."""
+    """Runs `reference_lowrank.keep` where the layers ``beside`` are; the bytes are the same everywhere."""
     body = bodies.of(beside) or bodies.named("reference")
     body.keep(sides, ranks, factor, kept, before, after)
 
@@ -103,7 +104,7 @@ def keep(
 
 
 def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
-    """The Q that a layer begins with: i.i.d. standard normal numbers (Vogels et al. 2019, Algorithm 1, line 1).
+    """Returns a layer's initial Q: i.i.d. standard normal numbers (Vogels et al. 2019, Algorithm 1, line 1).
 
     Args:
         columns: m.
@@ -118,12 +119,12 @@ def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
 
 
 def random_q(columns: int, rank: int, *, seed: int, layer: int, step: int) -> Floats:
-    """The Q of one step, equal on all ranks: i.i.d. standard normal numbers (Vogels et al. 2019, section 4.1).
+    """Returns the Q of one step, equal on all ranks: i.i.d. standard normal numbers (Vogels et al. 2019, section 4.1).
 
-    Number k * columns + j is Q[j, k]. Numbers 2 i and 2 i + 1 are made of words 0, 1 and 2, 3 of the counter
-    (2**32 - 1 - i, layer, step, OWNER_RANK); draws for the elements of the layer count up from 0. Box and
-    Muller's sqrt(-2 ln u) cos(2 pi v) is evaluated in float64 by fixed polynomials: logarithm and cosine of
-    mathematical libraries differ in their last bits from machine to machine.
+    Number k * columns + j is Q[j, k]. Numbers 2 i and 2 i + 1 are made of words 0, 1 and 2, 3 of the counter (2**32 -
+    1 - i, layer, step, OWNER_RANK), so that they differ from the draws for the layer's elements, whose counters ascend
+    from 0. Box and Muller's sqrt(-2 ln u) cos(2 pi v) is evaluated in float64 by fixed polynomials: logarithm and
+    cosine of mathematical libraries differ in their last bits from machine to machine.
 
     Args:
         columns: m.
@@ -142,7 +143,7 @@ def random_q(columns: int, rank: int, *, seed: int, layer: int, step: int) -> Fl
 def random_factors(
     columns: Int64s, ranks: Int64s, layers: npt.NDArray[np.uint32], *, seed: int, step: int
 ) -> Floats:
-    """The Q of one step of every layer, one behind the other; see `random_q`.
+    """Returns the Q of one step of every layer, one after another; see `random_q`.
 
     Args:
         columns: int64, m of each layer.
@@ -166,12 +167,12 @@ def random_factors(
     u, v = ((words.astype(np.float64) + 0.5) * 2.0**-32).T
     normal: Floats = (np.sqrt(-2.0 * _log(u)) * _cos_turns(v)).astype(np.float32)
     kept = np.ones(len(normal), dtype=np.bool_)
-    kept[(2 * ends - 1)[counts % 2 == 1]] = False  # the second of a pair that is not asked for
+    kept[(2 * ends - 1)[counts % 2 == 1]] = False  # an odd count leaves the last pair's second number unused
     return normal[kept]
 
 
 def _log(x: Doubles) -> Doubles:
-    """ln x for positive x, to 1e-10: x = 2^e y with y about 1, and ln y = 2 artanh((y - 1) / (y + 1))."""
+    """Returns ln x for positive x, to 1e-10: x = 2^e y with y about 1, and ln y = 2 artanh((y - 1) / (y + 1))."""
     y, e = np.frexp(x)
     small = y < 0.7071067811865476
     y, e = np.where(small, 2.0 * y, y), np.where(small, e - 1, e)
@@ -180,7 +181,7 @@ def _log(x: Doubles) -> Doubles:
 
 
 def _cos_turns(x: Doubles) -> Doubles:
-    """cos(2 pi x) for x in 0..1, to 1e-9: the sine of an angle within a quarter turn."""
+    """Returns cos(2 pi x) for x in 0..1, to 1e-9, as the sine of an angle within a quarter turn."""
     y = 6.283185307179586 * (np.abs(x - 0.5) - 0.25)
     coefficients = [1.0]
     for i in range(1, 8):

@@ -1,4 +1,4 @@
-"""Kernel calls that have been started and whose results are not here yet."""
+"""The protocol of kernel calls that have been started and whose results are not there yet."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Protocol
 
 
 class Pending(Protocol):
-    """A call under way. Until it is finished its arrays must stay as they are."""
+    """A call in progress. Its arrays must not change until it is finished."""
 
     def done(self) -> bool:
-        """Whether :meth:`finish` would not wait. Never blocks; DeviceError if the device has failed."""
+        """Tells, without blocking, whether :meth:`finish` would not wait; DeviceError if the device has failed."""
         ...
 
     def finish(self) -> None:
-        """Put the results into the caller's arrays; waits for the device if need be. Once is enough."""
+        """Puts the results into the caller's arrays, after waiting for the device if necessary. Call it once."""
         ...
 
 

@@ -19,7 +19,7 @@ _LAST_BLOCK = 0xFFFFFFFF
 
 
 def philox4x32(counter: npt.NDArray[np.uint32], key: tuple[int, int]) -> npt.NDArray[np.uint32]:
-    """Random words for each counter.
+    """Returns random words for each counter.
 
     Args:
         counter: uint32, shape (..., 4).
@@ -28,7 +28,7 @@ def philox4x32(counter: npt.NDArray[np.uint32], key: tuple[int, int]) -> npt.NDA
     Returns:
         uint32 of the counter's shape.
     """
-    # 64-bit lanes hold 32-bit words, so that a product keeps its high half.
+    # The 32-bit words lie in 64-bit lanes, so that a product keeps its high half.
     c0, c1, c2, c3 = np.moveaxis(counter.astype(np.uint64), -1, 0)
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -48,10 +48,10 @@ def philox4x32(counter: npt.NDArray[np.uint32], key: tuple[int, int]) -> npt.NDA
 def uniform(
     start: int, length: int, *, seed: int, layer: int, step: int, rank: int
 ) -> npt.NDArray[np.float32]:
-    """Draws in (0, 1) for the elements start..start+length of a layer: u = (lane + offset) / 2**16.
+    """Returns draws in (0, 1) for the elements start..start+length of a layer: u = (lane + offset) / 2**16.
 
-    Element i takes 16-bit lane i % 8, low half first, of the words at counter (i // 8, layer, step, rank); the offset
-    is that of the step, see :func:`offset`.
+    Element i takes 16-bit lane i % 8, low half first, of the words at counter (i // 8, layer, step, rank);
+    :func:`offset` gives the offset of the step.
     """
     first_block, last_block = start // 8, -(-(start + length) // 8)
     counter = np.empty((last_block - first_block, 4), np.uint32)
@@ -63,11 +63,11 @@ def uniform(
 
 
 def shift(*, seed: int, layer: int, step: int, rank: int) -> np.float32:
-    """The one draw u in (-1/2, 1/2) that moves the lattice of a layer in a step (Markov 2024, definition 1).
+    """Returns the one draw u in (-1/2, 1/2) that moves a layer's lattice in a step (Markov et al. 2024, definition 1).
 
         u = (2 k + 1) / 2**24 - 1/2,    k = word // 2**9
 
-    The word is the first at counter (2**32 - 1, layer, step, rank), the last that :func:`uniform` would reach. u is
+    The word is the first at counter (2**32 - 1, layer, step, rank), the last that :func:`uniform` could use. u is
     exact in float32. Its 2**23 values are equally likely, and their mean is zero.
     """
     counter = np.array([_LAST_BLOCK, layer, step, rank], np.uint32)
@@ -76,10 +76,10 @@ def shift(*, seed: int, layer: int, step: int, rank: int) -> np.float32:
 
 
 def offset(step: int) -> float:
-    """What every lane of a step is shifted by: (k + 1/2) / 128, with k the top 7 bits of step * 0x9E3779B9 mod 2**32.
+    """Returns the offset of a step's lanes: (k + 1/2) / 128, with k the top 7 bits of step * 0x9E3779B9 mod 2**32.
 
-    Lanes alone would make every probability a multiple of 2**-16, and those below 2**-16 zero. The offsets of steps
-    are spread evenly over (0, 1), also those of every second or third step: over many steps, a probability comes true
-    to 2**-24. Lane and offset take 24 bits together, so that u is exact in float32.
+    Lanes alone would make every probability a multiple of 2**-16, and those below 2**-16 zero. The offsets of
+    successive steps, and those of every second or third step, are spread evenly over (0, 1): averaged over many steps,
+    a probability is exact to 2**-24. Lane and offset take 24 bits together, so that u is exact in float32.
     """
     return ((step * 0x9E3779B9 & 0xFFFFFFFF) // 2**25 + 0.5) / 128

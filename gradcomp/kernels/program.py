@@ -1,7 +1,7 @@
-"""A level for every layer: the dynamic program of L-GreCo.
+"""Chooses a level for every layer by the dynamic program of L-GreCo.
 
-Row l of a matrix is a layer, column k one of its choices (a compressor and a level), whatever they mean to the
-caller. `discretise` turns errors into whole steps, `cheapest` finds the choices that cost least within a budget of
+Row l of a matrix is a layer, column k one of its choices: a compressor and a level, or whatever else the caller
+numbers. `discretise` turns errors into whole steps, `cheapest` finds the choices of least cost within a budget of
 steps. Neither puts anything on the wire or keeps state; all bodies of the kernels choose the same.
 
 Source: Markov et al. 2024, Algorithm 1, lines 3 and 5 (`discretise`) and 6-31 (`cheapest`).
@@ -28,23 +28,23 @@ _cheapest = kernel(reference.cheapest)
 
 
 def discretise(errors: Doubles, reference: Doubles, buckets: int, alpha: float = 1.0) -> tuple[Steps, int]:
-    """Errors as whole steps, rounded up, and the budget of steps that the reference's errors make.
+    """Returns errors as whole steps, rounded up, and the budget: the steps of the reference's errors.
 
         steps(x) = max(1, ceil(x / d)),    d = step_size(reference, buckets, alpha)
         budget = sum over layers of steps(alpha reference[l])
 
-    Promises, exact but for the rounding of the products alpha reference[l]: choices with a total of at most `budget`
-    steps have errors of at most budget d in total, and budget d <= alpha sum(reference) + L d. A choice whose error
-    is at most alpha reference[l] takes no more steps than the budget holds for its layer: for alpha >= 1 the
+    These hold exactly but for the rounding of the products alpha reference[l]: choices of at most `budget` steps in
+    total have errors of at most budget d in total, and budget d <= alpha sum(reference) + L d. A choice whose error is
+    at most alpha reference[l] takes no more steps than the budget contains for its layer, so that for alpha >= 1 the
     reference itself always fits.
 
-    The authors round up with a minimum of 1, too, but allow a total of `buckets` steps: with many layers the reference
-    then exceeds its own budget. Rounded scaled errors, rather than a scaled sum of rounded ones, keep the slack at
-    one step a layer for every alpha.
+    Markov et al. also round up with a minimum of 1, but allow a total of `buckets` steps: with many layers the
+    reference then exceeds its own budget. We round scaled errors instead of scaling a sum of rounded ones, which
+    bounds the slack by one step a layer for every alpha.
 
     Args:
-        errors: float64, shape (L, K), not negative; of each choice. Infinite: the layer does not have that choice.
-        reference: float64, shape (L,), not negative, finite; of the reference's choice, in the same units.
+        errors: float64, shape (L, K), not negative: the error of each choice; infinite where the layer lacks it.
+        reference: float64, shape (L,), not negative, finite: the error of the reference's choice, in the same units.
         buckets: D, in 1 .. 2**24; steps that the allowed error is divided into.
         alpha: positive; factor of the allowed error.
 
@@ -54,7 +54,7 @@ def discretise(errors: Doubles, reference: Doubles, buckets: int, alpha: float =
 
     Raises:
         TypeError: an array of another dtype or shape, or not contiguous.
-        ValueError: a number out of range, another number of layers, or reference errors that add up to nothing.
+        ValueError: a number out of range, another number of layers, or reference errors whose sum is zero.
     """
     check_choices("errors", errors, np.float64)
     d = step_size(reference, buckets, alpha)
@@ -66,9 +66,10 @@ def discretise(errors: Doubles, reference: Doubles, buckets: int, alpha: float =
 
 
 def step_size(reference: Doubles, buckets: int, alpha: float = 1.0) -> float:
-    """The error that one step stands for: alpha sum(reference) / buckets, rounded up to 22 significant bits.
+    """Returns the error of one step: alpha sum(reference) / buckets, rounded up to 22 significant bits.
 
-    The few bits make every product of a number of steps and the step size exact; so is what `discretise` promises.
+    With so few bits the product of a number of steps and the step size is exact, as the bounds of `discretise`
+    require.
 
     Args:
         reference: float64, shape (L,), not negative, finite.
@@ -77,7 +78,7 @@ def step_size(reference: Doubles, buckets: int, alpha: float = 1.0) -> float:
 
     Raises:
         TypeError: an array of another dtype or shape, or not contiguous.
-        ValueError: a number out of range, or reference errors that add up to nothing.
+        ValueError: a number out of range, or reference errors whose sum is zero.
     """
     check_array("reference", reference, np.float64)
     if not 1 <= operator.index(buckets) <= MAX_REACH:
@@ -99,7 +100,7 @@ def step_size(reference: Doubles, buckets: int, alpha: float = 1.0) -> float:
 
 
 def _steps(errors: Doubles, d: float) -> Steps:
-    """max(1, ceil(errors / d)), of the exact quotients."""
+    """Returns max(1, ceil(errors / d)) of the exact quotients."""
     with np.errstate(over="ignore"):
         steps = np.ceil(errors / d)
         # The quotient may have been rounded down to a whole number.
@@ -108,24 +109,24 @@ def _steps(errors: Doubles, d: float) -> Steps:
 
 
 def cheapest(steps: Steps, costs: Doubles, budget: int) -> Steps | None:
-    """The choices of all layers with the least total cost whose steps add up to at most the budget; None if none do.
+    """Returns the choices of least total cost whose steps add up to at most the budget; None if no choices do.
 
         C_0(0) = 0;    C_l(e) = min over k of C_{l-1}(e - steps[l, k]) + costs[l, k]
 
     e is the smallest with the least C_L(e) among 0 .. budget. Each sum is rounded to float64, in the layers' order.
 
-    Ties: of equal total cost the fewest total steps; then the fewest steps of the last layer, of the one before it,
-    and so on. Of one layer's choices with equal steps the cheaper one counts, and then the first. (Line 10 of the
-    paper takes the last of them, and line 25 has no rule.)
+    Ties: among equal total costs the fewest total steps win; then the fewest steps of the last layer, of the one
+    before it, and so on. Among one layer's choices with equal steps the cheaper one wins, and then the first. (Line 10
+    of the paper takes the last of them, and line 25 has no rule.)
 
     Choices that cost no less than one of the same layer with as few steps are left out, and so are sums of steps out
-    of reach; neither changes the answer. Time: L K (S + 1) additions at most, S being what the budget leaves beyond
+    of reach; neither changes the answer. Time: L K (S + 1) additions at most, where S is what the budget leaves above
     the layers' least steps. Memory: L (S + 1) bytes, twice that if a layer has more than 256 choices that matter, and
     two rows of S + 1 float64.
 
     Args:
         steps: int32, shape (L, K), not negative; `NEVER`: the layer does not have that choice.
-        costs: float64, shape (L, K), not negative; bytes, seconds, or whatever is to be saved. Infinite: the layer
+        costs: float64, shape (L, K), not negative; bytes, seconds, or another quantity to minimise. Infinite: the layer
             does not have that choice.
         budget: steps, not negative, 63 bits.
 

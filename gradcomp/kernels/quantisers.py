@@ -1,9 +1,9 @@
-"""The quantising codecs in NumPy: what becomes of the buckets of a segment, and back. Part of `reference`.
+"""The quantising codecs in NumPy: codes and scale records of a segment's buckets, and back. Part of `reference`.
 
 Each is a :class:`Quantiser`: functions of contributions c (buckets, elements) in float32, draws u of the same shape
-in (0, 1) (None: round to nearest; of a shift, equal ones in (-1/2, 1/2)) and the :class:`Level`. Scale records are
-columns, one number per bucket, which travel as float32 or in a byte: the exponent of a power of two (E8M0), or a
-number of E4M3.
+in (0, 1) and the :class:`Level`. u is None to round to nearest; for a shift its elements are all equal, in
+(-1/2, 1/2). Scale records are columns, one number per bucket, which travel as float32 or in a byte: as the exponent
+of a power of two (E8M0), or as a number of E4M3.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Columns: TypeAlias = tuple[Floats, ...]
 
 
 class Level(NamedTuple):
-    """Bits of a code, and the magnitudes that a codebook has for them. ``unit``: what scales are multiples of."""
+    """Bits of a code, and the codebook's magnitudes for them. Scales are multiples of ``unit``."""
 
     bits: int
     magnitudes: Floats | None = None
@@ -54,21 +54,20 @@ class Level(NamedTuple):
 
     @staticmethod
     def of(segment: np.void, magnitudes: Magnitudes | None) -> Level:
-        """The level of a segment."""
         bits = int(segment["level"])
         return Level(bits, None if magnitudes is None else magnitudes[bits, : 1 << (bits - 1)])
 
 
 class Quantiser(NamedTuple):
-    """A quantising codec."""
+    """The functions and the record format of a quantising codec."""
 
-    columns: int  # numbers in a bucket's scale record
+    columns: int  # how many numbers a bucket's scale record has
     quantise: Callable[[Floats, Floats | None, Level], tuple[Columns, Codes]]
     dequantise: Callable[[Codes, Sequence[Floats], Level], Floats]
-    #: Per bucket, values that are all finite only if every code of the bucket decodes to something finite.
+    #: Returns, per bucket, values that are all finite only if every code of the bucket decodes to a finite value.
     extremes: Callable[[Sequence[Floats], Level], Floats]
     scales: ScaleFormat = FLOAT32_SCALES
-    #: The unit of a segment's scales, from its largest magnitude; None: scales are numbers of their own.
+    #: Returns the unit of a segment's scales from its largest magnitude; None: scales have no unit.
     unit: Callable[[np.float32], np.float32] | None = None
 
 
@@ -84,8 +83,8 @@ def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns
 
 
 def _steps(c: Floats, level: Level) -> Columns:
-    """Minimum and unit of each bucket, and the inverse of the unit; the latter two are 0 in a constant bucket."""
-    lo = c.min(axis=1) + np.float32(0)  # -0 becomes +0, whichever of the two the minimum picked
+    """Returns minimum, unit and inverse unit of each bucket; the latter two are 0 in a constant bucket."""
+    lo = c.min(axis=1) + np.float32(0)  # -0 becomes +0: which of the two a minimum returns is undefined
     hi = c.max(axis=1) + np.float32(0)
     span, levels = hi - lo, _most_steps(level)
     unit, inverse = span / levels, levels / span
@@ -99,7 +98,7 @@ def _most_steps(level: Level) -> np.float32:
 
 
 def _quantise_shifted(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
-    """To nearest on a lattice that begins at lo + u unit: all codes are in 0..2^b - 1, up to rounding of that number.
+    """Rounds to nearest on a lattice that begins at lo + u unit; all codes are in 0..2^b - 1, up to rounding errors.
 
     Without a draw it is MINMAX to nearest.
     """
@@ -108,12 +107,12 @@ def _quantise_shifted(c: Floats, u: Floats | None, level: Level) -> tuple[Column
     lo, unit, inverse = _steps(c, level)
     lo = lo + u[:, 0] * unit
     code = _round((c - lo[:, None]) * inverse[:, None], None, _most_steps(level))
-    lo[~np.isfinite(lo + _most_steps(level) * unit)] = np.nan  # a decoder could not use it
+    lo[~np.isfinite(lo + _most_steps(level) * unit)] = np.nan  # the largest code would decode to infinity
     return (lo, unit), code
 
 
 def _quantise_two_means(c: Floats) -> tuple[Columns, Codes]:
-    """One bit, to nearest: the mean of the negative values or of the others. Extremes would be too far away."""
+    """Rounds to the mean of the negative values or to that of the others, as extremes are too far away for one bit."""
     (low, high), negative = _quantise_onebit(c, None, Level(1))
     return (low, high - low), negative ^ np.uint8(1)
 
@@ -142,7 +141,9 @@ def _quantise_linf(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, 
 
 def _quantise_by_norm(c: Floats, norm: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
     if level.bits == 1 and u is None:
-        return _quantise_sign(c, None, level)  # of the mean magnitude: a norm would be too far away
+        return _quantise_sign(
+            c, None, level
+        )  # scaled by the mean magnitude, as the norm is far above most values
     s = np.float32(_largest_magnitude(level))
     norm, inverse = _divisible(norm, s)
     if level.bits == 1:
@@ -173,7 +174,7 @@ def _norm_extremes(scales: Sequence[Floats], level: Level) -> Floats:
 
 
 def _largest_magnitude(level: Level) -> int:
-    """s, the largest magnitude of a signed code; a pure sign counts in units of the norm itself."""
+    """Returns s, the largest magnitude of a signed code; a code of one bit is a sign, in units of the norm itself."""
     return max((1 << (level.bits - 1)) - 1, 1)
 
 
@@ -192,7 +193,7 @@ def _quantise_by_codebook(c: Floats, norm: Floats, u: Floats | None, level: Leve
     assert level.magnitudes is not None
     norm, inverse = _divisible(norm, np.float32(1))
     r = np.minimum(np.abs(c) * inverse[:, None], np.float32(1))
-    # magnitudes[code] < r <= magnitudes[code + 1], save for r = 0; equal magnitudes count as the first of them.
+    # magnitudes[code] < r <= magnitudes[code + 1], except for r = 0; of equal magnitudes the first is taken.
     code = np.searchsorted(level.magnitudes[1:], np.nan_to_num(r), side="left")
     lower, upper = level.magnitudes[code], level.magnitudes[code + 1]
     above = upper - r < r - lower if u is None else u * (upper - lower) < r - lower
@@ -220,7 +221,7 @@ def _quantise_block(c: Floats, u: Floats | None, level: Level, form: Format) -> 
 
 
 def _quantise_in_units(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Codes]:
-    """The scale is the least number of E4M3, times the unit, at which no value exceeds the largest of the format."""
+    """Takes for scale the least E4M3 number, times the unit, at which no value exceeds the format's largest."""
     norm = np.abs(c).max(axis=1)
     least = norm * (np.float32(1) / (form.largest * level.unit))
     scale = FORMATS[E4M3].magnitude(rounded_up(least))
@@ -229,11 +230,11 @@ def _quantise_in_units(c: Floats, u: Floats | None, level: Level, form: Format) 
 
 
 _LEAST_UNIT = 2.0**-117
-"""Times the least scale, 2^-9, it is a normal number."""
+"""The least unit whose product with the least scale, 2^-9, is a normal number."""
 
 
 def _unit(largest: np.float32, form: Format) -> np.float32:
-    """Of the scales of a segment: its largest magnitude takes the largest scale."""
+    """Returns the unit of a segment's scales, at which its largest magnitude takes the largest scale."""
     unit = largest / (FORMATS[E4M3].largest * form.largest)
     return np.float32(_LEAST_UNIT) if unit < _LEAST_UNIT else unit
 
@@ -248,7 +249,7 @@ def _format_codes(c: Floats, inverse: Floats, u: Floats | None, level: Level, fo
 
 
 def _representable(scale: Floats, norm: Floats, level: Level, form: Format) -> Floats:
-    """The scale; NaN where the norm is not finite, or what the largest code decodes to."""
+    """Returns the scale; NaN where the norm, or the value of the largest code, is not finite."""
     scale[~np.isfinite(norm)] = np.nan
     scale[~np.isfinite(_block_extremes((scale,), level, form))] = np.nan
     return scale
@@ -296,7 +297,7 @@ def _quantise_sign(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, 
 
 
 def _quantise_vote(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
-    """A zero votes by its draw, half of them for each sign, but in a bucket of zeros nothing votes."""
+    """Votes by sign; a zero votes by its draw with equal odds, but in a bucket of zeros nothing votes."""
     present = (c != 0).any(axis=1)
     negative = c < 0
     if u is not None:
@@ -313,7 +314,7 @@ def _quantise_onebit(c: Floats, u: Floats | None, level: Level) -> tuple[Columns
     negative = c < 0
     means = []
     for side in (negative, ~negative):
-        count = np.maximum(side.sum(axis=1), 1)  # the mean of nothing is 0
+        count = np.maximum(side.sum(axis=1), 1)  # a side without values has the mean 0
         means.append((ordered_sum(np.where(side, c, np.float32(0))) / count).astype(np.float32))
     return tuple(means), negative.astype(np.uint8)
 
@@ -324,7 +325,7 @@ def _dequantise_onebit(code: Codes, scales: Sequence[Floats], level: Level) -> F
 
 
 def _recorded(scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
-    """No value is larger than a number of its scale record."""
+    """Returns the scale records: no decoded value is larger than a number of its record."""
     return np.concatenate(scales)
 
 
@@ -347,20 +348,20 @@ QUANTISER: dict[int, Quantiser] = {
 
 
 def _round(t: Floats, u: Floats | None, limit: np.float32) -> Codes:
-    """Codes of the non-negative t: to nearest even, or to floor(t + u)."""
+    """Returns codes of the non-negative t, rounded to nearest even or to floor(t + u)."""
     rounded = np.rint(t) if u is None else np.floor(t + u)
     return np.clip(rounded, 0, limit).astype(np.uint8)
 
 
 def _with_sign(magnitude: Codes, c: Floats, level: Level) -> Codes:
-    """The magnitude with the sign of c in the top bit; zero has no sign."""
+    """Returns the magnitude with the sign of c in the top bit; zero has no sign."""
     negative = (c < 0) & (magnitude != 0)
     code: Codes = magnitude | (negative.astype(np.uint8) << np.uint8(level.bits - 1))
     return code
 
 
 def _divisible(norm: Floats, steps: np.float32) -> tuple[Floats, Floats]:
-    """The norm and steps / norm; both 0 where the norm is too small to be divided by."""
+    """Returns the norm and steps / norm; both are 0 where the norm is too small to be divided by."""
     inverse = steps / norm
     vanishing = ~np.isfinite(inverse) & ~np.isnan(norm)
     norm = norm.copy()
@@ -369,6 +370,6 @@ def _divisible(norm: Floats, steps: np.float32) -> tuple[Floats, Floats]:
 
 
 def l2_norm(c: Floats) -> Floats:
-    """Euclidean norm of each row, from squares added in float64 in the order of `reference_sums`."""
+    """Returns the Euclidean norm of each row, from squares added in float64 in the order of `reference_sums`."""
     norm: Floats = np.sqrt(ordered_sum(np.square(c, dtype=np.float64))).astype(np.float32)
     return norm

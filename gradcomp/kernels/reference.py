@@ -2,10 +2,10 @@
 
 Arithmetic is float32 (float64 for codec FP64), rounded to nearest even, every product and sum on its own;
 NumPy evaluates the expressions below exactly as they are written. Functions work one segment at a time and on
-all buckets of a segment at once. Read `segments` first for the table and the layout of a payload.
+all quantisation buckets of a segment at once. Read `segments` first for the table and the layout of a payload.
 
-Encoders work on contributions c = scale * gradient + decay * residual, and give the value v that a decoder
-will see, so that the new residual is c - v.
+Encoders work on contributions c = scale * gradient + decay * residual. They also compute the value v that a decoder
+will obtain, so that the new residual is c - v.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode(
     decay: float,
     magnitudes: Magnitudes | None = None,
 ) -> None:
-    """Encode c = scale * gradient + decay * residual into the payload, and write next residual = c - decoded value.
+    """Encodes c = scale * gradient + decay * residual into the payload, and writes next residual = c - decoded value.
 
     A segment with a non-finite c, or whose scale record would not be finite, gets its flag set and a payload
     of zero bytes; its next residual is unspecified then.
@@ -64,7 +64,7 @@ def encode(
             None: to nearest, on the lattice of MINMAX.
         scale: factor of the gradient.
         decay: factor of the residual.
-        magnitudes: what a codebook codec needs, and no other takes (see `segments.Magnitudes`).
+        magnitudes: required by codebook codecs, None for all others (see `segments.Magnitudes`).
 
     Raises:
         TypeError: an array of the wrong dtype, or not contiguous.
@@ -93,11 +93,11 @@ def decode(
     scale: float,
     magnitudes: Magnitudes | None = None,
 ) -> None:
-    """Write output = (value / divisor) * scale, rounded to the segment's dtype.
+    """Writes output = (value / divisor) * scale, rounded to the segment's dtype.
 
     A segment whose flag is set on entry is filled with NaN. A segment that decodes to something not finite in
-    its dtype gets its flag set; for the quantising codecs that is judged by the extreme codes of each bucket,
-    whether or not they occur. Rows without an output are skipped, unchecked.
+    its dtype gets its flag set; the quantising codecs judge that by the extreme codes of each bucket, whether or not
+    they occur. Rows without an output are skipped, unchecked.
 
     Args:
         codec: as in `encode`.
@@ -144,7 +144,7 @@ def decode_add(
     scale: float,
     magnitudes: Magnitudes | None = None,
 ) -> None:
-    """Add value * scale to the float32 output. Rows without an output are skipped, unchecked.
+    """Adds value * scale to the float32 output. Rows without an output are skipped, unchecked.
 
     Args:
         codec: as in `encode`.
@@ -179,11 +179,11 @@ def reduce(
     decay: float,
     magnitudes: Magnitudes | None = None,
 ) -> None:
-    """Encode the mean of several payloads: c = (value_0 + value_1 + ...) / divisor + decay * residual.
+    """Encodes the mean of several payloads: c = (value_0 + value_1 + ...) / divisor + decay * residual.
 
-    A chunk's owner draws with rank `segments.OWNER_RANK`, so that it does not matter who owns what; a rank that adds to
-    what others sent, and passes it on, draws with its own. Next residual and flags are as in `encode`; gradient and
-    output are not used.
+    A chunk's owner draws with rank `segments.OWNER_RANK`, so that results do not depend on who owns which chunk; a
+    rank that adds to a received payload and passes the result on draws with its own rank. Next residual and flags are
+    as in `encode`; gradient and output are not used.
 
     Args:
         codec: as in `encode`.
@@ -221,7 +221,7 @@ def reduce(
 
 
 def nonzero(table: SegmentTable, out: Bytes) -> None:
-    """out[i] = 1 if any gradient element of segment i is not zero (NaN is not), else 0.
+    """Writes out[i] = 1 if any gradient element of segment i is not zero (NaN is not), else 0.
 
     Args:
         table: SEGMENT rows; reads gradient.

@@ -32,24 +32,24 @@ def select_adacomp(
     *,
     bin_size: int,
 ) -> None:
-    """Select the elements of row i with |c + factors[i] * gradient| >= m > 0, or the limits[i] largest |c| of them.
+    """Selects the elements of row i with |c + factors[i] * gradient| >= m > 0, or the limits[i] largest |c| of them.
 
     m is the largest |c| of the element's bin, NaN aside. Bins are runs of bin_size elements; the last may be shorter.
 
     Args:
         table: SEGMENT rows; reads gradient, and c in next residual.
         factors: float32, one per row: factor of the gradient.
-        limits: int64, one per row, not negative: room of the row's selection.
+        limits: int64, one per row, not negative: capacity of the row's selection.
         offsets: int64, one per row: where the row's selection begins.
         indices: uint32, written.
         values: float32, written: c of the selected elements.
-        found: int64, one per row, written: how many were selected.
+        found: int64, one per row, written: number of selected elements.
         bin_size: elements of a bin, at least 1.
 
     Raises:
         ValueError: also for a float64 gradient or a bin without elements.
 
-    Source: AdaComp (Chen et al., AAAI 2018), Algorithm 2.
+    Source: AdaComp (Chen et al. 2018), Algorithm 2.
     """
     check_vectors(
         table,

@@ -1,17 +1,17 @@
 """Bits by quantisation bucket in NumPy: how many bits each bucket of a segment takes. Part of `reference`.
 
 Min-max rounding of n values over a range R = hi - lo in steps of R / (2^b - 1) has the expected squared error
-n R^2 e(b), e(b) = c / (2^b - 1)^2: c = 1/6 where values lie anywhere between two steps, and 1/4 at most, which is taken
-for one bit: most values then lie in the middle. The bits of a segment, which is one layer's
-part within a chunk, are chosen together: one bit more is worth R^2 (e(b) - e(b + 1)) for each value, so bucket k takes
-bit b + 1 where that is above a threshold that all buckets of the segment share.
+n R^2 e(b), e(b) = c / (2^b - 1)^2. c is 1/6 where values are spread evenly between two steps and 1/4 at most; one bit
+takes 1/4, as most values then lie in the middle. The bits of a segment, which is one layer's part within a chunk, are
+chosen together: one bit more is worth R^2 (e(b) - e(b + 1)) for each value, so bucket k takes bit b + 1 where that is
+above a threshold that all buckets of the segment share.
 
-Every body finds the same threshold. R is taken by its power of two and 5 bits of mantissa: its *class*, 32 to an
-octave. Buckets of a class share their bits. Sums over a class are of whole numbers, so their order does not matter;
-sums over classes are float64, largest ranges first.
+Every body finds the same threshold. R is represented by its *class*, the power of two and 5 bits of mantissa: 32
+classes to an octave. Buckets of a class have the same bits. Sums over a class are of whole numbers, so their order
+does not matter; sums over classes are float64, largest ranges first.
 
 Payload of a segment: ``[lo and unit, 8 bytes a bucket][bits, 1 byte a bucket][codes]``. The codes of a bucket take
-whole groups of eight codes, b bytes each, so that every bucket begins at a byte. What is left of the segment's room is
+whole groups of eight codes, b bytes each, so that every bucket begins at a byte. The rest of the segment's payload is
 zero.
 """
 
@@ -35,25 +35,25 @@ Floats = npt.NDArray[np.float32]
 
 MOST_BITS: Final = 8
 CLASSES: Final = 512
-"""Classes that are told apart, from the largest range of a segment down: 16 octaves."""
+"""The number of distinct classes, from the largest range of a segment down: 16 octaves."""
 
 ERRORS: Final = np.array([0.0] + [(3.0 if b == 1 else 2.0) / ((1 << b) - 1) ** 2 for b in range(1, 9)])
 """12 e(b), for b = 1 to 8."""
 
 STEPS: Final = (0, 63, 103, 139, 173, 205, 238)
-"""How many classes above the threshold for two bits a bucket gets 2, 3, ... 8 bits: for b + 1 of them, 16 log2 of
-(e(1) - e(2)) / (e(b) - e(b + 1))."""
+"""A bucket has 2, 3, ... 8 bits from so many classes above the threshold for two bits on; b + 1 bits from
+16 log2((e(1) - e(2)) / (e(b) - e(b + 1))) on."""
 
 MOST_SHIFT: Final = STEPS[-1] + CLASSES - 1
-"""The shift at which all classes have 8 bits; at -1 all have one."""
+"""The shift at which all classes have 8 bits; at -1 all have one bit."""
 
 
 def choose_bits(codec: int, span: Floats, groups: Counts, level: int) -> npt.NDArray[np.uint8]:
-    """Bits of every bucket, from its range and its number of groups of eight values. All ranges are finite.
+    """Returns the bits of every bucket, from its range and its number of groups of eight values. All ranges are finite.
 
     MINMAX_LEAST_BYTES: the fewest bits whose error is at most that of ``level`` bits for all. MINMAX_LEAST_ERROR: the
-    least error with at most as many bytes. Both as far as one threshold allows; ``level`` for all where that is no
-    better. A range that is 0, or too small to be divided by, takes no bits.
+    least error with at most as many bytes. Both are minima over the shared threshold only; ``level`` for all where
+    that is no better. A range that is 0, or too small to be divided by, takes no bits.
     """
     bits = np.zeros(len(span), dtype=np.uint8)
     varying = ~is_flat(span)
@@ -68,7 +68,7 @@ def choose_bits(codec: int, span: Floats, groups: Counts, level: int) -> npt.NDA
     counts = np.zeros(CLASSES, dtype=np.int64)
     np.add.at(weights, depth, groups[varying] * mantissa * mantissa)
     np.add.at(counts, depth, groups[varying])
-    weights[-1] = 0  # below 2^-32 of the largest one's error
+    weights[-1] = 0  # the last class's errors are below 2^-32 of the largest class's
     used = np.flatnonzero(counts)
     octaves = (largest >> 5) - ((largest - used) >> 5)
     weight = np.ldexp(weights[used].astype(np.float64), -2 * octaves)
@@ -79,22 +79,22 @@ def choose_bits(codec: int, span: Floats, groups: Counts, level: int) -> npt.NDA
 
 
 def is_flat(span: Floats) -> npt.NDArray[np.bool_]:
-    """Whether a range is too small to be divided into steps."""
+    """Tells which ranges are too small to be divided into steps."""
     return span < np.float32(2.0**-119)
 
 
 def bits_at(above: npt.NDArray[Any]) -> Counts:
-    """Bits of a bucket so many classes above the threshold for two bits."""
+    """Returns the bits of buckets that are so many classes above the threshold for two bits."""
     found: Counts = 1 + np.searchsorted(np.array(STEPS), above, side="right")
     return found
 
 
 def _shift(codec: int, used: Counts, weight: Any, counts: Counts, level: int, budget: int) -> int | None:
-    """How many classes the largest range is above the threshold for two bits; None: all take ``level``."""
+    """Returns how many classes the largest range is above the threshold for two bits; None: all take ``level``."""
     uniform = _error(weight, np.full(len(used), level))
     low, high = -1, MOST_SHIFT
     if codec == MINMAX_LEAST_BYTES:
-        while low < high:  # the least shift with little enough error
+        while low < high:  # the least shift whose error is at most that of ``level`` bits
             middle = (low + high) // 2
             if _error(weight, bits_at(middle - used)) <= uniform:
                 high = middle
@@ -102,7 +102,7 @@ def _shift(codec: int, used: Counts, weight: Any, counts: Counts, level: int, bu
                 low = middle + 1
         better = int((counts * bits_at(low - used)).sum()) < int(counts.sum()) * level
         return low if better else None
-    while low < high:  # the largest shift with few enough bytes
+    while low < high:  # the largest shift whose bytes are within the budget
         middle = (low + high + 1) // 2
         if int((counts * bits_at(middle - used)).sum()) <= budget:
             low = middle
@@ -112,7 +112,7 @@ def _shift(codec: int, used: Counts, weight: Any, counts: Counts, level: int, bu
 
 
 def _error(weight: Any, bits: Counts) -> float:
-    """One after another, from the largest range."""
+    """Sums the errors in float64, one after another from the largest range on."""
     total = 0.0
     for product in (weight * ERRORS[bits]).tolist():
         total = total + product
@@ -120,7 +120,7 @@ def _error(weight: Any, bits: Counts) -> float:
 
 
 def group_counts(segment: np.void) -> Counts:
-    """Groups of eight values in every bucket of a segment."""
+    """Returns the groups of eight values in every bucket of a segment."""
     length, size = int(segment["length"]), int(segment["bucket_size"])
     found = np.full(-(-length // size), groups_of(size), dtype=np.int64)
     if length % size:
@@ -129,7 +129,7 @@ def group_counts(segment: np.void) -> Counts:
 
 
 def split_allocated(segment: np.void, source: Bytes) -> tuple[Floats, Bytes, Counts] | None:
-    """Records, bits, and where the codes of every bucket begin; None unless they lie inside the source."""
+    """Returns records, bits, and where each bucket's codes begin; None unless all lie inside the source."""
     groups = group_counts(segment)
     buckets = len(groups)
     begin = RECORD_OF_ALLOCATED * buckets
@@ -141,7 +141,7 @@ def split_allocated(segment: np.void, source: Bytes) -> tuple[Floats, Bytes, Cou
 
 
 def used_bytes(segment: np.void, source: Bytes) -> int | None:
-    """Bytes of a payload without the zeros behind it; None unless what it says of itself is possible."""
+    """Returns the bytes of a payload without the zeros at its end; None if its bits are impossible."""
     split = split_allocated(segment, source)
     if split is None:
         return None
@@ -150,5 +150,5 @@ def used_bytes(segment: np.void, source: Bytes) -> int | None:
 
 
 def most_bytes(segment: np.void) -> int:
-    """The room of a segment."""
+    """Returns the bytes reserved for the payload of a segment."""
     return int(bytes_of_allocated(segment["length"], segment["level"], segment["bucket_size"]))

@@ -1,4 +1,4 @@
-"""The checksum of messages, and that of a sample of parameters, as NumPy defines them."""
+"""The CRC-32C of messages and the check value of a sample of parameters, in NumPy, which defines them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LANES = 256
 
 
 def crc32c(data: Bytes, value: int = 0) -> int:
-    """CRC-32C of the bytes whose checksum is ``value``, followed by ``data``.
+    """Returns the CRC-32C of ``data`` appended to the bytes whose checksum is ``value``.
 
     With ~value as the state s, each byte b gives s <- (s >> 8) ^ T[(s ^ b) & 255]; the result is ~s. T[b] is b after
     eight divisions by the polynomial 0x1EDC6F41 of Castagnoli et al. 1993. ``crc32c(b, crc32c(a)) == crc32c(a + b)``.
@@ -33,7 +33,7 @@ def crc32c(data: Bytes, value: int = 0) -> int:
     rows = len(data) // _LANES
     state = ~value & 0xFFFFFFFF
     if rows:
-        # Lanes are divided side by side, from state 0 but for the first; then each is carried over those behind it.
+        # Lanes are divided in parallel, all but the first from state 0; then each state passes over the later lanes.
         lanes = data[: rows * _LANES].reshape(_LANES, rows)
         states = np.zeros(_LANES, dtype=np.uint32)
         states[0] = state
@@ -49,13 +49,13 @@ def crc32c(data: Bytes, value: int = 0) -> int:
 
 
 def sample(table: SegmentTable, values: Words, *, turn: int) -> None:
-    """values[row] <- a check value of 1/256 of the elements at ``gradient``, and of at least 256 of them.
+    """Writes to values[row] a check value of 1/256 of the elements at ``gradient``, and of at least 256 of them.
 
-    A row's elements are cut into blocks of ``stride`` runs, see :func:`sample_of`; of block k the run number
-    (641 (turn mod stride) + floor(stride h / 2^32)) mod stride is taken, with h = k 0x9E3779B1 mod 2^32, so that
-    ``stride`` turns take each element once, and columns of matrices are not in step with it. The value is the sum of
-    mix(bits, position) modulo 2^32 over what is taken: over the words of 32 bits of an element, or its 16 bits. mix is
-    one to one in the bits, so that a change of one element changes the sum.
+    A row's elements are cut into blocks of ``stride`` runs, see :func:`sample_of`. Of block k it takes the run number
+    (641 (turn mod stride) + floor(stride h / 2^32)) mod stride, with h = k 0x9E3779B1 mod 2^32, so that ``stride``
+    turns take each element once, and the sample does not follow the columns of matrices. The value is the sum of
+    mix(bits, position) modulo 2^32 over the sample: over the 32-bit words of an element, or its 16 bits. mix is one to
+    one in the bits, so that a change of one element changes the sum.
 
     Args:
         table: ``gradient``, ``length`` and ``dtype`` are read.
@@ -75,7 +75,7 @@ def sample(table: SegmentTable, values: Words, *, turn: int) -> None:
 
 
 def sampled_elements(length: int, turn: int) -> npt.NDArray[np.int64]:
-    """The elements of a row that :func:`sample` looks at."""
+    """Returns the elements of a row that are in the sample of :func:`sample`."""
     run, stride, count = (int(each) for each in sample_of(np.int64(length)))
     blocks = np.arange(count, dtype=np.uint64)
     shift = (blocks * np.uint64(0x9E3779B1) & np.uint64(0xFFFFFFFF)) * np.uint64(stride) >> np.uint64(32)
@@ -86,7 +86,7 @@ def sampled_elements(length: int, turn: int) -> npt.NDArray[np.int64]:
 
 
 def value_of_sample(taken: npt.NDArray[Any], elements: npt.NDArray[np.int64]) -> np.uint32:
-    """What :func:`sample` makes of these elements, which are ``taken`` from a row."""
+    """Returns the check value of :func:`sample` for these elements; ``taken`` are their values."""
     words = max(1, taken.itemsize // 4)
     bits = taken.view(f"<u{min(taken.itemsize, 4)}").astype(np.uint32)
     at = (elements[:, None] * words + np.arange(words)).reshape(-1).astype(np.uint32)
@@ -94,7 +94,7 @@ def value_of_sample(taken: npt.NDArray[Any], elements: npt.NDArray[np.int64]) ->
 
 
 def sample_of(lengths: Any) -> tuple[Any, Any, Any]:
-    """Elements of a run, runs of a block, and blocks, of rows of these lengths."""
+    """Returns elements of a run, runs of a block, and the number of blocks, for rows of these lengths."""
     run = np.clip(lengths // 65536, 1, 16)
     stride = np.clip(lengths // 256, 1, 256)
     return run, stride, -(-lengths // (run * stride))
@@ -114,7 +114,7 @@ def _next(states: Words, data: Bytes | int) -> Words:
 
 
 def _over_zeros(count: int) -> Words:
-    """What each bit of a state becomes behind ``count`` zero bytes; the state becomes the XOR of its bits' results."""
+    """Returns each state bit's image after ``count`` zero bytes; a state's image is the XOR of its bits' images."""
     bits: Words = np.uint32(1) << np.arange(32, dtype=np.uint32)
     for _ in range(count):
         bits = _next(bits, 0)

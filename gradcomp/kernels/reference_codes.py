@@ -1,4 +1,4 @@
-"""One segment in NumPy: its payload from contributions, and values from its payload; part of `reference`."""
+"""One segment in NumPy: contributions to payload and payload to values; part of `reference`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def encode_segment(
     magnitudes: Magnitudes | None,
     target: Bytes,
 ) -> bool:
-    """Write a segment's payload and next residual; return whether it is non-finite."""
+    """Writes a segment's payload and next residual; returns True if the segment is not finite."""
     with np.errstate(all="ignore"):
         if codec in ALLOCATED:
             encoded = _encode_allocated(codec, segment, contribution, draws)
@@ -59,7 +59,7 @@ def encode_segment(
 def decode_segment(
     codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None
 ) -> npt.NDArray[Any]:
-    """Values of a segment: float32, or float64 for FP64."""
+    """Returns the values of a segment: float32, or float64 for FP64."""
     with np.errstate(all="ignore"):
         if codec in ALLOCATED:
             return _decode_allocated(segment, source)
@@ -76,7 +76,7 @@ def decode_segment(
 
 
 def extremes(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None) -> Floats:
-    """Per bucket, values that are all finite only if every code of the bucket decodes to something finite."""
+    """Returns, per bucket, values that are all finite only if every code of the bucket decodes to a finite value."""
     if codec in ALLOCATED:
         return _extremes_of_allocated(segment, source)
     scales, _ = _split_quantised(codec, segment, source)
@@ -91,7 +91,7 @@ def _encode_quantised(
     draws: Floats | None,
     magnitudes: Magnitudes | None,
 ) -> tuple[Bytes, Floats] | None:
-    """Payload and decoded values of a segment, or None if a bucket's scale record is not finite."""
+    """Returns payload and decoded values of a segment; None if a bucket's scale record is not finite."""
     level = Level.of(segment, magnitudes)
     quantiser = QUANTISER[codec]
     if quantiser.unit is not None and len(contribution):
@@ -120,11 +120,11 @@ def _encode_quantised(
 def _encode_allocated(
     codec: int, segment: np.void, contribution: Floats, draws: Floats | None
 ) -> tuple[Bytes, Floats] | None:
-    """The same where each bucket has bits of its own."""
+    """Returns what `_encode_quantised` does, for codecs whose buckets have bits of their own."""
     if not len(contribution):
         return np.empty(0, np.uint8), np.empty(0, np.float32)
     begins = np.arange(0, len(contribution), int(segment["bucket_size"]))
-    # -0 becomes +0, whichever of the two the minimum picked.
+    # -0 becomes +0: which of the two a minimum returns is undefined.
     lo = np.minimum.reduceat(contribution, begins) + np.float32(0)
     span = np.maximum.reduceat(contribution, begins) + np.float32(0) - lo
     if not all_finite(contribution) or not all_finite(span):
@@ -154,7 +154,7 @@ def _encode_allocated(
 
 
 def _decode_allocated(segment: np.void, source: Bytes) -> Floats:
-    """Values; NaN where what the payload says of itself is not possible."""
+    """Returns the values; all NaN if the bits in the payload are impossible."""
     split = split_allocated(segment, source)
     if split is None:
         return np.full(int(segment["length"]), np.nan, np.float32)
@@ -200,7 +200,7 @@ def _encode_fp16(segment: np.void, contribution: Floats) -> tuple[Bytes, Floats]
 
 
 def _fp16_factors(largest: Floats) -> tuple[Floats, Floats]:
-    """Normal powers of two 2**e and 2**-e with largest * 2**-e in [2**14, 2**15); 1 where it is 0."""
+    """Returns normal powers of two 2**e and 2**-e with largest * 2**-e in [2**14, 2**15); 1 where it is 0."""
     exponent = (largest.view(np.uint32) >> np.uint32(23)).astype(np.int32) - 127
     e = np.maximum(exponent - 14, -126)
     e[largest == 0] = 0
@@ -219,9 +219,9 @@ def _encode_cast(
 
 
 def _draw_bfloat16(contribution: Floats, draws: Floats) -> npt.NDArray[Any]:
-    """Towards zero, or away from it if the 16 bits that are cut off and the lane of the draw make a carry.
+    """Rounds towards zero, or away from it if the 16 cut bits and the lane of the draw add up to a carry.
 
-    A value that bfloat16 has stays what it is. The largest bfloat16 is the limit.
+    A value that bfloat16 represents does not change. The largest bfloat16 is the limit.
     """
     lanes = (draws * np.float32(2.0**16)).astype(np.uint32)
     magnitudes = np.minimum(np.abs(contribution), _LARGEST_BFLOAT16).view(np.uint32)
@@ -233,14 +233,14 @@ def _draw_bfloat16(contribution: Floats, draws: Floats) -> npt.NDArray[Any]:
 
 
 def pack_bits(codes: Codes, bits: int) -> Bytes:
-    """The bit stream of codes below 2**bits, padded with zero bits to whole bytes."""
+    """Returns the bit stream of codes below 2**bits, padded with zero bits to whole bytes."""
     return np.packbits(
         np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little"), bitorder="little"
     )
 
 
 def unpack_bits(stream: Bytes, bits: int, length: int) -> Codes:
-    """The first `length` codes of a bit stream."""
+    """Returns the first `length` codes of a bit stream."""
     code_bits = np.unpackbits(stream, count=length * bits, bitorder="little").reshape(length, bits)
     return np.packbits(code_bits, axis=1, bitorder="little")[:, 0]
 
@@ -255,7 +255,7 @@ def _split_quantised(codec: int, segment: np.void, source: Bytes) -> tuple[list[
 
 
 def _received_level(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes | None) -> Level:
-    """The level of a payload, with the unit that it brings."""
+    """Returns the level of a payload, with the unit that the payload contains."""
     level = Level.of(segment, magnitudes)
     nbytes = UNIT_BYTES.get(codec, 0)
     return level._replace(unit=source[:nbytes].view("<f4")[0]) if nbytes and len(source) else level
@@ -279,7 +279,7 @@ def _bucket_lengths(segment: np.void) -> npt.NDArray[np.int64]:
 
 
 def _equal_buckets(segment: np.void) -> list[slice]:
-    """The whole buckets of a segment, and the shorter last one, as far as they exist."""
+    """Returns the parts of a segment with whole buckets and with the shorter last one, as far as they exist."""
     length, bucket_size = int(segment["length"]), int(segment["bucket_size"])
     border = length - length % bucket_size
     return [part for part in (slice(0, border), slice(border, length)) if part.start < part.stop]
@@ -290,5 +290,5 @@ def _bucket_size(segment: np.void, part: slice) -> int:
 
 
 def number_type(codec: int) -> Any:
-    """What contributions are computed in."""
+    """Returns the NumPy type that contributions are computed in."""
     return np.float64 if codec == FP64 else np.float32

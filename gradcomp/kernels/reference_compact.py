@@ -1,4 +1,4 @@
-"""Payloads without what is left of their room, as they travel where sizes are announced; NumPy defines it."""
+"""Payloads without their unused ends, for messages whose sizes are announced; NumPy defines them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gradcomp.kernels.segments import (
 
 
 def compact(codec: int, table: SegmentTable, payload: Bytes, out: Bytes) -> int:
-    """out <- what every row uses of its room in the payload, one behind the other; returns how many bytes.
+    """Copies the used bytes of every row's payload to ``out``, one row after another; returns their number.
 
     Args:
         codec: as in `encode`; only the codecs of `segments.ALLOCATED` leave anything out.
         table: SEGMENT rows.
         payload: uint8, read at each row's offset.
-        out: uint8, as long as all rooms together or longer; must not overlap the payload.
+        out: uint8, at least as long as all payloads of the table together; must not overlap the payload.
 
     Raises:
-        TypeError, ValueError: as in `encode`; ValueError for a row that does not say how much it uses.
+        TypeError, ValueError: as in `encode`; ValueError for a row whose bits, and so its used bytes, are impossible.
     """
     _check(codec, table, payload, out, writable=(False, True))
     if len(out) < wire_bytes_table(codec, table).sum():
@@ -42,12 +42,12 @@ def compact(codec: int, table: SegmentTable, payload: Bytes, out: Bytes) -> int:
 
 
 def restore(codec: int, table: SegmentTable, source: Bytes, payload: Bytes) -> int:
-    """The inverse: every row to its room in the payload, with zeros behind it; returns how many bytes of it were read.
+    """Inverts `compact`: copies every row to its place in the payload and zeros the rest; returns the bytes read.
 
     Args:
         codec: as in `compact`.
         table: SEGMENT rows.
-        source: uint8, what `compact` made and maybe more; must not overlap the payload.
+        source: uint8, the output of `compact`, possibly followed by more; must not overlap the payload.
         payload: uint8, written at each row's offset.
 
     Raises:
@@ -72,7 +72,7 @@ def restore(codec: int, table: SegmentTable, source: Bytes, payload: Bytes) -> i
 
 
 def _least(codec: int, segment: np.void, room: int) -> int:
-    """What must be there before it says how much it uses."""
+    """Returns the bytes that must be there before the number of used bytes can be read from them."""
     if codec not in ALLOCATED:
         return room
     return RECORD_OF_ALLOCATED * -(-int(segment["length"]) // int(segment["bucket_size"]))

@@ -15,7 +15,7 @@ Sizes: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 MAX_DRAWN_FROM: Final = (1 << 32) - 1
-"""Elements that a 32-bit word of randomness can tell apart, and a 32-bit index."""
+"""The most elements of a row: as many as a 32-bit random word and a 32-bit index can address."""
 
 
 def draw_indices(
@@ -29,7 +29,7 @@ def draw_indices(
     step: int,
     rank: int,
 ) -> None:
-    """Draw counts[i] distinct indices below lengths[i] for every row, ascending, one in each of as many strata.
+    """Draws counts[i] distinct indices below lengths[i] for every row, ascending, one in each of counts[i] strata.
 
     Stratum j of a row with n elements and k draws is [floor(j n / k), floor((j + 1) n / k)); the index is
     first + floor(u size / 2**32), with u a 32-bit word of Philox4x32-10: key: the seed, low half first; counter:
@@ -61,14 +61,14 @@ def draw_indices(
     counter[:, 2:] = step, rank
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1)
     first, sizes = strata(lengths, counts)
-    # A row's words begin at a whole counter, its indices wherever they should.
+    # A row's words begin at a whole counter, its indices at the row's offset.
     places = np.arange(len(first))
     drawn = words[places + np.repeat(4 * block_begins - begins, counts)]
     indices[places + np.repeat(offsets - begins, counts)] = first + (drawn * sizes >> np.uint64(32))
 
 
 def strata(lengths: Sizes, counts: Sizes) -> tuple[Words, Words]:
-    """First element and size of every stratum of every row, row after row."""
+    """Returns first element and size of every stratum, row after row."""
     rows = np.repeat(np.arange(len(counts)), counts)
     n, k = lengths.astype(np.uint64)[rows], counts.astype(np.uint64)[rows]
     j = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.uint64)
@@ -77,7 +77,7 @@ def strata(lengths: Sizes, counts: Sizes) -> tuple[Words, Words]:
 
 
 def check_draws(lengths: Sizes, counts: Sizes, layers: Indices, offsets: Sizes, indices: Indices) -> None:
-    """Raise TypeError or ValueError for arguments that no body takes."""
+    """Raises TypeError or ValueError for arguments that no body accepts."""
     for name, column in (("lengths", lengths), ("counts", counts), ("offsets", offsets)):
         check_array(name, column, np.int64, len(lengths))
     check_array("layers", layers, np.uint32, len(lengths))

@@ -46,7 +46,7 @@ def encode_indices(
     places: Sizes,
     payload: Bytes,
 ) -> None:
-    """Write the indices of every row into the payload, in the row's coding.
+    """Writes the indices of every row into the payload, in the row's coding.
 
     Args:
         codings: int32, one per row; see `codings`.
@@ -60,7 +60,7 @@ def encode_indices(
     Raises:
         TypeError: an array of the wrong dtype, or not contiguous.
         ValueError: a row, named, that is malformed or does not lie inside an array, or whose indices are out of
-            range or not ascending. What was written before is unspecified.
+            range or not ascending. The contents of `payload` are unspecified then.
     """
     sizes = check_coding(codings, lengths, counts, offsets, indices, places, payload, encoding=True)
     for i in range(len(codings)):
@@ -80,7 +80,7 @@ def decode_indices(
     places: Sizes,
     payload: Bytes,
 ) -> None:
-    """Read the indices of every row from the payload, which may hold anything.
+    """Reads the indices of every row from the payload, which may hold anything.
 
     Args:
         codings: as in `encode_indices`.
@@ -93,9 +93,9 @@ def decode_indices(
 
     Raises:
         TypeError: as in `encode_indices`.
-        ValueError: as in `encode_indices`; also a row, named, whose bytes are not what `encode_indices` writes:
-            another number of indices than its count, or padding bits that are set. What was written to `indices`
-            is unspecified then.
+        ValueError: as in `encode_indices`; also a row, named, whose bytes `encode_indices` does not write: another
+            number of indices than its count, or padding bits that are set. The contents of `indices` are
+            unspecified then.
     """
     sizes = check_coding(codings, lengths, counts, offsets, indices, places, payload, encoding=False)
     for i in range(len(codings)):
@@ -168,11 +168,11 @@ def scatter_mean(
     divisor: float,
     scale: float,
 ) -> None:
-    """Write output = ((0 + v_0 + v_1 + ...) / divisor) * scale, rounded to the segment's dtype.
+    """Writes output = ((0 + v_0 + v_1 + ...) / divisor) * scale, rounded to the segment's dtype.
 
-    v_r is what rank r has for an element, if anything; values are added in rank order, in float32. An element that
-    no rank has is +0. A segment whose flag is set on entry is filled with NaN, and its lists are not looked at. A
-    segment with an output that is not finite gets its flag set. Rows without an output are skipped, unchecked.
+    v_r is rank r's value for an element, if it has one; values are added in rank order, in float32. An element that no
+    rank has is +0. A segment whose flag is set on entry is filled with NaN, and its lists are not read. A segment with
+    an output that is not finite gets its flag set. Rows without an output are skipped, unchecked.
 
     Args:
         table: SEGMENT rows; reads length and dtype, writes output.
@@ -210,7 +210,7 @@ def scatter_mean(
 
 
 def require_ascending(row: int, indices: npt.NDArray[Any], length: int) -> None:
-    """Raise ValueError unless indices are ascending, distinct and below the length."""
+    """Raises ValueError unless indices are ascending, distinct and below the length."""
     if not (indices[1:] > indices[:-1]).all():
         raise ValueError(f"row {row}: indices are not ascending")
     if len(indices) and indices[-1] >= length:
@@ -228,7 +228,7 @@ def check_coding(
     *,
     encoding: bool,
 ) -> Sizes:
-    """Raise TypeError or ValueError for arguments no kernel takes; returns the bytes of each row."""
+    """Raises TypeError or ValueError for arguments that no kernel accepts; returns the bytes of each row."""
     check_array("codings", codings, np.int32)
     columns = {"lengths": lengths, "counts": counts, "offsets": offsets, "places": places}
     for name, column in columns.items():
@@ -272,7 +272,7 @@ def _check_scatter(
 def check_targets(
     table: SegmentTable, flags: Bytes, offsets: Sizes, counts: Sizes, divisor: float, scale: float
 ) -> None:
-    """All but the lists."""
+    """Checks all arguments but the lists."""
     check_array("table", table, SEGMENT)
     check_array("flags", flags, np.uint8, len(table), writable=True)
     for name, matrix in (("offsets", offsets), ("counts", counts)):
@@ -294,7 +294,7 @@ def check_targets(
 
 
 def check_aligned(**arrays: npt.NDArray[Any]) -> None:
-    """Raise TypeError for the first array that is not aligned to its items."""
+    """Raises TypeError for the first array that is not aligned to its items."""
     for name, array in arrays.items():
         if not array.flags.aligned:
             raise TypeError(f"{name} must be aligned to its items")

@@ -2,14 +2,14 @@
 
 Row i of a table is a whole layer, seen as the matrix M_i with n_i rows and m_i columns, row-major: n_i m_i is the
 row's length. Its factors P_i (n_i x r_i) and Q_i (m_i x r_i) lie in flat arrays, see
-:class:`gradcomp.kernels.arguments.Factor`. M lives in the rows' next residuals, which hold the new residual in the end.
+:class:`gradcomp.kernels.arguments.Factor`. M lies in the rows' next residuals, which end up as the new residuals.
 
-`orthogonalise`, `expand` and `subtract` work on what all ranks hold alike and give the same bytes in every body:
-each product and sum is rounded on its own, in the order written here. `project` and `back_project` come before the
-last reply of the network; bodies agree on M, but sum P and Q in an order of their own.
+`orthogonalise`, `expand` and `subtract` work on data that is equal on all ranks and give the same bytes in every
+body: each product and sum is rounded on its own, in the order written here. `project` and `back_project` work on a
+rank's own data; bodies agree on M, but sum P and Q in an order of their own.
 
-Each call raises TypeError for an array that is not a contiguous vector of its dtype, and ValueError for a row whose
-numbers do not fit together, that is float64, or whose factors do not lie inside their arrays.
+Each call raises TypeError for an array that is not a contiguous vector of its dtype, and ValueError for a row that is
+float64, whose numbers do not fit together, or whose factors do not lie inside their arrays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from gradcomp.kernels.segments import (
 )
 
 DEPENDENT = 2.0**-20
-"""A column whose norm falls below this part of what it was depends on those before it."""
+"""A column whose norm falls below this fraction of its initial norm depends on the columns before it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Matrix:
         return next_residual_of(self.segment).reshape(self.n, self.m)
 
     def product(self) -> Floats:
-        """P Q^T, summed over the columns of both from the first to the last."""
+        """Returns P Q^T, summed over the columns of both from the first to the last."""
         if not self.p.size or not self.q.size:
             return np.zeros((self.n, self.m), np.float32)
         terms = (p[:, None] * q[None, :] for p, q in zip(self.p, self.q, strict=True))
@@ -79,7 +79,7 @@ def project(
     *,
     decay: float,
 ) -> None:
-    """next residual <- M = factor * gradient + decay * residual, and P <- M Q.
+    """Computes next residual <- M = factor * gradient + decay * residual, and P <- M Q.
 
     A layer with a non-finite element of M gets its flag set and a P of NaN; its next residual is unspecified then.
 
@@ -109,7 +109,7 @@ def project(
 
 
 def back_project(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
-    """Q <- M^T P, with M in the next residual.
+    """Computes Q <- M^T P, with M in the next residual.
 
     Args:
         table: SEGMENT rows; reads next residual.
@@ -124,21 +124,21 @@ def back_project(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> N
 
 
 def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor) -> None:
-    """Make the columns of each P orthonormal, in place, or zero where they depend on those before them.
+    """Makes the columns of each P orthonormal, in place, or zero where they depend on those before them.
 
     For each column x, from the first to the last:
 
         x <- 2^e x, so that its largest magnitude is in [1, 2)
         twice, for each column u before: x <- x - (u . x) u
-        x <- x / |x| if |x| > 2^-20 of what it was before the subtractions, else 0
+        x <- x / |x| if |x| > 2^-20 of its norm before the subtractions, else 0
 
     Scalar products are float64, in the order of `reference_sums`; vectors are float32. The columns that are not zero
     satisfy |P^T P - I| < 1e-6, nearly dependent ones included. A P that is not finite becomes NaN.
 
-    Source: Vogels et al. 2019, Algorithm 1, line 5 (modified Gram-Schmidt). We differ in the scaling, so that no
-    magnitude under- or overflows; in the second pass, without which nearly dependent columns are far from orthogonal;
-    and in the zeros, where dividing by a norm of rounding errors, or of nothing, would put noise or NaN: P P^T is an
-    orthogonal projection all the same, and a layer of zeros gets a mean of exactly zero.
+    Source: Vogels et al. 2019, Algorithm 1, line 5 (modified Gram-Schmidt). We differ in the scaling, which keeps
+    magnitudes from under- and overflow; in the second pass, without which nearly dependent columns are far from
+    orthogonal; and in the zeros, where dividing by a norm of rounding errors, or by zero, would give noise or NaN: P
+    P^T is an orthogonal projection all the same, and a layer of zeros gets a mean of exactly zero.
 
     Args:
         rows: int64, n of each layer.
@@ -168,7 +168,7 @@ def expand(
     divisor: float,
     scale: float,
 ) -> None:
-    """output <- scale * ((P Q^T) / divisor), rounded to the row's dtype.
+    """Writes output <- scale * ((P Q^T) / divisor), rounded to the row's dtype.
 
     (P Q^T)[a, b] = ((P[a, 0] Q[b, 0]) + P[a, 1] Q[b, 1]) + ..., each product and sum rounded to float32. A layer whose
     flag is set on entry is filled with NaN; one with a non-finite output gets its flag set. Rows without an output
@@ -197,7 +197,7 @@ def expand(
 
 
 def subtract(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
-    """next residual <- next residual - P Q^T, the product as in `expand`.
+    """Computes next residual <- next residual - P Q^T, the product as in `expand`.
 
     Args:
         table: SEGMENT rows; reads and writes next residual.
@@ -211,18 +211,18 @@ def subtract(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
 
 
 def keep(sides: Int64s, ranks: Int64s, factor: Factor, kept: Floats, before: Int64s, after: Int64s) -> None:
-    """Keep each factor, column by column, for another step.
+    """Stores each factor, column by column, for the next step.
 
-    For each column x of a factor, and the one y that was kept before: y <- y if x is zero, else x scaled by the power
-    of two that brings its largest magnitude into [1/2, 1). What is not finite stays as it is.
+    For each column x of a factor, and the stored column y: y <- y if x is zero, else x scaled by the power of two that
+    brings its largest magnitude into [1/2, 1). A column that is not finite is not scaled.
 
     Args:
         sides: int64, elements of a column of each layer.
         ranks: int64, r of each layer.
         factor: read.
-        kept: float32; read and written.
-        before: int64, where what was kept of each begins.
-        after: int64, where what is kept now begins: nowhere where something is read.
+        kept: float32; the storage, read and written.
+        before: int64, where each stored factor begins.
+        after: int64, where each new one is to begin: nowhere where something is read.
     """
     sizes = sides * ranks
     if not sizes.any():
@@ -242,13 +242,13 @@ def keep(sides: Int64s, ranks: Int64s, factor: Factor, kept: Floats, before: Int
 
 
 def _independent_part(x: Floats, before: Floats) -> Floats:
-    """The unit vector along what x has beyond the orthonormal rows of `before`, or zero if that is nothing."""
+    """Returns the unit vector along what x has beyond the orthonormal rows of `before`; zero if x depends on them."""
     if not x.any():
         return np.zeros_like(x)
     _, exponent = np.frexp(np.abs(x).max().astype(np.float64))
     x = (x * np.ldexp(1.0, 1 - exponent)).astype(np.float32)  # the largest magnitude is in [1, 2)
     whole = np.sqrt(dot(x, x))
-    # Once leaves rounding errors that are large beside a small remainder; twice is enough.
+    # One pass leaves rounding errors that are large beside a small remainder; two passes are enough.
     for u in (*before, *before):
         x = x - np.float32(dot(u, x)) * u
     norm = np.sqrt(dot(x, x))
@@ -259,7 +259,7 @@ def _independent_part(x: Floats, before: Floats) -> Floats:
 
 
 def dot(x: Floats, y: Floats) -> np.float64:
-    """x . y in float64, in the order of `reference_sums`."""
+    """Returns x . y in float64, in the order of `reference_sums`."""
     (total,) = ordered_sum(np.multiply(x, y, dtype=np.float64)[None])
     return np.float64(total)
 
@@ -270,7 +270,7 @@ def dot(x: Floats, y: Floats) -> np.float64:
 def _matrices(
     table: SegmentTable, shapes: Shapes, p: Factor, q: Factor, *, outputs: bool = False
 ) -> Iterator[_Matrix]:
-    """The layers of a call, or those with an output, all checked before the first is given out."""
+    """Checks all layers of a call, or those with an output, and then iterates over them."""
     check_array("table", table, SEGMENT)
     check_array("p", p.values, np.float32)
     check_array("q", q.values, np.float32)

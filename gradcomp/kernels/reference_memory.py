@@ -1,4 +1,4 @@
-"""What the rows of a table refer to, as NumPy arrays."""
+"""NumPy arrays of the memory that rows of a table refer to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def memory_at(address: int, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """So many items at an address, to be read and written."""
+    """Returns an array of so many items at an address, to be read and written."""
     if length == 0:
         return np.empty(0, dtype)
     memory = (ctypes.c_uint8 * (int(length) * dtype.itemsize)).from_address(int(address))
@@ -23,7 +23,7 @@ def memory_at(address: int, length: int, dtype: np.dtype[Any]) -> npt.NDArray[An
 
 
 def gradient_of(segment: np.void, number: Any) -> npt.NDArray[Any]:
-    """To be read only: it may be the gradient itself."""
+    """Returns the gradient as ``number``; read-only by convention, as it may be the gradient itself."""
     if not segment["gradient"]:
         return np.zeros(int(segment["length"]), number)
     return memory_at(segment["gradient"], segment["length"], DTYPES[segment["dtype"]]).astype(
@@ -32,15 +32,15 @@ def gradient_of(segment: np.void, number: Any) -> npt.NDArray[Any]:
 
 
 def residual_of(segment: np.void) -> Floats:
-    """To be read only."""
+    """Returns the residual; read-only by convention."""
     return memory_at(segment["residual"], segment["length"], DTYPES[FLOAT32])
 
 
 def next_residual_of(segment: np.void) -> Floats:
-    """To be written, and read by those that find a contribution there."""
+    """Returns the next residual, to be written; some kernels read a contribution from it."""
     return memory_at(segment["next_residual"], segment["length"], DTYPES[FLOAT32])
 
 
 def all_finite(values: npt.NDArray[Any]) -> bool:
-    """Whether no value is infinite or NaN."""
+    """Tells whether no value is infinite or NaN."""
     return bool(np.isfinite(values).all())

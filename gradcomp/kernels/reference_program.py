@@ -13,19 +13,19 @@ Steps: TypeAlias = npt.NDArray[np.int32]
 Doubles: TypeAlias = npt.NDArray[np.float64]
 
 NEVER: Final = (1 << 31) - 1
-"""Among steps: a choice that the layer does not have."""
+"""The number of steps that marks a choice that the layer does not have."""
 
 MAX_CHOICES: Final = 1 << 16
-"""Choices of a layer that two bytes can number."""
+"""The most choices of a layer, which are numbered in two bytes."""
 
 MAX_REACH: Final = 1 << 24
-"""Steps, beyond the least possible, that a row of the program has room for."""
+"""The most steps above the least possible total that a row of the program covers."""
 
 
 def cheapest(steps: Steps, costs: Doubles, chosen: Steps, *, budget: int) -> bool:
-    """Write the choice of every layer that costs least within a budget of steps; False if none fits.
+    """Writes each layer's choice for the least total cost within a budget of steps; returns False if none fits.
 
-    See `program.cheapest` for arguments, ties and errors; `chosen` is written only if something was found.
+    See `program.cheapest` for arguments, ties and errors; `chosen` is written only if there is a solution.
     """
     _check(steps, costs, chosen, budget)
     layers = [_candidates(*rows) for rows in zip(steps, costs, strict=True)]
@@ -36,7 +36,7 @@ def cheapest(steps: Steps, costs: Doubles, chosen: Steps, *, budget: int) -> boo
         return False
     if sum(float(layer.costs[0]) for layer in layers) == np.inf:
         raise ValueError("the costs add up to more than a float64 holds")
-    # Steps are counted from the least possible on: cell e of a row holds the least cost of e steps more.
+    # Steps are counted from the least possible total: cell e of a row holds the least cost of e steps above it.
     layers = [_within(layer, slack) for layer in layers]
     if min(sum(int(layer.steps[-1]) for layer in layers), slack) > MAX_REACH:
         raise ValueError(f"the budget leaves more than {MAX_REACH} steps to choose from")
@@ -57,7 +57,7 @@ def cheapest(steps: Steps, costs: Doubles, chosen: Steps, *, budget: int) -> boo
 
 
 class _Candidates(NamedTuple):
-    """The choices of a layer that can be part of the answer: more steps, less cost."""
+    """The choices of a layer that can be part of the answer; they ascend in steps and descend in cost."""
 
     steps: npt.NDArray[np.int64]
     costs: Doubles
@@ -65,7 +65,7 @@ class _Candidates(NamedTuple):
 
 
 def _candidates(steps: Steps, costs: Doubles) -> _Candidates:
-    """The choices that are cheaper than all others with as few steps, by ascending steps."""
+    """Returns the choices that are cheaper than all others with as few steps, by ascending steps."""
     numbers = np.flatnonzero((steps != NEVER) & np.isfinite(costs))
     numbers = numbers[np.lexsort((costs[numbers], steps[numbers]))]
     before = np.minimum.accumulate(np.concatenate([[np.inf], costs[numbers]]))[:-1]
@@ -74,13 +74,13 @@ def _candidates(steps: Steps, costs: Doubles) -> _Candidates:
 
 
 def _within(layer: _Candidates, slack: int) -> _Candidates:
-    """The candidates with at most that many steps more than the first, and how many more."""
+    """Returns the candidates of at most ``slack`` steps more than the first, with their steps above the first's."""
     more = layer.steps - layer.steps[0]
     return _Candidates(*(column[more <= slack] for column in (more, layer.costs, layer.numbers)))
 
 
 def _relax(before: Doubles, layer: _Candidates, cells: int) -> tuple[Doubles, npt.NDArray[Any]]:
-    """after[e] = min over c of before[e - steps[c]] + costs[c], and that c; of equals the first."""
+    """Returns after[e] = min over c of before[e - steps[c]] + costs[c], and the first c that attains it."""
     after = np.full(cells, np.inf)
     taken = np.zeros(cells, np.uint8 if len(layer.steps) <= 256 else np.uint16)
     for c, (step, cost) in enumerate(zip(layer.steps.tolist(), layer.costs.tolist(), strict=True)):
@@ -93,7 +93,7 @@ def _relax(before: Doubles, layer: _Candidates, cells: int) -> tuple[Doubles, np
 
 
 def check_choices(name: str, array: Any, dtype: Any) -> None:
-    """Raise TypeError for anything but a contiguous matrix of `dtype`."""
+    """Raises TypeError for anything but a contiguous matrix of `dtype`."""
     if not (
         isinstance(array, np.ndarray)
         and array.dtype == dtype

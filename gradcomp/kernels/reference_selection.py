@@ -44,7 +44,7 @@ MAX_LAYER_ELEMENTS: Final = (1 << 32) - 1
 
 
 def contribute(table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
-    """next residual <- c; flags[i] |= 1 if some c of row i is not finite.
+    """Computes next residual <- c, and flags[i] |= 1 if some c of row i is not finite.
 
     Args:
         table: SEGMENT rows; reads gradient, residual; writes next residual.
@@ -63,7 +63,7 @@ def contribute(table: SegmentTable, flags: Bytes, factors: Floats, *, decay: flo
 
 
 def squares(table: SegmentTable, out: Doubles) -> None:
-    """out[i] = sum of g * g over the gradient of row i; the product is float64, and 0 if the gradient is absent.
+    """Computes out[i] = sum of g * g over the gradient of row i, in float64; 0 if the gradient is absent.
 
     Args:
         table: SEGMENT rows; reads gradient, of any dtype.
@@ -88,10 +88,11 @@ def select_top(
     decay: float,
     zeros: bool,
 ) -> None:
-    """`contribute`, and select the counts[i] elements of row i with the largest |c|: TopK. found[i]: how many.
+    """Runs `contribute` and selects the counts[i] elements of row i with the largest |c|; found[i]: their number.
 
-    With ``zeros`` exactly counts[i]; a row with a non-finite c gets its flag, and the indices 0, 1, ... with values of
-    0. Without, c = 0 is not selected: min(counts[i], number of c != 0) elements, and none of a row with a non-finite c.
+    With ``zeros`` it selects exactly counts[i]; a row with a non-finite c gets its flag, and the indices 0, 1, ...
+    with values of 0. Without, it never selects c = 0: it takes min(counts[i], number of c != 0) elements, and none of
+    a row with a non-finite c.
 
     Args:
         table: SEGMENT rows; reads gradient, residual; writes next residual.
@@ -143,12 +144,12 @@ def select_above(
     values: Floats,
     found: Numbers,
 ) -> None:
-    """Select the elements of row i with |c| >= thresholds[i], or the limits[i] largest of them; found[i]: how many.
+    """Selects the elements of row i with |c| >= thresholds[i], or the limits[i] largest; found[i]: their number.
 
     Args:
         table: SEGMENT rows; reads c in next residual.
         thresholds: float32, one per row; nothing is selected by NaN.
-        limits: int64, one per row, not negative: room of the row's selection.
+        limits: int64, one per row, not negative: capacity of the row's selection.
         offsets: int64, one per row: where the row's selection begins.
         indices: uint32, written.
         values: float32, written: c of the selected elements.
@@ -174,9 +175,9 @@ def select_above(
 def sample_thresholds(
     table: SegmentTable, counts: Numbers, thresholds: Floats, *, stride: int, phase: int
 ) -> None:
-    """thresholds[i]: about the counts[i]-th largest |c| of row i, from a sample of it.
+    """Estimates the counts[i]-th largest |c| of row i from a sample, and writes it to thresholds[i].
 
-    The sample is the elements phase, phase + stride, ..., m of them, or all elements if these are none. The
+    The sample is the elements phase, phase + stride, ..., m of them, or all elements if there are none of these. The
     threshold is the magnitude of rank max(1, round(counts[i] * m / length)) in the sample, the largest having
     rank 1; the rank is computed in float64 and rounded to even. It is +inf where counts[i] or the length is 0.
     A NaN in the sample counts as infinite.
@@ -188,7 +189,7 @@ def sample_thresholds(
         stride: distance of the sampled elements, at least 1.
         phase: first sampled element, not negative.
 
-    Source: Deep Gradient Compression (Lin et al., ICLR 2018), section 3.1, which samples at random; a stride
+    Source: Deep Gradient Compression (Lin et al. 2018), section 3.1, which samples at random; a stride
     with a random phase reads as little and needs no random numbers per element.
     """
     check_vectors(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
@@ -216,7 +217,7 @@ def tail(
     squares_out: Doubles,
     maxima: Floats,
 ) -> None:
-    """Over the elements of row i with |c| >= thresholds[i]: number, sum of |c|, sum of |c|**2, and largest |c|.
+    """Computes number, sum of |c|, sum of |c|**2 and largest |c| of the elements of row i with |c| >= thresholds[i].
 
     The sums run over all positions of the row, where other elements contribute 0. Without such elements all four
     are 0.
@@ -248,7 +249,7 @@ def tail(
 
 
 def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
-    """values <- next residual[indices], for the selection of each row.
+    """Copies values <- next residual[indices], for the selection of each row.
 
     Args:
         table: SEGMENT rows; reads c in next residual.
@@ -267,7 +268,7 @@ def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indice
 
 
 def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
-    """next residual[indices] <- values, for the selection of each row; of a repeated index the last value stays.
+    """Copies next residual[indices] <- values, for the selection of each row; of a repeated index the last value stays.
 
     Args:
         table: SEGMENT rows; writes next residual.
@@ -289,7 +290,7 @@ def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices
 
 
 def _contribute(segment: np.void, factor: np.float32, decay: float) -> bool:
-    """Write c to the next residual; return whether some of it is not finite."""
+    """Writes c to the next residual; returns True if some of it is not finite."""
     with np.errstate(all="ignore"):
         c = factor * gradient_of(segment, np.float32)
         if segment["residual"]:
@@ -299,7 +300,7 @@ def _contribute(segment: np.void, factor: np.float32, decay: float) -> bool:
 
 
 def largest_of(c: Floats, candidates: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.intp]:
-    """The `count` candidates of largest |c|, ties by lower index; candidates and result ascend."""
+    """Returns the `count` candidates of largest |c|, ties by lower index; candidates and result ascend."""
     if count >= len(candidates):
         return candidates
     descending = np.argsort(-np.abs(c[candidates]), kind="stable")
@@ -310,7 +311,7 @@ def largest_of(c: Floats, candidates: npt.NDArray[np.intp], count: int) -> npt.N
 
 
 def check_vectors(table: SegmentTable, **vectors: tuple[Any, Any, bool]) -> None:
-    """The table, and vectors (array, dtype, written to) with one item per row."""
+    """Checks the table, and vectors (array, dtype, written to), which have one item per row."""
     check_array("table", table, SEGMENT)
     for name, (array, dtype, writable) in vectors.items():
         check_array(name, array, dtype, writable=writable)
@@ -324,19 +325,19 @@ def check_vectors(table: SegmentTable, **vectors: tuple[Any, Any, bool]) -> None
 
 
 def check_narrow(table: SegmentTable) -> None:
-    """Raise ValueError for the first float64 row."""
+    """Raises ValueError for the first float64 row."""
     require_rows(table, table["dtype"] != FLOAT64, "selections are made from float32 and half precision")
 
 
 def check_next_residuals(table: SegmentTable) -> None:
-    """Raise ValueError for the first row with elements and no next residual."""
+    """Raises ValueError for the first row with elements and no next residual."""
     require_rows(
         table, (table["next_residual"] != 0) | (table["length"] == 0), "the row has no next residual"
     )
 
 
 def check_counts(table: SegmentTable, counts: Numbers) -> None:
-    """Raise ValueError for the first row with fewer elements than its count."""
+    """Raises ValueError for the first row with fewer elements than its count."""
     require_rows(table, (counts >= 0) & (counts <= table["length"]), "the count is not in 0..length")
 
 
@@ -349,7 +350,7 @@ def check_places(
     *,
     writable: bool,
 ) -> None:
-    """The flat arrays, and that all selections lie inside them."""
+    """Checks the flat arrays, and that all selections lie inside them."""
     check_array("indices", indices, np.uint32, writable=writable)
     check_array("values", values, np.float32, writable=writable)
     check_aligned(indices=indices, values=values)
@@ -357,7 +358,7 @@ def check_places(
 
 
 def check_inside(table: SegmentTable, offsets: Numbers, counts: Numbers, capacity: int) -> None:
-    """Raise ValueError for the first row whose selection does not lie inside arrays of so many items."""
+    """Raises ValueError for the first row whose selection does not lie inside arrays of so many items."""
     # Written as a difference: the sum of a hostile offset and a count could wrap.
     require_rows(
         table,

@@ -3,12 +3,12 @@
 Sums over a bucket, a layer or a column are float64. They are added up as follows::
 
     chunk     4,096 elements that follow each other; the last one may be shorter
-    lane      element i of a chunk belongs to lane i mod 16; a lane starts at +0 and adds its elements as they come
+    lane      element i of a chunk belongs to lane i mod 16; a lane starts at +0 and adds its elements in order
     in chunk  the 16 lanes become 8, 4, 2 and 1: lane k plus lane k + width, for the width 8, then 4, 2 and 1
     chunks    neighbours are added, chunk 2 k plus chunk 2 k + 1, until one sum is left; of an odd number the last
               stays as it is
 
-A lane's sum is never -0. So zeros in place of elements or chunks that do not exist change nothing. Sixteen lanes fill
+A lane's sum is never -0, so that zeros in place of missing elements or chunks change nothing. Sixteen lanes fill
 the vectors of a CPU; sixteen threads of a GPU add a chunk while others add the other chunks.
 """
 
@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK: Final = 4096
-"""Elements of a chunk."""
+"""The number of elements of a chunk."""
 
 _LANES: Final = 16
 
 
 def ordered_sum(x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The sum of each row of a matrix, in float64 and in the order of this module."""
+    """Returns the sum of each row of a matrix, in float64 and in the order of this module."""
     rows, elements = x.shape
     chunks = max(-(-elements // CHUNK), 1)
     steps = -(-min(elements, CHUNK) // _LANES)

@@ -1,4 +1,4 @@
-"""Kernel calls that come again in every step, over the same arrays."""
+"""Kernel calls that recur in every step over the same arrays, which a device keeps as one prepared call."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ class _Part:
 
 
 class Routine:
-    """Kernel calls that follow each other, over the same arrays in every step: a device keeps them as one call.
+    """Successive kernel calls over arrays that stay the same from step to step; a device keeps them as one call.
 
-    Between two times only the contents of the arrays change, of tables only the columns of addresses. A routine goes
-    through one of two doors. :func:`gradcomp.kernels.together` runs its block every time, with numbers of its own;
-    what the device has checked once it does not check again. :class:`Phase` takes parts that say by a key whether
-    anything is new; if nothing is, none of them is asked. On the host the kernels run one by one, every time.
+    From one run to the next only the contents of the arrays change, in tables only the columns of addresses. A routine
+    is used in one of two ways. :func:`gradcomp.kernels.together` runs its block every time, with new numbers; the
+    device only skips the checks that it has made before. :class:`Phase` takes parts whose keys tell whether anything
+    is new; if nothing is, it runs the kept call without running the parts. On the host the kernels run one by one,
+    every time.
     """
 
     __slots__ = ("arrays", "prepared", "runs")
 
     def __init__(self) -> None:
-        # What the device keeps: the call, its arrays, and what it was put together from.
+        # The device keeps the call, its arrays, and the runs that the call was made of.
         self.prepared: Any = None
         self.arrays: Sequence[Any] = ()
         self.runs: list[Any] = []
 
 
 class _Kept(NamedTuple):
-    """A routine, by the parts that it was put together from."""
+    """A routine, and the keys and arrays of the parts that it was made of."""
 
     keys: list[Hashable]
     given: list[Any]
@@ -52,26 +53,26 @@ class _Kept(NamedTuple):
 
 
 class Phase:
-    """What is done in one phase of a bucket in every step: mostly the same calls, or those of some steps before.
+    """One phase of an exchange bucket's step, with the routines of its last steps, which mostly recur.
 
     ``device``: where the gradients are.
     """
 
-    #: Routines that are kept: state that alternates between two places has two.
+    #: The number of routines that are kept: two, as state alternates between two buffers.
     MOST = 2
 
     __slots__ = ("_kept", "device")
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._kept: list[_Kept] = []  # what ran last comes last
+        self._kept: list[_Kept] = []  # in the order of their last runs
 
     def collecting(self) -> Collected:
-        """What is done this time; see :class:`Collected`."""
+        """Returns the collector of this run's parts."""
         return Collected(self)
 
     def find(self, keys: list[Hashable], given: list[Any]) -> _Kept | None:
-        """The routine of these parts; one of the same keys over other arrays is forgotten."""
+        """Returns the routine of these parts; forgets one with the same keys over other arrays."""
         kept = self._kept
         for place in range(len(kept) - 1, -1, -1):
             one = kept[place]
@@ -82,7 +83,7 @@ class Phase:
         return None
 
     def keep(self, one: _Kept) -> None:
-        """For the next time."""
+        """Keeps a routine for later steps."""
         if self._kept and self._kept[-1] is one:
             return
         self.forget(one)
@@ -90,14 +91,14 @@ class Phase:
         del self._kept[: -self.MOST]
 
     def forget(self, one: _Kept) -> None:
-        """It has failed, perhaps."""
+        """Drops a routine, as after a failure."""
         self._kept = [each for each in self._kept if each is not one]
 
 
 class Collected:
-    """Blocks; what their thread runs by :func:`run` inside is done by :meth:`start`, in one call on a device.
+    """Collects what its thread passes to :func:`run` inside its blocks; :meth:`start` runs it, on a device in one call.
 
-    From then on it is a :class:`gradcomp.kernels.pending.Pending`.
+    After :meth:`start` it is a :class:`gradcomp.kernels.pending.Pending`.
     """
 
     __slots__ = ("_call", "_is_new", "_kernels", "_one", "_parts", "_phase")
@@ -108,7 +109,7 @@ class Collected:
         self._call: Pending | None = None
 
     def __enter__(self) -> Collected:
-        assert getattr(_thread, "parts", None) is None, "a phase is no part of another one"
+        assert getattr(_thread, "parts", None) is None, "a phase cannot be entered inside another one"
         _thread.parts = self._parts
         return self
 
@@ -116,7 +117,7 @@ class Collected:
         _thread.parts = None
 
     def start(self) -> None:
-        """Behind the last block."""
+        """Starts the collected calls; follows the last block."""
         parts, phase = self._parts, self._phase
         if not parts:
             return
@@ -145,11 +146,9 @@ class Collected:
             raise
 
     def done(self) -> bool:
-        """See :class:`gradcomp.kernels.pending.Pending`."""
         return self._call is None or self._call.done()
 
     def finish(self) -> None:
-        """See :class:`gradcomp.kernels.pending.Pending`."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -164,7 +163,7 @@ class Collected:
         self._conclude()
 
     def _failed(self) -> None:
-        """One by one, the parts say where the fault is."""
+        """Runs the parts one by one, so that the faulty one raises its own error."""
         self._phase.forget(self._one)
         for part in self._parts:
             part.work()
@@ -180,7 +179,7 @@ class Collected:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Inside, what this thread runs is no part of its phase: results are there when :func:`run` returns."""
+    """Runs what this thread passes to :func:`run` inside at once, outside its phase: results are there on return."""
     parts = getattr(_thread, "parts", None)
     _thread.parts = None
     try:
@@ -195,16 +194,17 @@ def run(
     work: Callable[[], None],
     after: Callable[[], None] | None = None,
 ) -> None:
-    """Let ``work`` call kernels, at the end of this thread's phase, or at once where it is in none.
+    """Collects ``work``, which calls kernels, for this thread's phase; runs it at once outside a phase.
 
-    A phase that is the same as one before is repeated on a device: with what the arrays hold now, and without
-    asking ``work``. So ``work`` does nothing but call kernels, none of which needs what another one leaves on the host.
+    On a device a phase that is the same as an earlier one is repeated with the present contents of the arrays, without
+    calling ``work``. Therefore ``work`` does nothing but call kernels, none of which needs what another one leaves on
+    the host.
 
     Args:
-        key: all that decides about the calls beside ``arrays``: numbers, and of what arrays hold, whatever makes
+        key: everything that determines the calls beside ``arrays``: numbers, and whatever of the arrays' contents makes
             kernels do something else.
         arrays: tables and messages that are the same objects from step to step. Other arrays that ``work`` uses are
-            used again as well, so that they must belong to these calls alone.
+            reused as well, so they must belong to these calls alone.
         work: calls kernels.
         after: called when results are there.
     """

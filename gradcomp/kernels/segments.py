@@ -1,14 +1,14 @@
-"""The segment table: what a kernel call works on, and how many bytes it puts on the wire.
+"""The segment table that kernel calls work on, and the sizes of its payloads.
 
 A kernel call serves a whole group of segments. A segment is a run of consecutive elements of one layer with
 one level; the table has one row per segment and refers to memory by address, so that gradients are read and
-means are written where they lie. Whoever fills in an address keeps the array behind it alive during the call.
+means are written in place. Whoever fills in an address keeps the array behind it alive during the call.
 
 The payload of a segment is ``[one scale record per bucket, in order][codes]``, little endian, without padding
-between the two; of NVFP4 the unit of all scales, a float32, comes first. Codes of the quantising codecs form one bit
+between the two; for NVFP4 the unit of all scales, a float32, comes first. Codes of the quantising codecs form one bit
 stream: code i occupies the bits [i*bits, (i+1)*bits), bit 0 of a byte being its least significant one; unused bits of
-the last byte are zero. Casts store one element per code. Where each bucket has bits of its own, `reference_bits` has
-the layout.
+the last byte are zero. Casts store one element per code. `reference_bits` describes the layout of codecs whose buckets
+have bits of their own.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
 BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1, NVFP4)
 
 UNIT_BYTES: Final = {NVFP4: 4}
-"""Of the number that scales of all buckets of a segment are multiples of, in front of them."""
+"""Bytes of the unit in front of a segment's scale records; all scales of the segment are multiples of it."""
 
 ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
 """The codecs whose buckets have bits of their own: see `reference_bits`."""
 
 STOCHASTIC: Final = (MINMAX, L2, LINF, BF16, VOTE, *CODEBOOKS, *BLOCK_FLOATS, *ALLOCATED, MINMAX_SHIFT)
-"""The codecs that can draw, to round stochastically, to shift or to decide a tie; others make nothing of a draw."""
+"""The codecs that use a draw, to round stochastically, to shift or to decide a tie; others ignore it."""
 
 FLOAT32: Final = 0
 FLOAT16: Final = 1
@@ -89,16 +89,16 @@ DTYPES: Final[tuple[np.dtype[Any], ...]] = (
 _ITEM_BYTES: Final = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.uint64)
 
 DTYPE_NUMBERS: Final = {dtype.name: number for number, dtype in enumerate(DTYPES)}
-"""And the number of each, by its name."""
+"""The number of each dtype in the table, by its name."""
 
 MAX_ELEMENTS: Final = 1 << 35
-"""Elements per layer: the random counter holds element // 8 in 32 bits."""
+"""The most elements of a layer: the random counter holds element // 8 in 32 bits."""
 
 OWNER_RANK: Final = 0xFFFFFFFF
-"""The rank in the random counter of a chunk's owner, who encodes the mean."""
+"""The rank in the random counter when a chunk's owner encodes the mean."""
 
 RESIDUAL_BIT: Final = 0x80000000
-"""Flips in the rank of the random counter for draws that round a residual: those of its code must not decide again."""
+"""Flipped in the random counter's rank for draws that round a residual, which must not be those of its code."""
 
 SEGMENT: Final = np.dtype(
     [
@@ -110,7 +110,7 @@ SEGMENT: Final = np.dtype(
         ("start", "<i8"),  # number of the segment's first element within its layer
         ("length", "<i8"),  # elements
         ("layer", "<u4"),  # layer hash, a word of the random counter
-        ("level", "<i4"),  # bits of a quantising codec's codes, see LEVELS; else whatever its compressor says
+        ("level", "<i4"),  # bits of a quantising codec's codes, see LEVELS; else defined by the compressor
         ("bucket_size", "<i4"),  # elements per scale record; FP32, BF16 and FP64 ignore it
         ("dtype", "<i4"),  # of gradient and output, an index into DTYPES
     ]
@@ -122,11 +122,11 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 MAGNITUDES_SHAPE: Final = (9, 128)
 
 Magnitudes: TypeAlias = npt.NDArray[np.float32]
-"""What the codebooks need: row b holds the 2**(b-1) magnitudes for b bits in ascending order, from 0 to 1."""
+"""The magnitudes of codebooks: row b holds the 2**(b-1) ones for b bits in ascending order, from 0 to 1."""
 
 
 def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
-    """Bytes of a segment's payload."""
+    """Returns the bytes of a segment's payload."""
     if codec not in _WIRE_FORMAT:
         raise ValueError(f"unknown codec {codec}")
     if not 0 <= length <= MAX_ELEMENTS:
@@ -143,7 +143,7 @@ def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
 
 
 def wire_bytes_table(codec: int, table: SegmentTable) -> npt.NDArray[np.int64]:
-    """Bytes of each segment's payload, for a table whose rows :func:`check_table` would accept."""
+    """Returns the bytes of each segment's payload, for a table whose rows :func:`check_table` would accept."""
     if codec not in _WIRE_FORMAT:
         raise ValueError(f"unknown codec {codec}")
     length = table["length"].astype(np.int64)
@@ -183,34 +183,33 @@ _WIRE_FORMAT: Final = {
 }
 
 RECORD_OF_ALLOCATED: Final = 9
-"""Bytes of scale and bits of a bucket with bits of its own."""
+"""Bytes of the scale record and the number of bits of a bucket with bits of its own."""
 
 
 def bytes_of_allocated(length: Any, bits: Any, bucket_size: Any) -> Any:
-    """The room that a segment has whose buckets take ``bits`` on average: whole groups of eight codes a bucket."""
+    """Returns the payload bytes of a segment whose buckets take ``bits`` on average, in whole groups of eight codes."""
     whole, rest = length // bucket_size, length % bucket_size
     groups = whole * groups_of(bucket_size) + groups_of(rest)
     return RECORD_OF_ALLOCATED * (whole + (rest > 0)) + groups * bits
 
 
 def groups_of(values: Any) -> Any:
-    """Groups of eight, the last of which may be incomplete."""
+    """Returns the number of groups of eight, the last of which may be incomplete."""
     return (values + 7) // 8
 
 
 def is_table(argument: Any) -> bool:
-    """Whether it is an array of SEGMENT rows."""
     return isinstance(argument, np.ndarray) and argument.dtype == SEGMENT
 
 
 def byte_offsets(table: SegmentTable) -> npt.NDArray[np.uint64]:
-    """Of every row's first element, in an array that begins with element 0."""
+    """Returns the byte offset of each row's first element in an array that begins with element 0 of its layer."""
     offsets: npt.NDArray[np.uint64] = table["start"].astype(np.uint64) * _ITEM_BYTES[table["dtype"]]
     return offsets
 
 
 def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:
-    """Raise ValueError for the first row that is malformed or does not lie inside every payload buffer."""
+    """Raises ValueError for the first row that is malformed or does not lie inside every payload buffer."""
     if codec not in _WIRE_FORMAT:
         raise ValueError(f"unknown codec {codec}")
     check_elements(table)
@@ -238,7 +237,7 @@ def check_table(codec: int, table: SegmentTable, *payload_sizes: int) -> None:
 
 
 def check_elements(table: SegmentTable) -> None:
-    """Raise ValueError for the first row whose dtype or element numbers are out of range."""
+    """Raises ValueError for the first row whose dtype or element numbers are out of range."""
     require_rows(table, (table["dtype"] >= 0) & (table["dtype"] < len(DTYPES)), "unknown dtype")
     require_rows(
         table,
@@ -251,7 +250,7 @@ def check_elements(table: SegmentTable) -> None:
 
 
 def check_magnitudes(codec: int, table: SegmentTable, magnitudes: Magnitudes | None) -> None:
-    """Raise unless a codebook has magnitudes, in order for every number of bits in the table, and no other codec has.
+    """Raises unless a codebook has magnitudes, ascending for every number of bits in the table, and no other codec has.
 
     Raises:
         TypeError: not a contiguous float32 array.
@@ -281,7 +280,7 @@ def _words(levels: range) -> str:
 
 
 def require_rows(table: SegmentTable, condition: npt.NDArray[np.bool_], complaint: str) -> None:
-    """Raise ValueError for the first row that does not fulfil a condition."""
+    """Raises ValueError for the first row that does not fulfil a condition."""
     if not condition.all():
         raise ValueError(f"{complaint}: {table[int(np.argmin(condition))]}")
 
@@ -289,7 +288,7 @@ def require_rows(table: SegmentTable, condition: npt.NDArray[np.bool_], complain
 def check_array(
     name: str, array: Any, dtype: Any, length: int | None = None, *, writable: bool = False
 ) -> None:
-    """Raise TypeError for anything but a contiguous vector of `dtype`, ValueError for another length."""
+    """Raises TypeError for anything but a contiguous vector of `dtype`, ValueError for another length."""
     if not (
         isinstance(array, np.ndarray)
         and array.dtype == dtype

@@ -1,4 +1,4 @@
-"""What compressors and reductions know of the step that they work in."""
+"""The step that compressors and reductions work in: its parameters, its state and its observations."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Floats = npt.NDArray[Any]
 
 
 class Observations:
-    """What compressors note of a step while they encode it, by name and layer: for a controller."""
+    """Numbers that compressors record while they encode a step, by name and layer, for a controller."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._noted: dict[str, npt.NDArray[np.float64]] = {}
 
     def add(self, name: str, layers: Sizes, values: npt.NDArray[np.float64]) -> None:
-        """Add ``values[i]`` to what is noted of layer ``layers[i]``; no layer twice."""
+        """Adds ``values[i]`` to the number of layer ``layers[i]``; the layers are distinct."""
         self.of(name)[layers] += values
 
     def of(self, name: str) -> npt.NDArray[np.float64]:
-        """By layer number; zeros where nothing was noted."""
+        """Returns the numbers of that name by layer; zeros where nothing was recorded."""
         return self._noted.setdefault(name, np.zeros(self._layers))
 
 
@@ -34,12 +34,12 @@ class Observations:
 class StepContext:
     """One step, as one rank takes part in it.
 
-    ``draw``: where this rank's random numbers come from. ``world``: how many ranks there are. ``scale`` multiplies
-    gradients before they are encoded, and ``unscale`` the results: a loss scale and its inverse. ``average``: the
-    result is the mean over ranks, else their sum. ``rate_ratio``: the last learning rate over this one, for residuals
-    that follow it; ``decay``: what that makes of the residuals of a group. ``momenta``: the optimizer's momentum, by
-    layer, where it is known. ``fields``: the state that compressors keep by layer, beside residuals. ``observations``
-    is there if a controller looks on. ``number``: of the step.
+    ``draw``: coordinates of this rank's random numbers. ``world``: the number of ranks. ``scale`` multiplies gradients
+    before they are encoded, and ``unscale`` the results: a loss scale and its inverse. ``average``: the result is the
+    mean over ranks, else their sum. ``rate_ratio``: the last learning rate over this one, for residuals that follow
+    it; ``decay``: the resulting factor of a group's residuals. ``momenta``: the optimizer's momentum by layer, where
+    it is known. ``fields``: the state beside residuals that compressors keep by layer. ``observations`` is set if a
+    controller reads them. ``number``: the step's number.
     """
 
     draw: Draw
@@ -56,33 +56,33 @@ class StepContext:
 
     @property
     def divisor(self) -> float:
-        """Turns a sum over ranks into the result."""
+        """Returns the number that divides a sum over ranks to give the result."""
         return float(self.world) if self.average else 1.0
 
     @property
     def unscale_mean(self) -> float:
-        """Turns the mean of what was encoded into the result."""
+        """Returns the factor that turns the mean of encoded contributions into the result."""
         return self.unscale * (1 if self.average else self.world)
 
     def of(self, group: Group) -> StepContext:
-        """The context as the group sees it: a prepared gradient is scaled already."""
+        """Returns the context for a group: a prepared gradient is scaled already."""
         return replace(
             self, scale=group.scale(self.scale), decay=group.decay_at(self.rate_ratio), rate_ratio=1.0
         )
 
     def factors(self, rows: int) -> Floats:
-        """The factor of every row's gradient, as kernels take it."""
+        """Returns the factor of every row's gradient, as kernels take it."""
         return np.full(rows, self.scale, dtype=np.float32)
 
     def field(self, name: str) -> DoubleBuffer:
-        """A field's values, by layer."""
-        assert self.fields is not None, "state is there when a step runs"
+        """Returns a field's values, by layer."""
+        assert self.fields is not None, "a step that runs has its state"
         return self.fields[name]
 
     def load(self, name: str, layers: Sizes) -> Floats:
-        """The layers' values of a field, one behind the other: a copy."""
+        """Returns a copy of a field's values for these layers, one layer after another."""
         return self.field(name).load(layers)
 
     def store(self, name: str, layers: Sizes, values: Floats) -> None:
-        """What the field holds for these layers once the step is accepted."""
+        """Sets the values that the field will have for these layers once the step is accepted."""
         self.field(name).store(layers, values)

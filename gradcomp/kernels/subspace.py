@@ -1,14 +1,14 @@
 """A step of subspace iteration for all layers of a table, in three calls: one wait each where layers are on a GPU.
 
-Some layers are approximated, see :mod:`gradcomp.kernels.lowrank`; the others travel exactly beside them, in float32. A
-message holds the factors P of the former, then the latter, or the factors Q.
+Some layers are approximated, see :mod:`gradcomp.kernels.lowrank`; the others travel exactly, in float32, in the same
+messages. A message holds either the factors P of the former, then the latter, or the factors Q.
 
     project    M <- factor g + decay e;  message <- M Q, the exact layers     before the first sum
     iterate    exact layers <- their mean;  P <- orthonormal P;  Q <- M^T P    between the two
     finish     M <- M - P Q^T of this rank;  mean <- P Q^T;  keep Q            after the second
 
-Flags are uint8, one for each row of the tables; they are ORed into. Rows' payloads begin where :attr:`Layers.exact_at`
-says; approximated layers have none.
+Flags are uint8, one for each row of the tables; they are ORed into. Rows' payloads begin at :attr:`Layers.exact_at`;
+approximated layers have none.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """What stays from step to step of tables whose rows keep all but their addresses.
+    """The constant part of tables whose rows keep everything but their addresses from step to step.
 
     ``inputs``: the table whose gradients and residuals are read and whose next residuals are written; ``outputs``: the
     one for means. ``low``, ``exact``: rows of both. ``rows``, ``columns``, ``ranks``: n, m and r of the ``low`` ones;
     their factors P (r x n) and Q (r x m) begin at ``p_at`` and ``q_at`` of flat arrays of ``p_size`` and ``q_size``.
     The ``exact`` ones have ``exact_lengths`` elements, ``exact_size`` in all, and begin at the bytes ``exact_at`` of
-    the first message. A device keeps its calls by the object, whose arrays nobody may change.
+    the first message. A device finds its prepared calls by this object, so its arrays must not be changed.
     """
 
     inputs: SegmentTable
@@ -57,24 +57,24 @@ class Layers:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """n, m, r: what every kernel asks for."""
+        """Returns n, m and r of the approximated layers."""
         return Shapes(self.rows, self.columns, self.ranks)
 
     def p(self, values: Floats) -> Factor:
-        """P of the approximated layers in a flat array, or what has its shape."""
+        """Returns the factor P of the approximated layers in a flat array."""
         return Factor(values, self.p_at)
 
     def q(self, values: Floats) -> Factor:
-        """The same for Q."""
+        """Returns the factor Q of the approximated layers in a flat array."""
         return Factor(values, self.q_at)
 
     def place(self) -> None:
-        """Tell the tables where the exact layers are in the first message."""
+        """Enters the places of the exact layers in the first message into the tables."""
         for table in (self.inputs, self.outputs):
             table["payload"][self.exact] = self.exact_at
 
     def spoil(self, exact: Floats, flags: Bytes) -> None:
-        """NaN in ``exact``, the exact layers' part of a message, where flags are set, and so in all ranks' sum."""
+        """Fills flagged layers of ``exact``, the exact layers' part of a message, with NaN, for all ranks' sum."""
         if not np.count_nonzero(flags):
             return
         for row in np.flatnonzero(flags[self.exact]).tolist():
@@ -84,7 +84,7 @@ class Layers:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Where factors are kept for the next step: each begins at ``before``, and at ``after`` from now on."""
+    """The storage of factors between steps: each begins at ``before``, and at ``after`` from this step on."""
 
     memory: Floats
     before: Int64s
@@ -92,7 +92,7 @@ class Kept:
 
 
 def _one_call(on_host: Callable[Concatenate[Layers, P], None]) -> Callable[Concatenate[Layers, P], None]:
-    """Several kernels of the host; where the layers are on a device, one of that, named ``subspace_...``."""
+    """Returns a function that runs several kernels of the host, or the device's one kernel named ``subspace_...``."""
     name = f"subspace_{on_host.__name__}"
 
     @wraps(on_host)
@@ -107,7 +107,7 @@ def _one_call(on_host: Callable[Concatenate[Layers, P], None]) -> Callable[Conca
 def project(
     layers: Layers, flags: Bytes, factors: Floats, q: Factor, message: Floats, *, scale: float, decay: float
 ) -> None:
-    """Fill the first message; NaN for a layer that is not finite.
+    """Fills the first message, with NaN for a layer that is not finite.
 
     Args:
         layers: reads gradients and residuals, writes next residuals.
@@ -115,7 +115,7 @@ def project(
         factors: float32, one per row; factor of the gradient.
         q: read.
         message: float32; written.
-        scale: the factor once more, for the exact layers.
+        scale: the same factor of the gradient, for the exact layers.
         decay: factor of the residuals.
     """
     table, low, exact = layers.inputs, layers.low, layers.exact
@@ -133,14 +133,14 @@ def project(
 def iterate(
     layers: Layers, flags: Bytes, total: Floats, message: Floats, own: Floats, *, divisor: float, scale: float
 ) -> None:
-    """From the sum of the first message to the second.
+    """Makes the second message from the sum of the first one over ranks.
 
     Args:
         layers: reads next residuals; writes outputs of the exact layers, NaN where flags are set.
         flags: read, and ORed into.
         total: float32; the sum; its P becomes orthonormal.
         message: float32; written.
-        own: float32; written as ``message``, which the sum over ranks will replace.
+        own: float32; a copy of ``message``, which the sum over ranks will replace.
         divisor: number of ranks, or 1 for sums.
         scale: factor of the means.
     """
@@ -149,7 +149,7 @@ def iterate(
         found = flags[exact]
         kernels.decode(FP32, layers.outputs[exact], total.view(np.uint8), found, divisor=divisor, scale=scale)
         flags[exact] |= found
-    # A sum of M Q is the mean but for a factor, which the basis does not know.
+    # The sum of M Q is a multiple of the mean, and both have the same orthonormal basis.
     lowrank.orthogonalise(layers.rows, layers.ranks, layers.p(total))
     lowrank.back_project(layers.inputs[low], layers.shapes, layers.p(total), layers.q(message))
     own[:] = message
@@ -167,16 +167,17 @@ def finish(
     divisor: float,
     scale: float,
 ) -> None:
-    """From the sum of the second message to means, residuals and the next step's Q.
+    """Computes means, residuals and the next step's Q from the sum of the second message over ranks.
 
     Args:
         layers: reads and, with ``own``, writes next residuals; writes outputs of the approximated layers, NaN where
             flags are set.
         flags: read, and ORed into.
         p: float32; orthonormal.
-        own: float32; this rank's Q, of which the next residual is what it leaves; None: next residuals are none.
+        own: float32; this rank's Q, whose product with P is subtracted from the next residual; None: there are no
+            next residuals.
         q: float32; the sum over ranks.
-        kept: where Q is kept; None: nowhere.
+        kept: storage of Q; None: Q is not stored.
         divisor: number of ranks, or 1 for sums.
         scale: factor of the means.
     """

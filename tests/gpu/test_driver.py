@@ -88,7 +88,7 @@ def test_memory_that_torch_lends_is_counted_by_torch(driver: Any, monkeypatch: p
 
 
 def test_a_full_device_is_an_error_and_then_goes_on(driver: Any) -> None:
-    with pytest.raises(DeviceError, match="cuda:0 has no room for"):
+    with pytest.raises(DeviceError, match="cuda:0 has no memory for"):
         driver.allocate(1 << 50)
     assert driver.reaches(driver.allocate(1000).address)
 

@@ -75,5 +75,5 @@ def test_without_memory_all_ranks_raise() -> None:
     for one in ended:
         assert "RAISED True" in one.stdout, one.stdout + one.stderr
     assert "DeviceError" in ended[0].stdout
-    assert "has no room for" in ended[0].stdout
+    assert "has no memory for" in ended[0].stdout
     assert "PyTorch's allocator holds" in ended[0].stdout

@@ -161,7 +161,7 @@ def test_a_full_device_is_an_error_that_says_who_holds_what(made: Any) -> None:
     fake, driver = made
     fake.free = 1000
     with pytest.raises(
-        DeviceError, match=r"no room for 2000 bytes: 123 of 456 are free; .* holds 4096, 4096 of"
+        DeviceError, match=r"no memory for 2000 bytes: 123 of 456 are free; .* holds 4096, 4096 of"
     ):
         driver.allocate(2000)
     assert fake.freed == 1
@@ -200,7 +200,7 @@ def test_what_a_framework_keeps_and_does_not_use_is_given_back_once(made: Any) -
     pool = Lent(100, 1000)
     pools.lend(1, pool)
     assert driver.allocate(500).address == 512
-    with pytest.raises(DeviceError, match=r"no room for 5000 bytes.*Framework holds 1100 bytes"):
+    with pytest.raises(DeviceError, match=r"no memory for 5000 bytes.*Framework holds 1100 bytes"):
         driver.allocate(5000)
     assert len(pool.asked) == 4
 
@@ -272,7 +272,7 @@ def test_what_cuda_would_tell_pytorch_next_is_forgotten(by_bindings: Any) -> Non
     fake.event_status = 600
     assert not driver.reached(event)
     fake.free = 0
-    with pytest.raises(DeviceError, match="no room"):
+    with pytest.raises(DeviceError, match="no memory"):
         driver.allocate(1)
     fake.status = 700
     with pytest.raises(DeviceError):

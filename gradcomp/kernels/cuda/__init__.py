@@ -1,1 +1,1 @@
-"""The kernels on a GPU: the sources lie here, NumPy defines what they compute, and the bytes are the same."""
+"""The kernels on a GPU, with their CUDA sources; NumPy defines what they compute, and the bytes are the same."""

@@ -1,4 +1,4 @@
-"""RedSync's thresholds on a GPU, without the host between passes."""
+"""RedSync's search for thresholds on a GPU, whose passes do not wait for the host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Floats = npt.NDArray[np.float32]
 
 
 class BisectKernels(Kernels):
-    """bisect."""
+    """RedSync's search for thresholds, which belongs to no module of `reference`."""
 
     def bisect(self, table: SegmentTable, wanted: Sizes, most: Sizes, passes: int) -> Floats:
-        """Thresholds that ``wanted`` to ``most`` of each row's magnitudes reach: what RedSync's search finds.
+        """Returns thresholds that ``wanted`` to ``most`` of each row's magnitudes reach, by RedSync's search.
 
-        Reads next residuals, float32 and finite: once for the mean and the largest magnitude, then ``passes`` times,
-        of rows that are not done.
+        It reads next residuals, float32 and finite: once for the mean and the largest magnitude, then ``passes`` times
+        for the rows whose search is not over.
         """
         found = np.zeros(len(table), dtype=np.float32)
         key = ("bisect", fixed_columns(table), passes)

@@ -1,4 +1,4 @@
-"""The calls of bits.cu, written down: codes whose buckets have bits of their own.
+"""Writes down the calls of bits.cu, for codecs whose buckets have bits of their own.
 
 Arrays and numbers of a run are those of :mod:`.codes`.
 """
@@ -37,7 +37,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def write_encode_bits(call: Call, codec: int, drawn: bool, arrays: Arrays) -> None:
-    """encode or reduce, of all rows of a table."""
+    """Writes down encode, or reduce, of all rows of a table."""
     table, payload, bad, _, *payloads = arrays
     check_table(codec, table, *map(len, (payload, *payloads)))
     begins, sizes = table["payload"], wire_bytes_table(codec, table)
@@ -66,7 +66,7 @@ def write_encode_bits(call: Call, codec: int, drawn: bool, arrays: Arrays) -> No
 
 
 def write_decode_bits(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
-    """decode, of the rows that are chosen."""
+    """Writes down decode of the chosen rows."""
     table, payload, bad, _, flags = arrays
     chosen = np.flatnonzero(with_output)
     given = payload_of(call, codec, table[chosen], payload)
@@ -80,7 +80,7 @@ def write_decode_bits(call: Call, codec: int, with_output: npt.NDArray[np.bool_]
 
 
 def write_decode_add_bits(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
-    """decode_add, of the rows that are chosen."""
+    """Writes down decode_add of the chosen rows."""
     table, payload, _, _ = arrays
     chosen = np.flatnonzero(with_output)
     given = payload_of(call, codec, table[chosen], payload, added=True)
@@ -91,7 +91,7 @@ def write_decode_add_bits(call: Call, codec: int, with_output: npt.NDArray[np.bo
 
 
 class _Job:
-    """Some rows, and what kernels leave for those behind them."""
+    """Some rows of a table, and the memory by which their kernels pass on results."""
 
     def __init__(self, call: Call, codec: int, table: SegmentTable, members: Rows, payloads: int) -> None:
         self._call, self._codec = call, codec
@@ -121,7 +121,7 @@ class _Job:
         draws: Sequence[Parameter] = (0, 0, 0),
         factors: Sequence[Parameter],
     ) -> None:
-        """So many tiles of every row, a block each."""
+        """Launches so many tiles of every row, a block each."""
         places = places_of(tiles)
         scale, decay, divisor = factors
         self._call.launch(

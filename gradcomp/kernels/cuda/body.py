@@ -1,4 +1,4 @@
-"""All kernels of a device behind the names of the other bodies."""
+"""All kernels of a device under the names that they have in the other bodies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS: Final = (
     SelectionKernels,
     SubspaceKernels,
 )
-"""All kernels, by what they are for."""
+"""The classes that contain the kernels."""
 
 
 class CudaKernels:
@@ -43,6 +43,6 @@ class CudaKernels:
         for part in self._parts:
             if hasattr(part, name):
                 kernel: Callable[..., Any] = getattr(part, name)
-                setattr(self, name, kernel)  # found once
+                setattr(self, name, kernel)  # the next look-up does not come here
                 return kernel
         raise AttributeError(f"no kernel of the device is named {name!r}")

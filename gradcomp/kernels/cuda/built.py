@@ -1,7 +1,7 @@
-"""The code of a module, in a file that CuPy loads: one that came with the package, or one that is built here, once.
+"""Finds the code of a module in a file: one that came with the package, or one that is built on this machine, once.
 
-``make cubins`` builds those of the package without a GPU. They are found by what they are made of: source, options and
-the compiler's version; a change of any of them, and the code is built here again.
+``make cubins`` builds those of the package without a GPU. A file's name is a digest of source, options and the
+compiler's version; if any of them changes, the code is built on this machine again.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from gradcomp.kernels.cuda.nvrtc import installed
 logger = logging.getLogger("gradcomp")
 
 PACKAGED: Final = Path(__file__).parent / "cubins"
-"""What ``make cubins`` writes: a folder for each compiler, as ``13.0``."""
+"""Where ``make cubins`` writes: a folder for each compiler, as ``13.0``."""
 
 
 def built(module: Module, capability: int, cuda: int) -> Path:
-    """The file for devices of a compute capability, 90 for 9.0; RuntimeError if the source does not compile.
+    """Returns the file for devices of a compute capability, 90 for 9.0; RuntimeError if the source does not compile.
 
-    ``cuda``: the version that the device's driver knows, 13000 for 13.0: it loads no code of newer compilers.
+    ``cuda`` is the version that the device's driver supports, 13000 for 13.0: it loads no code of newer compilers.
     """
     return _packaged(module, capability, cuda) or _built_here(module, capability)
 
 
 def _packaged(module: Module, capability: int, cuda: int) -> Path | None:
-    """The package's file, if it has one. Code for 8.0 runs on 8.6 too: within a number, on what is newer."""
+    """Returns the package's file, if any. Code for 8.0 also runs on 8.6 and all newer devices of its major number."""
     for folder, compiler in compilers(PACKAGED):
         if 1000 * compiler[0] + 10 * compiler[1] > cuda:
             continue
@@ -41,12 +41,12 @@ def _packaged(module: Module, capability: int, cuda: int) -> Path | None:
             if found.exists():
                 if whole(found.read_bytes()):
                     return found
-                logger.warning("%s is damaged, and is not used: make cubins", found)
+                logger.warning("%s is damaged, and is not used: run make cubins to replace it", found)
     return None
 
 
 def compilers(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
-    """The folders in it that are named by a compiler's version, the newest first."""
+    """Returns the subfolders that are named by a compiler's version, the newest first."""
     found = []
     for each in folder.glob("*.*"):
         major, _, minor = each.name.partition(".")
@@ -56,12 +56,12 @@ def compilers(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _built_here(module: Module, capability: int) -> Path:
-    """A file in CuPy's folder, made if it is not there or not whole; one in memory if the folder cannot be written."""
+    """Returns a file in CuPy's folder, built unless it is there and whole; one in memory if that is not writable."""
     compiler = installed()
     known = [each for each in compiler.architectures if each <= capability]
     if not known:
         raise RuntimeError(f"NVRTC {compiler.version} compiles for no device of capability {capability}")
-    # A device that is newer than the compiler takes PTX, and its driver compiles that.
+    # For a device newer than the compiler we build PTX, which the device's driver compiles.
     kind, form = ("sm", "cubin") if max(known) == capability else ("compute", "ptx")
     architecture = f"{kind}_{max(known)}"
     folder = _folder()
@@ -74,19 +74,19 @@ def _built_here(module: Module, capability: int) -> Path:
 
 
 def compiled(module: Module, architecture: str) -> bytes:
-    """The code for an architecture: an ELF file for ``sm_90``, PTX for ``compute_90``; RuntimeError unless whole."""
+    """Returns the code for an architecture: ELF for ``sm_90``, PTX for ``compute_90``; RuntimeError unless whole."""
     form = "CUBIN" if architecture.startswith("sm_") else "PTX"
     code, _ = installed().compile(module.source, module.text(), module.settings(architecture), form)
     code = code if form == "CUBIN" else code.rstrip(b"\0")
     if not whole(code):
         raise RuntimeError(
-            f"{module}: NVRTC gave {len(code)} bytes for {architecture}, which are not all of it"
+            f"{module}: NVRTC gave {len(code)} bytes for {architecture}, which are incomplete code"
         )
     return code
 
 
 def whole(code: bytes) -> bool:
-    """Whether nothing is missing at the end: of an ELF file, by the tables that its header tells of; else of PTX."""
+    """Tells whether code is complete: an ELF file by the tables that its header lists, PTX by its last character."""
     if not code.startswith(b"\x7fELF"):
         return b".version" in code and code.rstrip().endswith(b"}")
     if len(code) < 64:
@@ -98,7 +98,7 @@ def whole(code: bytes) -> bool:
 
 
 def write(target: Path, code: bytes) -> None:
-    """All of the file or nothing: processes that start together may all build it."""
+    """Writes all of the file or nothing, as processes that start together may all build it."""
     handle, part = tempfile.mkstemp(dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -112,7 +112,7 @@ def write(target: Path, code: bytes) -> None:
 
 @cache
 def _folder() -> Path | None:
-    """CuPy's folder for such files; None if it cannot be written."""
+    """Returns CuPy's folder for such files; None if it is not writable."""
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def _folder() -> Path | None:
 
 
 def _in_memory(code: bytes) -> Path:
-    """The path of a file without a name, which ends with this process, however that ends."""
+    """Returns the path of a file without a name, which exists until this process ends."""
     descriptor = os.memfd_create("gradcomp-kernels")
     with os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(code)

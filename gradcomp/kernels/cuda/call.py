@@ -1,9 +1,9 @@
-"""One kernel call: what goes up, what runs, what comes back; one copy each way and one wait, however many rows.
+"""One kernel call: its inputs, launches and results; one copy each way and one wait, however many rows it has.
 
 Large messages in pinned memory have copies of their own.
 
-A call is written down first and runs at the end: arrays are given and asked for, launches name them, and :meth:`run`
-lays everything out in one piece of device memory (:mod:`gradcomp.kernels.cuda.layout`). A call that comes again in
+A call is written down first and runs at the end: arrays are registered, launches refer to them, and :meth:`run`
+lays everything out in one piece of device memory (:mod:`gradcomp.kernels.cuda.layout`). A call that recurs in
 every step is written down once (:mod:`gradcomp.kernels.cuda.prepared`).
 """
 
@@ -42,11 +42,11 @@ _SMALL = 1 << 16  # bytes of zeros that are copied up with all else
 
 
 class Call:
-    """See the module. Arrays that lie on the device already are used where they are.
+    """A call that is written down; see the module. Arrays that lie on the device already are used in place.
 
-    ``source`` says of an array that each run of a prepared call brings another one of the same size. Where several
-    calls become one, :meth:`renumber` says where in a run's arrays and numbers those of each are, and within one of
-    them :meth:`part` says it for its parts.
+    ``source`` identifies an array of a prepared call, whose runs each bring another one of the same size. Where
+    several calls become one, :meth:`renumber` gives the places of each call's arrays and numbers among the run's, and
+    :meth:`part` does so for the parts of one of them.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -60,11 +60,11 @@ class Call:
         self._shared: dict[tuple[str, int], Ref] = {}
 
     def renumber(self, arrays: Sequence[int], numbers: int) -> None:
-        """From now on array i is number ``arrays[i]`` of a run's, and number i is ``numbers + i``."""
+        """Makes array i of the following call number ``arrays[i]`` of a run's, and number i number ``numbers + i``."""
         self._arrays, self._numbers = self._whole = arrays, numbers
 
     def part(self, arrays: Sequence[int], numbers: int) -> None:
-        """The same within what was renumbered last."""
+        """Renumbers the arrays and numbers of a part, within those that were renumbered last."""
         of, first = self._whole
         self._arrays = [of[i] for i in arrays] if of else arrays
         self._numbers = first + numbers
@@ -72,16 +72,16 @@ class Call:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def give(self, array: npt.NDArray[Any], source: Source | None = None) -> Ref:
-        """An array that kernels read."""
+        """Registers an array that kernels read."""
         found = self._on_device(array, source)
         return found or self._add("inputs", array.nbytes, np.ascontiguousarray(array), source)
 
     def update(self, array: npt.NDArray[Any], source: Source | None = None) -> Ref:
-        """An array that kernels read and write; contiguous."""
+        """Registers a contiguous array that kernels read and write."""
         return self._on_device(array, source) or self._add("updated", array.nbytes, array, source)
 
     def result(self, array: npt.NDArray[Any], source: Source | None = None, *, zero: bool = False) -> Ref:
-        """An array that kernels write, all of it unless it begins as ``zero``; contiguous."""
+        """Registers a contiguous array that kernels write, all of it unless it begins as ``zero``."""
         found = self._on_device(array, source)
         if found is not None:
             if zero and array.nbytes:
@@ -91,18 +91,18 @@ class Call:
         return self._add("zeroed" if zero else "results", array.nbytes, array, source)
 
     def workspace(self, nbytes: int, *, zero: bool = False) -> Ref:
-        """Memory between kernels."""
+        """Reserves memory that only the call's kernels use."""
         kind = (
             "workspace" if not zero else "zeroed_workspace" if nbytes <= _SMALL else "large_zeroed_workspace"
         )
         return self._add(kind, nbytes, None)
 
     def read(self, array: npt.NDArray[Any], number: int, begin: int, end: int) -> Ref:
-        """A run's array, of which kernels read these bytes; those of the host travel once, whoever reads them."""
+        """Registers the bytes of a run's array that kernels read; bytes on the host are copied once for all readers."""
         return self._some(array, "inputs", number, begin, end)
 
     def write(self, array: npt.NDArray[Any], number: int, spans: Sequence[tuple[int, int]]) -> Ref:
-        """A run's array, of which kernels write these bytes; nothing else in it changes."""
+        """Registers the bytes of a run's array that kernels write; nothing else in it changes."""
         if not spans:
             return Ref(0, address=0, on_device=True)
         found = self._some(array, "results", number, spans[0][0], spans[-1][1])
@@ -110,7 +110,7 @@ class Call:
         return found
 
     def change(self, array: npt.NDArray[Any], number: int, spans: Sequence[tuple[int, int]]) -> Ref:
-        """A run's array, of which kernels read and write these bytes; who reads it later in the call reads the same."""
+        """Registers the bytes of a run's array that kernels change; later reads in the call see the changes."""
         if not spans:
             return Ref(0, address=0, on_device=True)
         found = self._some(array, "updated", number, spans[0][0], spans[-1][1])
@@ -119,7 +119,7 @@ class Call:
 
     def _some(self, array: npt.NDArray[Any], kind: str, number: int, begin: int, end: int) -> Ref:
         source = self._renumbered(Source(number))
-        assert source is not None, "it was given"
+        assert source is not None, "renumbering keeps the source"
         found = self._on_device(array, Source(number))
         if found is None:
             if kind == "inputs" and ("updated", source.number) in self._shared:
@@ -128,7 +128,7 @@ class Call:
             if found is None:
                 found = self._shared[kind, source.number] = Ref(0, source=source, pinned=is_pinned(array))
                 self.kinds[kind].append(found)
-            # Loads of vectors want offsets in messages and addresses to be alike.
+            # Vector loads need addresses that are aligned as the offsets in the message are.
             found.cover(begin // _VECTOR * _VECTOR, end)
         return found
 
@@ -152,7 +152,7 @@ class Call:
         return Ref(array.nbytes, None, int(interface["data"][0]), source, on_device=True)
 
     def addresses(self, refs: Sequence[Parameter]) -> Ref:
-        """An array of the addresses of other memory."""
+        """Registers an array of the addresses of other memory."""
         ref = self._add("inputs", 8 * len(refs), None)
         self.lists.append((ref, refs))
         return ref
@@ -168,7 +168,7 @@ class Call:
         threads: int = THREADS,
         defines: Mapping[str, object] | None = None,
     ) -> None:
-        """Start ``blocks`` blocks, if any, with a struct of eight-byte parameters: addresses, integers, doubles."""
+        """Launches ``blocks`` blocks, if any, with a struct of eight-byte parameters: addresses, integers, doubles."""
         if blocks > 0:
             function = self.driver.function(source, name, defines or {})
             if self._numbers:
@@ -178,7 +178,7 @@ class Call:
     def launch_tiles(
         self, source: str, name: str, count: int, *parameters: Parameter, defines: Mapping[str, object]
     ) -> None:
-        """Start as many blocks as the device runs at a time, if there are so many tiles, each of which takes some."""
+        """Launches one block per tile, but no more than the device runs at a time; each then takes several tiles."""
         if count > 0:
             most = self.driver.resident(self.driver.function(source, name, defines), THREADS)
             self.launch(source, name, min(count, most), *parameters, defines=defines)
@@ -189,13 +189,13 @@ class Call:
         return parameter
 
     def layout(self) -> Layout:
-        """Where all of it lies."""
+        """Returns the layout of the call's memory."""
         return Layout(self.driver, self.kinds, self.launches, self.lists)
 
     def run(self) -> None:
-        """Do all of it, and wait until results are in their arrays."""
+        """Runs the call, and waits until results are in their arrays."""
         if not self.launches:
-            # Nothing ran: what should begin as zero is zero.
+            # No kernel writes these results, so they keep the zeros that they begin with.
             for ref in self.kinds["zeroed"]:
                 assert ref.array is not None
                 ref.array[...] = 0
@@ -207,12 +207,12 @@ class Call:
 
 
 def tiles(counts: Sizes) -> Sizes:
-    """First tile of every row, and the number of all, for so many tiles per row."""
+    """Returns the first tile of every row, and then the number of all, for so many tiles per row."""
     return np.concatenate(([0], np.cumsum(counts)), dtype=np.int64)
 
 
 def places_of(counts: Sizes) -> npt.NDArray[np.uint32]:
-    """The row of every block, and its tile within the row, for so many tiles per row."""
+    """Returns the row of every block, and its tile within the row, for so many tiles per row."""
     begins = tiles(counts)
     found = np.empty((int(begins[-1]), 2), np.uint32)
     found[:, 0] = np.repeat(np.arange(len(counts)), counts)
@@ -221,6 +221,6 @@ def places_of(counts: Sizes) -> npt.NDArray[np.uint32]:
 
 
 def groups(table: SegmentTable) -> Sizes:
-    """Tiles per row for kernels in which a thread takes GROUP elements."""
+    """Returns the tiles per row for kernels in which a thread takes GROUP elements."""
     counts: Sizes = -(-table["length"] // (THREADS * GROUP))
     return counts

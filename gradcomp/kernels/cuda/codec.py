@@ -34,7 +34,7 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class CodecKernels(Kernels):
-    """encode, decode, decode_add, reduce and nonzero. Checks and launches are made once for rows that stay alike."""
+    """The kernels of `reference` under the same names; checked and written down once for rows that stay alike."""
 
     def encode(
         self,
@@ -48,7 +48,6 @@ class CodecKernels(Kernels):
         decay: float,
         magnitudes: Magnitudes | None = None,
     ) -> None:
-        """See `reference.encode`."""
         factors = (float(scale), float(decay), 1.0)
         self._encode(codec, table, payload, flags, (), draw, factors, magnitudes)
 
@@ -65,7 +64,6 @@ class CodecKernels(Kernels):
         decay: float,
         magnitudes: Magnitudes | None = None,
     ) -> None:
-        """See `reference.reduce`."""
         if not payloads:
             raise ValueError("reduce needs at least one payload")
         factors = (1.0, float(decay), float(divisor))
@@ -82,7 +80,7 @@ class CodecKernels(Kernels):
         factors: tuple[float, float, float],
         magnitudes: Magnitudes | None,
     ) -> None:
-        """Encode gradients or, if there are any, payloads."""
+        """Encodes gradients or, if there are any, payloads."""
         given = (table, payload, magnitudes, *payloads)
         numbers = (*_words(draw), *factors)
         if self._plans.repeats(("encode", codec, draw is None), given, numbers, flags):
@@ -108,7 +106,6 @@ class CodecKernels(Kernels):
         scale: float,
         magnitudes: Magnitudes | None = None,
     ) -> None:
-        """See `reference.decode`."""
         with_output = table["output"] != 0 if is_table(table) else np.zeros(0, dtype=np.bool_)
         numbers = (float(scale), float(divisor))
         given = (table, payload, magnitudes, flags)
@@ -132,7 +129,6 @@ class CodecKernels(Kernels):
         scale: float,
         magnitudes: Magnitudes | None = None,
     ) -> None:
-        """See `reference.decode_add`."""
         with_output = table["output"] != 0 if is_table(table) else np.zeros(0, dtype=np.bool_)
         _check_rows(codec, table, None, magnitudes, with_output)
         arrays = (table, payload, None, magnitudes)
@@ -141,7 +137,6 @@ class CodecKernels(Kernels):
         self._plans.run(key, lambda call: write(call, codec, with_output, arrays), arrays, (float(scale),))
 
     def nonzero(self, table: SegmentTable, out: Bytes) -> None:
-        """See `reference.nonzero`."""
         check_array("table", table, SEGMENT)
         check_array("out", out, np.uint8, len(table), writable=True)
         check_elements(table)
@@ -161,7 +156,7 @@ def _check_rows(
     magnitudes: Magnitudes | None,
     chosen: npt.NDArray[np.bool_] | slice = slice(None),
 ) -> None:
-    """What has to be looked at in every run; the rest is checked when the call is written down."""
+    """Makes the checks that every run needs; the others are made when the call is written down."""
     check_array("table", table, SEGMENT)
     if flags is not None:
         check_array("flags", flags, np.uint8, len(table), writable=True)

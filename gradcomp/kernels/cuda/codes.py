@@ -1,7 +1,7 @@
-"""The calls of the codec's kernels, written down, and which class of encode.cu and decode.cu serves which codec.
+"""Writes down the calls of the codec's kernels, and maps codecs to the classes of encode.cu and decode.cu.
 
-A run's arrays are a table, a payload, what is not finite, magnitudes, and others; its numbers are those that
-:mod:`.codec` names.
+A run's arrays are a table, a payload, flags of rows that are not finite, magnitudes, and others; its numbers are
+those of :mod:`.codec`.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ _CLASSES = {
     MINMAX_SHIFT: "MinMax",
 }
 _ONE_BIT = {L2: "PureSign<L2Norm>", LINF: "PureSign<LInfNorm>"}
-# What encodes one bit to nearest: it has scales of its own.
+# The classes that encode one bit to nearest, which has scales of its own.
 _ONE_BIT_TO_NEAREST = {MINMAX: "TwoMeans", L2: "Sign<MeanMagnitude>", LINF: "Sign<MeanMagnitude>"}
 
-_SHIFTED = "ShiftedMinMax"  # what encodes with a shift
+_SHIFTED = "ShiftedMinMax"  # the class that encodes with a shift
 
 CODED = tuple(_CLASSES)
-"""The codecs that encode.cu and decode.cu know: all but float64's."""
+"""The codecs of encode.cu and decode.cu: all but float64's."""
 
-_KEPT_BYTES = 64  # of the state of a bucket, or of a part of one, between two kernels
-_LARGEST_OF_TEAM = 8192  # elements of a bucket that sixteen threads read
-_PART = 16 * 4096  # elements of a larger one that a block reads
+_KEPT_BYTES = 64  # size of the state of a bucket, or of a part of one, between two kernels
+_LARGEST_OF_TEAM = 8192  # the most elements of a bucket that sixteen threads read
+_PART = 16 * 4096  # elements of a part that a block reads, of larger buckets
 _TEAMS = THREADS // 16
-_PIECE = 2048  # elements that stand for a bucket where codecs know none
+_PIECE = 2048  # elements that are treated as a bucket for codecs without buckets
 _DECODED = 4 * GROUP * THREADS  # elements that a block decodes
 _READ_FOR_UNIT = 8 * GROUP * THREADS  # elements that a block reads for the unit of a row's scales
-_BLOCKS_OF_A_ROW = 32  # at most so many look for an element that is not zero, and stop when one has found it
+_BLOCKS_OF_A_ROW = 32  # the most blocks that search a row for a nonzero element; all stop when one finds it
 
 Rows = npt.NDArray[np.int64]
 TABLE, PAYLOAD, BAD, MAGNITUDES, OTHERS = range(5)
@@ -91,7 +91,7 @@ Arrays = tuple[Any, ...]
 
 
 def write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays, only: Rows | None = None) -> None:
-    """encode or reduce, of all rows of a table or of some."""
+    """Writes down encode, or reduce, of all rows of a table or of some."""
     table, payload, bad, _, *payloads = arrays
     chosen = np.arange(len(table)) if only is None else only
     check_table(codec, table[chosen], *map(len, (payload, *payloads)))
@@ -119,7 +119,7 @@ def write_encode(call: Call, codec: int, drawn: bool, arrays: Arrays, only: Rows
 
 
 def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
-    """decode, of the rows that are chosen."""
+    """Writes down decode of the chosen rows."""
     table, payload, bad, _, flags = arrays
     chosen = np.flatnonzero(with_output)
     given = payload_of(call, codec, table[chosen], payload)
@@ -140,7 +140,7 @@ def write_decode(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arr
 
 
 def write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_], arrays: Arrays) -> None:
-    """decode_add, of the rows that are chosen."""
+    """Writes down decode_add of the chosen rows."""
     table, payload, _, _ = arrays
     chosen = np.flatnonzero(with_output)
     given = payload_of(call, codec, table[chosen], payload, added=True)
@@ -152,7 +152,7 @@ def write_decode_add(call: Call, codec: int, with_output: npt.NDArray[np.bool_],
 
 
 def write_nonzero(call: Call, table: SegmentTable, out: Bytes) -> None:
-    """nonzero, of all rows."""
+    """Writes down nonzero of all rows."""
     job = _Job(call, table, call.result(out, zero=True))
     blocks, rows = job.tiled(np.minimum(groups(table), _BLOCKS_OF_A_ROW))
     call.launch("rows.cu", "nonzero", blocks, *rows, job.bad)
@@ -161,7 +161,7 @@ def write_nonzero(call: Call, table: SegmentTable, out: Bytes) -> None:
 def payload_of(
     call: Call, codec: int, table: SegmentTable, payload: Bytes, *, added: bool = False
 ) -> Parameter:
-    """What is decoded, or ``added`` to outputs: the payloads of these rows, once those have been checked."""
+    """Checks the rows, and registers their payloads to be decoded, or ``added`` to outputs."""
     check_table(codec, table, len(payload))
     if added and (table["dtype"] != FLOAT32).any():
         raise ValueError("decode_add adds to float32 outputs only")
@@ -171,20 +171,20 @@ def payload_of(
 def find_largest(
     call: Call, name: str, stem: str, table: SegmentTable, rows: Parameter, common: tuple[Parameter, ...]
 ) -> None:
-    """The largest magnitude of every row, to where ``common``, the end of the parameters, says."""
+    """Launches the search for each row's largest magnitude; ``common``, the last parameters, has its place."""
     places = places_of(-(-table["length"] // _READ_FOR_UNIT))
     parameters = (rows, call.give(places), len(places), *(0,) * 6, *common)
     call.launch("ranges.cu", f"{stem}_largest", len(places), *parameters, defines={"GRADCOMP_CLASS": name})
 
 
 def collect(call: Call, noted: Ref, members: Rows, found: Ref) -> None:
-    """Notes of some rows, into those of all."""
+    """Copies the flags of some rows to those of all rows."""
     where = call.give(members.astype(np.int64))
     call.launch("rows.cu", "collect", -(-len(members) // THREADS), noted, where, len(members), found)
 
 
 class _Job:
-    """Rows that one launch serves, and where it notes which are not finite."""
+    """The rows that one launch serves, and the flags of those that are not finite."""
 
     def __init__(self, call: Call, table: SegmentTable, bad: Ref, source: Source | None = None) -> None:
         self._call = call
@@ -194,17 +194,17 @@ class _Job:
 
     @staticmethod
     def of(call: Call, table: SegmentTable, members: Rows) -> _Job:
-        """For some rows of every run's table."""
+        """Returns the job for some rows of every run's table."""
         bad = call.workspace(len(members), zero=True)
         return _Job(call, table[members], bad, source_of(TABLE, members, len(table)))
 
     def tiled(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
-        """Blocks for so many tiles per row, and the parameters that kernels of rows.cu begin with."""
+        """Returns the blocks for so many tiles per row, and the parameters that kernels of rows.cu begin with."""
         begins = tiles(counts)
         return int(begins[-1]), (self.rows, self._call.give(begins), len(self.table))
 
     def placed(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
-        """Tiles for encode.cu, ranges.cu and decode.cu: blocks find a tile's row in a table."""
+        """Returns blocks and first parameters for encode.cu, ranges.cu and decode.cu, which look a block's row up."""
         places = places_of(counts)
         return len(places), (self.rows, self._call.give(places))
 
@@ -219,7 +219,7 @@ def _encode_class(
     written: Parameter,
     common: tuple[Parameter, ...],
 ) -> None:
-    """One kernel where buckets allow it; else others find codecs before."""
+    """Launches one kernel where the buckets allow it, else kernels that first compute the buckets' scales."""
     length = job.table["length"]
     size = np.minimum(job.table["bucket_size"] if has_buckets(codec) else _PIECE, length)
     buckets = -(-length // np.maximum(size, 1))
@@ -249,13 +249,13 @@ def _encode_class(
 
 
 def classes_of(codec: int, bits: npt.NDArray[np.int32]) -> list[tuple[str, Rows]]:
-    """Which of these numbers of bits each class of a codec serves."""
+    """Returns the classes that decode a codec, each with the indices of the numbers of bits that it serves."""
     return _by_bits(codec, bits, _ONE_BIT)
 
 
 def encoders_of(codec: int, bits: npt.NDArray[np.int32], drawn: bool) -> list[tuple[str, Rows]]:
-    """The same for what encodes, with draws or to nearest."""
-    if codec in ALLOCATED:  # as measured: the error that is kept is that of uniform bits
+    """Returns the classes that encode, with draws or to nearest, each with the indices of the bits that it serves."""
+    if codec in ALLOCATED:  # losses are measured with uniform bits, whose error the allocation keeps
         codec = MINMAX
     if codec == MINMAX_SHIFT:
         if drawn:
@@ -274,17 +274,17 @@ def _by_bits(codec: int, bits: npt.NDArray[np.int32], of_one_bit: dict[int, str]
 
 
 def has_buckets(codec: int) -> bool:
-    """Whether a row says how large the buckets of this codec are."""
+    """Tells whether the codec's rows have a bucket size."""
     return codec in LEVELS or codec == FP16
 
 
 def rounding(drawn: bool) -> str:
-    """How names of kernels end."""
+    """Returns the suffix of kernels' names."""
     return "stochastic" if drawn else "nearest"
 
 
 def addresses_of(call: Call, payloads: Sequence[Parameter]) -> tuple[Parameter, int]:
-    """A list of addresses, which kernels find behind one."""
+    """Registers the list of the payloads' addresses; returns it and its length."""
     return (call.addresses(payloads) if payloads else 0), len(payloads)
 
 

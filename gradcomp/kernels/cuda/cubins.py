@@ -1,4 +1,4 @@
-"""``make cubins``: the code of all modules for devices of common kinds, built without a GPU, into the package.
+"""Builds the code of all modules for common devices into the package, without a GPU: ``make cubins``.
 
 ``python -m gradcomp.kernels.cuda.cubins`` needs NVRTC alone (``pip install gradcomp[cubins]``).
 """
@@ -19,11 +19,11 @@ from gradcomp.kernels.cuda.modules import Module, modules
 from gradcomp.kernels.cuda.nvrtc import installed
 
 ARCHITECTURES: Final = (80, 90, 100)
-"""For A100, H100 and B200; each serves newer devices of its generation, 80 also those of 8.6 and 8.9."""
+"""Compute capabilities of A100, H100 and B200; each serves newer devices of its major number, 80 also 8.6 and 8.9."""
 
 
 def build(folder: Path, architectures: Sequence[int], listed: Sequence[Module], jobs: int) -> None:
-    """Write what is missing of ``listed`` into the folder of this compiler, and remove what is none of it."""
+    """Writes the missing ones of ``listed`` into the folder of this compiler, and removes all other files there."""
     compiler = installed()
     folder = folder / f"{compiler.version[0]}.{compiler.version[1]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,6 @@ def _made(file: Path, module: Module, architecture: str) -> str:
 
 
 def main() -> None:
-    """The program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--architectures",

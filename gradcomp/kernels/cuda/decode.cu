@@ -84,7 +84,7 @@ inline void for_strips(const DecodeParams& params, const Part& part, Enter enter
         packed[k].read(codes + place_of_codes<Code>(k * strip, part.segment.bits), count[k],
                        part.segment.bits);
     }
-    // A thread without elements looks at its neighbours' bucket.
+    // A thread without elements reads its neighbours' bucket, which exists.
     Reader<Class> reader(payload, layout, level, count[0] > 0 ? part.place(0) : part.first);
     enter(reader.codec());
 #pragma unroll

@@ -45,7 +45,7 @@ inline constexpr bool looks_up = false;
 template <class Norm>
 inline constexpr bool looks_up<Codebook<Norm, LargeTable>> = true;
 
-// Write codes of what is staged; what they lose comes in its place, if anybody wants to know.
+// Write the codes of staged elements; their errors replace the elements if a next residual needs them.
 template <bool stochastic>
 inline void encode_staged(const EncodeParams& params, const Job& job, std::int64_t begin, int end,
                           const Stage& stage, const Class& codec) {
@@ -99,7 +99,7 @@ inline void write_staged(float* p, int end, bool whole, const Stage& stage) {
 template <class Source>
 inline void fill(const Source& source, const Job& job, int done, const Stage& stage) {
     const int left = static_cast<int>(job.elements) - done;
-    // A team without a bucket looks at its neighbour's record.
+    // A team without a bucket reads its neighbour's record, which exists.
     const std::int64_t bucket = job.elements > 0 ? job.bucket : job.bucket - 1;
     __syncwarp();  // of what was there before
     source.stage(bucket, job.begin + done, left, job.least - done >= held, stage);

@@ -47,7 +47,7 @@ inline constexpr bool order_free<Presence> = true;
 
 inline constexpr int teams = 256 / team_threads;
 
-// What codes.py makes room for.
+// The size that codes.py reserves, _KEPT_BYTES.
 static_assert(sizeof(Class) <= 64);
 
 // A bucket of a row, and the team that works on it. The two teams of a warp take neighbours and stay

@@ -97,7 +97,7 @@ inline void expand_part(const ProductParams& params, const Part& part) {
     for (std::int64_t b = part.begin; b < part.end; b += part.step) {
         float x[rows][4];
         product(b, x);
-        finish(reinterpret_cast<float (&)[4 * rows]>(x));  // one look at the divisor for all of them
+        finish(reinterpret_cast<float (&)[4 * rows]>(x));  // tests the divisor once for all of them
 #pragma unroll
         for (int i = 0; i < rows; ++i) {
             if (!wide && i >= part.left) continue;

@@ -1,6 +1,6 @@
-"""The calls of the low-rank kernels, written down; the numbers of a run are those that :mod:`.lowrank` names.
+"""Writes down the calls of the low-rank kernels; the numbers of a run are those of :mod:`.lowrank`.
 
-A call is given the arrays of a run, and columns of numbers: n, m and r of every layer, and where P and Q begin.
+A call takes the arrays of a run, and columns of numbers: n, m and r of every layer, and where P and Q begin.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ from gradcomp.kernels.reference_sums import CHUNK
 from gradcomp.kernels.segments import FLOAT64, MAX_ELEMENTS, SegmentTable, check_elements
 
 RANKS = (4, 8, 16, 32)
-"""What project.cu is compiled for: so many columns of P and Q at a time."""
+"""The numbers of columns of P and Q that project.cu is compiled for."""
 
 _WARPS = THREADS // 32
-_CHUNK_COLUMNS = 1024  # of a tile, as in matrices.cuh
-_ROWS = 4  # that a thread takes at a time, of P Q^T
-_PROJECT_ROWS = {4: 4, 8: 4, 16: 2, 32: 2}  # and of M Q
-_BACK_COLUMNS = {4: 4, 8: 4, 16: 2, 32: 2}  # columns that a lane takes of M^T P
-_BACK_ROWS = {4: 256, 8: 256, 16: 512, 32: 512}  # and rows that a warp does; the more, the smaller the parts
+_CHUNK_COLUMNS = 1024  # columns of a tile, as in matrices.cuh
+_ROWS = 4  # rows of P Q^T that a thread computes at a time
+_PROJECT_ROWS = {4: 4, 8: 4, 16: 2, 32: 2}  # rows of M Q that a thread computes at a time
+_BACK_COLUMNS = {4: 4, 8: 4, 16: 2, 32: 2}  # columns of M that a lane takes in M^T P
+_BACK_ROWS = {
+    4: 256,
+    8: 256,
+    16: 512,
+    32: 512,
+}  # rows of M that a warp takes in M^T P; more rows mean fewer parts
 _MANY_PARTS = 64
 _ORTHOGONALISERS = 512  # threads of a block of orthogonalise.cu
-_BLOCKS_OF_A_MATRIX = 64  # at most so many take its chunks
+_BLOCKS_OF_A_MATRIX = 64  # the most blocks that share the chunks of a matrix
 
 _TABLE, _P, _Q, _FOUND, _OTHER = range(5)
 _COPY = _FOUND
@@ -40,7 +45,7 @@ Columns = tuple[Int64s, ...]
 
 
 def write_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
-    """project, of all rows of a table or of some."""
+    """Writes down project, of all rows of a table or of some."""
     table, p, q, found, factors = arrays
     layers = _checked(table, low, columns, len(p), len(q))
     bad = call.result(found, Source(_FOUND), zero=True)
@@ -66,7 +71,7 @@ def write_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | No
 
 
 def write_back_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
-    """back_project, of all rows of a table or of some."""
+    """Writes down back_project, of all rows of a table or of some."""
     table, p, q, copy = arrays
     layers = _checked(table, low, columns, len(p), len(q) if copy is None else min(len(q), len(copy)))
     given = to_read(call, p, _P, layers.p_at, layers.rows * layers.ranks)
@@ -95,7 +100,7 @@ def write_back_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s
 
 
 def write_orthogonalise(call: Call, p: Floats, columns: Columns) -> None:
-    """orthogonalise, of a run's first array."""
+    """Writes down orthogonalise, of a run's first array."""
     rows, ranks, p_at = columns
     _check_factor("P", p_at, rows, ranks, len(p))
     chosen = np.flatnonzero((rows > 0) & (ranks > 0))
@@ -120,7 +125,7 @@ def write_orthogonalise(call: Call, p: Floats, columns: Columns) -> None:
 def _largest(
     call: Call, factor: Parameter, sides: Int64s, ranks: Int64s, at: Int64s
 ) -> tuple[int, tuple[Parameter, int], Ref]:
-    """The largest magnitude of each column; and blocks for all columns."""
+    """Launches the search for the largest magnitude of each column; returns it, and the tiling of all columns."""
     (places,), lengths = _columns(sides, ranks, at)
     blocks, tiling = _tiling(call, -(-lengths // (THREADS * GROUP)))
     largest = call.workspace(4 * len(lengths), zero=True)
@@ -130,7 +135,7 @@ def _largest(
 
 
 def _columns(sides: Int64s, ranks: Int64s, *at: Int64s) -> tuple[list[Int64s], Int64s]:
-    """Where the columns of factors begin in each array, and how long they are."""
+    """Returns the beginnings of the factors' columns in each array, and their lengths."""
     owners = np.repeat(np.arange(len(sides)), ranks)
     lengths = sides[owners]
     within = (np.arange(len(owners)) - (np.cumsum(ranks) - ranks)[owners]) * lengths
@@ -138,7 +143,7 @@ def _columns(sides: Int64s, ranks: Int64s, *at: Int64s) -> tuple[list[Int64s], I
 
 
 def write_keep(call: Call, arrays: Arrays, columns: Columns) -> None:
-    """keep, from a run's first array to its second."""
+    """Writes down keep, from a run's first array to its second."""
     factor, kept = arrays
     sides, ranks, at, before, after = columns
     for name, begins, array in (("factor", at, factor), ("before", before, kept), ("after", after, kept)):
@@ -154,7 +159,7 @@ def write_keep(call: Call, arrays: Arrays, columns: Columns) -> None:
 
 
 def write_expand(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
-    """expand, of all rows of a table or of some."""
+    """Writes down expand, of all rows of a table or of some."""
     table, p, q, found, flags = arrays
     layers = _checked(table, low, columns, len(p), len(q), outputs=True)
     marks = call.give(flags, Source(_OTHER)), call.result(found, Source(_FOUND), zero=True)
@@ -162,7 +167,7 @@ def write_expand(call: Call, arrays: Arrays, columns: Columns, low: Int64s | Non
 
 
 def write_subtract(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
-    """subtract, of all rows of a table or of some."""
+    """Writes down subtract, of all rows of a table or of some."""
     table, p, q = arrays
     _launch_product(call, "subtract", _checked(table, low, columns, len(p), len(q)), arrays, 0, 0, 1.0, 1.0)
 
@@ -185,14 +190,14 @@ class _Layers:
     def give(
         self, call: Call, table: SegmentTable, lanes: Int64s, chunks: Int64s, parts_at: Int64s
     ) -> tuple[Parameter, Parameter]:
-        """The segments, and what matrices.cuh calls a Layer of each."""
+        """Registers the segments, and each one's Layer of matrices.cuh."""
         numbers = (self.index, self.rows, self.columns, self.ranks, self.p_at, self.q_at)
         columns = np.stack((*numbers, lanes, chunks, parts_at), axis=1).astype(np.int64)
         return call.give(self.table, source_of(_TABLE, self.index, len(table))), call.give(columns)
 
 
 class _Sums:
-    """Room for what blocks have summed up, and its sum."""
+    """The memory for the blocks' partial sums, and the launch that adds these up."""
 
     def __init__(self, call: Call, layers: _Layers, lengths: Int64s, places: Int64s, parts: Int64s) -> None:
         sizes = lengths * layers.ranks
@@ -227,19 +232,19 @@ def _launch_product(call: Call, name: str, layers: _Layers, arrays: Arrays, *par
 
 
 def _tiling(call: Call, counts: Int64s) -> tuple[int, tuple[Parameter, int]]:
-    """Blocks for so many tiles per row, and how kernels find a block's row."""
+    """Returns the blocks for so many tiles per row, and the parameters by which kernels find a block's row."""
     begins = tiles(counts)
     return int(begins[-1]), (call.give(begins), len(counts))
 
 
 def _lanes(columns: Int64s, width: int) -> Int64s:
-    """Lanes of a warp, a power of two, that take so many columns each."""
+    """Returns the lanes of a warp, a power of two, whose threads take ``width`` columns each."""
     lanes: Int64s = np.int64(1) << np.searchsorted(width * 2 ** np.arange(5), columns)
     return lanes
 
 
 def _by_rank(layers: _Layers) -> list[tuple[int, Int64s]]:
-    """The rows for each of RANKS."""
+    """Returns the rows that each of RANKS serves."""
     kinds = np.minimum(np.searchsorted(RANKS, layers.ranks), len(RANKS) - 1)
     found = [(most, np.flatnonzero(kinds == kind)) for kind, most in enumerate(RANKS)]
     return [(most, members) for most, members in found if len(members)]
@@ -257,7 +262,7 @@ def _checked(
     *,
     outputs: bool = False,
 ) -> _Layers:
-    """The layers of a call, ``low`` or all rows, or of them those with an output; all of them fit together."""
+    """Returns the checked layers of a call: ``low`` or all rows, or those of them with an output."""
     index = np.arange(len(table)) if low is None else low
     vectors = [index, *columns]
     if outputs:
@@ -268,7 +273,7 @@ def _checked(
     length, n, m = layers.table["length"], layers.rows, layers.columns
     check_elements(layers.table)
     require(layers.table["dtype"] != FLOAT64, index, "low rank has no float64")
-    # A quotient first: the product of hostile numbers could wrap.
+    # Compared as a quotient: the product of hostile numbers could wrap.
     sensible = (n >= 0) & (m >= 0) & (n <= MAX_ELEMENTS) & (m <= MAX_ELEMENTS)
     sensible &= n <= MAX_ELEMENTS // np.maximum(m, 1)
     product = np.where(sensible, n, 0) * np.where(sensible, m, 0)
@@ -289,6 +294,6 @@ def _check_factor(
 
 
 def require(condition: npt.NDArray[np.bool_], index: Int64s, complaint: str) -> None:
-    """Raise ValueError for the first layer, by its index, that does not fulfil a condition."""
+    """Raises ValueError for the first layer, by its index, that does not fulfil a condition."""
     if not condition.all():
         raise ValueError(f"segment {index[np.argmin(condition)]}: {complaint}")

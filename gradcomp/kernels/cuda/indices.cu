@@ -112,7 +112,7 @@ inline std::uint32_t positions_word(const Word& word, const std::uint32_t* indic
     const std::int64_t end = first_from(stream, indices, begin + tile_bits);
     for (std::int64_t i = first_from(stream, indices, begin) + threadIdx.x; i < end; i += 256) {
         const std::int64_t bit = stream.position(indices[i], i) - begin;
-        // Indices that do not ascend are refused, but here nobody knows yet.
+        // Indices that do not ascend are refused later, so a bit may lie outside the tile here.
         if (bit >= 0 && bit < tile_bits) atomicOr(words + bit / 32, std::uint32_t{1} << (bit % 32));
     }
     __syncthreads();
@@ -226,7 +226,7 @@ KERNEL(256) decode_positions(const CodeParams __grid_constant__ params) {
                           sum_before(static_cast<std::uint32_t>(__popc(bits)), total);
     auto* const indices = to<std::uint32_t>(params.indices) + stream.offset;
     bool beyond = false;
-    // Whoever sends more of them is refused, and written nowhere.
+    // Bits beyond the list's count are not written; the row is refused.
     for (; bits != 0 && number < stream.count; bits &= bits - 1, ++number) {
         std::int64_t index = word.begin + __ffs(static_cast<int>(bits)) - 1;
         if (stream.unary != 0) index -= number;

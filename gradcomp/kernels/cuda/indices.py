@@ -1,7 +1,7 @@
-"""Lists of indices on a GPU: :mod:`gradcomp.kernels.reference_indices` and `reference_draws` define what is computed.
+"""Lists of indices on a GPU; :mod:`gradcomp.kernels.reference_indices` and `reference_draws` define the kernels.
 
-Payloads and lists may lie on either side. What is wrong with a row is found out on the device, and raised after the
-call: what was written before is unspecified then, but inside the rows.
+Payloads and lists may lie on either side. The device finds faulty rows, and the error is raised after the call: the
+contents of written rows are unspecified then, and nothing outside them has changed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from gradcomp.kernels.reference_draws import check_draws
 from gradcomp.kernels.reference_indices import check_coding
 from gradcomp.kernels.segments import Bytes, check_array
 
-_TILE_BITS = 8192  # of a stream, as in indices.cu
-_LIST_TILE = 4 * THREADS  # indices
-_COUNTER = 4  # words that a counter gives
+_TILE_BITS = 8192  # bits of a stream's tile, as in indices.cu
+_LIST_TILE = 4 * THREADS  # indices of a list's tile
+_COUNTER = 4  # random words per counter
 _WORD = 0xFFFFFFFFFFFFFFFF
 
-# As in indices.cu.
+# The bits of a row's fault, as in indices.cu.
 _COMPLAINTS: Final = {
     1: "padding bits are set",
     2: "the number of bits that are set is not that of the indices",
@@ -56,7 +56,7 @@ class _Rows(NamedTuple):
 
 
 class IndexKernels(Kernels):
-    """encode_indices, decode_indices and draw_indices."""
+    """The kernels encode_indices, decode_indices and draw_indices under the names of their definitions."""
 
     def encode_indices(
         self,
@@ -68,7 +68,6 @@ class IndexKernels(Kernels):
         places: Sizes,
         payload: Bytes,
     ) -> None:
-        """See `reference_indices.encode_indices`."""
         self._code(_Rows(codings, lengths, counts, offsets, places), indices, payload, encoding=True)
 
     def decode_indices(
@@ -81,11 +80,10 @@ class IndexKernels(Kernels):
         places: Sizes,
         payload: Bytes,
     ) -> None:
-        """See `reference_indices.decode_indices`."""
         self._code(_Rows(codings, lengths, counts, offsets, places), indices, payload, encoding=False)
 
     def _code(self, rows: _Rows, indices: Indices, payload: Bytes, *, encoding: bool) -> None:
-        """Of all that is checked, only types and addresses in every run; the rest is part of the key."""
+        """Checks types and addresses in every run; all other checks are made once for a key."""
         count = len(rows.codings)
         check_array("codings", rows.codings, np.int32)
         for name, column in rows._asdict().items():
@@ -121,7 +119,6 @@ class IndexKernels(Kernels):
         step: int,
         rank: int,
     ) -> None:
-        """See `reference_draws.draw_indices`."""
         check_draws(lengths, counts, layers, offsets, described(indices))
 
         def write_down(call: Call) -> None:
@@ -140,7 +137,7 @@ class IndexKernels(Kernels):
         self._plans.run(key, write_down, (indices,), numbers)
 
 
-# --- calls, written down: a run's arrays are indices, payload, and what is wrong with each row ------------------------
+# --- calls, written down: a run's arrays are indices, payload, and each row's fault -----------------------------------
 
 
 def _write_encode(
@@ -170,7 +167,7 @@ def _write_decode(
 
 
 def _fields(rows: _Rows) -> Sizes:
-    """The streams of whole indices, or of their low bits; see Stream in indices.cu."""
+    """Returns the streams of whole indices, or of their low bits; see Stream in indices.cu."""
     codings, lengths, counts, offsets, places = rows
     width = np.where(codings == RAW, 32, low_bits(lengths, counts))
     chosen = np.flatnonzero((counts > 0) & (width > 0) & ((codings == RAW) | (codings == PACKED)))
@@ -182,7 +179,7 @@ def _fields(rows: _Rows) -> Sizes:
 
 
 def _positions(rows: _Rows) -> Sizes:
-    """The streams in which the place of a bit says what an index is."""
+    """Returns the streams in which the position of a set bit gives an index."""
     codings, lengths, counts, offsets, places = rows
     packed = codings == PACKED
     chosen = np.flatnonzero((counts > 0) & (packed | (codings == BITMAP)))
@@ -197,7 +194,7 @@ def _positions(rows: _Rows) -> Sizes:
 
 
 def _lists(rows: _Rows, chosen: npt.NDArray[np.bool_]) -> Sizes:
-    """Lists of indices as such; see List in indices.cu."""
+    """Returns the lists of plain indices; see List in indices.cu."""
     codings, lengths, counts, offsets, places = rows
     begins = np.where(codings == ALL, -1, places)
     lists: Sizes = np.stack((np.arange(len(counts)), counts, lengths, offsets, begins), axis=1)[chosen]
@@ -216,7 +213,7 @@ def _over_streams(call: Call, streams: Sizes) -> tuple[int, tuple[Parameter, ...
 
 
 def _refuse(found: Indices) -> None:
-    """Raise for the first row that something is wrong with, what comes first of it."""
+    """Raises ValueError for the first faulty row, with its first fault."""
     if found.any():
         row = np.flatnonzero(found)[0]
         first = int(found[row]) & -int(found[row])

@@ -26,7 +26,7 @@ struct SelectParams {
     std::int64_t row_count;
     std::uint64_t factors;  // of gradients
     double decay;
-    std::uint64_t bad;      // a byte per row: something is not finite; 0: nobody asks
+    std::uint64_t bad;      // a byte per row: something is not finite; 0: none
     std::uint64_t wanted;   // how many elements, at most
     std::uint64_t cuts;     // the least key of a candidate, per row; 0: any
     std::uint64_t strides;  // distance of a row's elements; 0: they are next to each other

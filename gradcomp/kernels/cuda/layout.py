@@ -1,4 +1,4 @@
-"""Where a kernel call has its memory, and one run of it.
+"""The memory of a kernel call, and its runs.
 
 All of it but the parameters is one piece of the device's memory::
 
@@ -8,11 +8,11 @@ All of it but the parameters is one piece of the device's memory::
                                            [large zeroed workspace | workspace]   stays there
                                                                   [messages]   copied one by one
 
-What is copied up, or back, is one copy by way of a run's pinned memory. A message that lies in pinned memory itself,
-and is large enough to be worth a copy of its own, is copied from where it is, or to where it belongs.
-Addresses, sizes and constant inputs are laid out once, in an image. A run copies the image, adds the address of its
-memory to what refers to that, and fills in the arrays and numbers that it brings. Addresses count from where the
-image begins: the device's memory begins behind the parameters.
+There is one copy up, and one back, through a run's pinned memory. A message that lies in pinned memory itself, and is
+large enough to be worth a copy of its own, is copied directly. Addresses, sizes and constant inputs are laid out once,
+in an image. A run copies the image, adds the address of its memory to all words that are addresses in it, and fills in
+its own arrays and numbers. Addresses count from the beginning of the image: the device's memory begins after the
+parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy.typing as npt
 from gradcomp.kernels.cuda.driver import Block, Bytes, Driver
 from gradcomp.kernels.cuda.mirrors import DeviceMirror
 
-#: Kinds of memory, in their order. Zeros of the first two kinds are copied up.
+#: Kinds of memory, in their order. The zeros of "zeroed_workspace" and "zeroed" are copied up.
 KINDS = (
     *("inputs", "zeroed_workspace", "updated", "zeroed", "results"),
     *("large_zeroed_workspace", "workspace", "messages"),
@@ -39,13 +39,15 @@ KINDS = (
 _ALIGNMENT = 256
 _WORD = 0xFFFFFFFFFFFFFFFF
 _LEAST_STAGED = 1 << 16
-_LARGE = 1 << 13  # bytes that are not copied in vain
-_LEAST_ALONE = 1 << 16  # bytes that the CPU copies about as fast as it starts a copy of the device's
+_LARGE = 1 << 13  # bytes from which on an array that every run brings is left out of the image's copy
+_LEAST_ALONE = (
+    1 << 16
+)  # bytes that the CPU copies in about the time that it takes to start a copy by the device
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Which of a run's arrays it is, or some rows of it, a table or vector."""
+    """One of a run's arrays, a table or a vector, or some of its rows."""
 
     number: int
     rows: npt.NDArray[np.int64] | None = None
@@ -55,10 +57,10 @@ class Source:
 class Ref:
     """Memory of a call.
 
-    ``array``: what it is copied from, or to. ``address``: within the call's memory, or that of an array that lies on
-    the device. ``source``: where a run finds the array, of which the memory holds ``nbytes`` from ``first`` on; to
-    kernels it is the address of the whole array. ``spans``: what is copied back of the array, if not all of that.
-    ``pinned``: whether the array is in pinned memory.
+    ``array``: where it is copied from, or to. ``address``: within the call's memory, or that of an array that lies on
+    the device. ``source``: where a run finds the array, of which the memory holds ``nbytes`` from ``first`` on;
+    kernels are given the address of the whole array. ``spans``: the bytes of the array that are copied back, if not
+    all. ``pinned``: whether the array is in pinned memory.
     """
 
     nbytes: int
@@ -71,17 +73,17 @@ class Ref:
     pinned: bool = False
 
     def part(self, offset: int) -> Part:
-        """The address of a byte in it."""
+        """Returns the address of a byte in it."""
         return Part(self, offset)
 
     def cover(self, begin: int, end: int) -> None:
-        """Hold these bytes of the array, too."""
+        """Extends the memory to include these bytes of the array."""
         if self.nbytes:
             begin, end = min(begin, self.first), max(end, self.first + self.nbytes)
         self.first, self.nbytes = begin, end - begin
 
     def copies(self) -> list[tuple[int, int]]:
-        """From where to where it would be copied alone, in as few pieces as there are."""
+        """Returns the fewest spans that separate copies of this array would take."""
         joined: list[tuple[int, int]] = []
         for begin, end in sorted(self.spans) or [(self.first, self.first + self.nbytes)]:
             if joined and joined[-1][1] == begin:
@@ -92,7 +94,7 @@ class Ref:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is worth copies of its own."""
+        """Tells whether the array is copied by itself."""
         copies = self.copies() if self.pinned else []
         return bool(copies) and sum(end - begin for begin, end in copies) >= _LEAST_ALONE * len(copies)
 
@@ -107,14 +109,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer that every run brings: its place among the run's numbers."""
+    """An integer that every run brings, by its place among the run's numbers."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class Real:
-    """A double that every run brings: its place among the run's numbers."""
+    """A double that every run brings, by its place among the run's numbers."""
 
     place: int
 
@@ -133,17 +135,17 @@ class Launch:
 
 
 class Staging:
-    """Pinned memory of the host that calls take turns in, whatever thread they run on."""
+    """Pinned memory of the host that calls on all threads share."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._free: list[Bytes] = []
         self._left: list[
             tuple[Any, Bytes, Any]
-        ] = []  # behind events, with what else the device uses until then
+        ] = []  # event, memory that is in use until it completes, and other objects to keep until then
 
     def take(self, nbytes: int) -> Bytes:
-        """At least so many bytes, nobody else's until they are put back; as many as are needed are kept."""
+        """Returns at least so many bytes for exclusive use until :meth:`put_back`; memory that comes back is kept."""
         if self._left:
             self._look_after()
         found = self._free.pop() if self._free else None
@@ -152,16 +154,16 @@ class Staging:
         return found
 
     def put_back(self, staged: Bytes) -> None:
-        """No copy uses it any more."""
+        """Takes back memory that no copy uses any more."""
         self._free.append(staged)
 
     def leave(self, event: Any, staged: Bytes, keep: Any) -> None:
-        """Nobody waits for the event, behind which the device no longer uses these."""
+        """Takes over memory, and objects to keep, that the device uses until an event for which nobody waits."""
         self._left.append((event, staged, keep))
 
     def _look_after(self) -> None:
         for _ in range(len(self._left)):
-            with suppress(IndexError):  # another thread looks, too
+            with suppress(IndexError):  # another thread may have emptied the list
                 left = self._left.pop(0)
                 if self._driver.reached(left[0]):
                     self.put_back(left[1])
@@ -171,7 +173,7 @@ class Staging:
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """A run on its way: its memory on the device, where its results come to, and the event behind all of it."""
+    """A run in progress: its memory on the device, the host memory of its results, and the event behind all of it."""
 
     block: Block
     found: Bytes
@@ -179,7 +181,7 @@ class Started:
 
 
 class Layout:
-    """The memory of one call, and what a run fills in."""
+    """The memory of one call, and the places that a run fills in."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class Layout:
         self._number_words = np.array([word for word, _ in self._numbers], dtype=np.int64)
         self._number_places = np.array([place for _, place in self._numbers], dtype=np.int64)
         count = max(self._formats, default=-1) + 1
-        # A number that no launch asks for is packed all the same; doubles take any.
+        # A number that no launch uses is packed too; as a double, which every number fits.
         self._pack = struct.Struct("".join(self._formats.get(i, "d") for i in range(count))).pack
         self._number_count = count
         self._brought = [
@@ -246,8 +248,8 @@ class Layout:
             for begin, end in ref.spans or [(ref.first, ref.first + ref.nbytes)]
             if end > begin
         ]
-        # Messages: which of a run's arrays, from where to where, and where in the call's memory. What is read has no
-        # spans.
+        # Messages: the number of a run's array, begin and end in it, and the place in the call's memory. Only arrays
+        # that are written have spans.
         self._sent_up, self._sent_down = (
             [
                 (ref.source.number, begin, end, ref.address - ref.first + begin)
@@ -259,7 +261,7 @@ class Layout:
         )
 
     def _word(self, word: int, parameter: Parameter) -> int:
-        """What the image holds of a parameter; what a run adds to it is noted."""
+        """Returns the image's word for a parameter, and notes it if a run changes it."""
         ref, offset = (parameter.whole, parameter.offset) if isinstance(parameter, Part) else (parameter, 0)
         if isinstance(ref, Ref):
             if not ref.on_device:
@@ -277,16 +279,16 @@ class Layout:
 
     @property
     def image_bytes(self) -> int:
-        """The part of it that goes up."""
+        """Returns the size of the part that is copied up, parameters included."""
         return self._up_end
 
     @property
     def staged_bytes(self) -> int:
-        """Pinned memory that a run takes."""
+        """Returns the bytes of pinned memory that a run takes."""
         return self._up_end + self._down[1] - self._down[0]
 
     def write(self, staged: Bytes) -> Bytes:
-        """Lay out what all runs have in common; returns the part of ``staged`` that it takes."""
+        """Writes the data that all runs share; returns the part of ``staged`` that it takes."""
         image = staged[: self._up_end]
         words = image.view(np.uint64)
         words[: len(self._words)] = self._words
@@ -302,7 +304,7 @@ class Layout:
         return image
 
     def constant(self) -> list[tuple[int, int]]:
-        """Where the image holds what runs need: everywhere but in large arrays that every run brings."""
+        """Returns the spans of the image that runs copy: all but large arrays that every run brings."""
         spans, begin = [], 0
         for at, _, nbytes, _ in sorted(self._brought, key=lambda brought: brought[0]):
             if nbytes >= _LARGE:
@@ -311,20 +313,20 @@ class Layout:
         return [*spans, (begin, self._up_end)]
 
     def run(self, staged: Bytes, arrays: Sequence[Any] = (), numbers: Sequence[int | float] = ()) -> None:
-        """Do all of it, and wait until results are in their arrays; ``staged`` begins with a copy of the image."""
+        """Runs the call and waits until results are in their arrays; ``staged`` begins with a copy of the image."""
         started = self._issue(staged, arrays, numbers, marked=False)
         self._driver.synchronize()
         self.deliver(started, arrays)
 
     def start(self, staged: Bytes, arrays: Sequence[Any], numbers: Sequence[int | float]) -> Started:
-        """Start all of it; results are on the host behind the event, and :meth:`deliver` puts them into their arrays.
+        """Starts the call; results are on the host behind the event, and :meth:`deliver` puts them into their arrays.
 
-        ``staged`` begins with a copy of the image. It, and what is returned, must stay until then.
+        ``staged`` begins with a copy of the image. It and the returned object must be kept until then.
         """
         return self._issue(staged, arrays, numbers, marked=True)
 
     def deliver(self, started: Started, arrays: Sequence[Any]) -> None:
-        """Results into their arrays; the device is behind the run."""
+        """Copies the results of a completed run into their arrays."""
         found = started.found
         for ref, first, last, shift in self._taken:
             target = flat(ref.array if ref.source is None else arrays[ref.source.number])
@@ -363,14 +365,14 @@ class Layout:
                 driver.download(flat(arrays[number])[begin:end], base + at)
             event = driver.mark(driver.stream) if marked else None
         except BaseException:
-            # What has been started still uses memory that others could be given, the caller's too.
+            # Started work still uses memory, the caller's included, that might be reused after this error.
             with suppress(Exception):
                 driver.synchronize()
             raise
         return Started(block, found, event)
 
     def upload(self, address: int, staged: Bytes) -> None:
-        """Copy to the begin of the call's memory what kernels read."""
+        """Copies the image and the run's inputs to the beginning of the call's memory."""
         self._driver.upload(address, staged)
 
     def finalised(
@@ -380,9 +382,9 @@ class Layout:
         numbers: Sequence[int | float],
         changing: Collection[int],
     ) -> Layout:
-        """The same for runs with these arrays and numbers, and other contents of the ``changing`` arrays alone.
+        """Returns this layout for runs with these arrays and numbers; only ``changing`` arrays' contents change.
 
-        What else a run fills in is written into the image.
+        Everything else that a run fills in is written into the image.
         """
         words = image.view(np.uint64)
         for word, number, offset in self._foreign:
@@ -401,11 +403,11 @@ class Layout:
         return made
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Begin, from that of the call's memory on, and size of everything in it, in order."""
+        """Returns offset in the call's memory and size of all its parts, in order."""
         return [(ref.address - self._begin, ref.nbytes) for kind in KINDS for ref in self._kinds[kind]]
 
     def forget(self) -> None:
-        """Let go of the arrays of the run that it was made for; every other one brings its own."""
+        """Drops the arrays of the run that it was made for; every other run brings its own."""
         self._addresses = []
         for refs in self._kinds.values():
             for ref in refs:
@@ -413,16 +415,16 @@ class Layout:
 
 
 def flat(array: Any) -> Bytes:
-    """The bytes of a contiguous array."""
+    """Returns the bytes of a contiguous array."""
     if array.dtype == np.uint8 and array.ndim == 1:
         vector: Bytes = array
         return vector
-    # Views of records take NumPy three times as long.
+    # A view of records takes NumPy three times as long as frombuffer.
     return np.frombuffer(array, np.uint8) if array.size else np.zeros(0, np.uint8)
 
 
 def address_of(array: Any) -> int:
-    """Where an array of the device begins."""
+    """Returns the address of an array on the device."""
     if isinstance(array, DeviceMirror):
         return array.address
     return int(array.__cuda_array_interface__["data"][0])

@@ -1,7 +1,7 @@
-"""The low-rank kernels on a GPU; :mod:`gradcomp.kernels.reference_lowrank` defines what each computes.
+"""The low-rank kernels on a GPU; :mod:`gradcomp.kernels.reference_lowrank` defines them.
 
-P and Q may lie on either side. What `project` and `back_project` sum up is in an order of its own, the same in every
-run; the rest gives the reference's bytes.
+P and Q may lie on either side. `project` and `back_project` sum in an order of their own, the same in every run; the
+other kernels give the reference's bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradcomp.kernels.segments import SEGMENT, Bytes, SegmentTable, check_array,
 
 
 class LowRankKernels(Kernels):
-    """project, back_project, orthogonalise, expand and subtract; written down once for layers that stay alike."""
+    """The kernels of `reference_lowrank` under the same names; written down once for layers that stay alike."""
 
     def project(
         self,
@@ -41,7 +41,6 @@ class LowRankKernels(Kernels):
         *,
         decay: float,
     ) -> None:
-        """See `reference_lowrank.project`."""
         check_array("flags", flags, np.uint8, len(table), writable=True)
         check_array("factors", factors, np.float32, len(table))
         columns = (*shapes, p.at, q.at)
@@ -54,7 +53,6 @@ class LowRankKernels(Kernels):
         )
 
     def back_project(self, table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
-        """See `reference_lowrank.back_project`."""
         columns = (*shapes, p.at, q.at)
         arrays = (table, p.values, q.values, None)
         factors = _factor("p", p.values), _factor("q", q.values, writable=True)
@@ -63,7 +61,6 @@ class LowRankKernels(Kernels):
         self._plans.run(key, lambda call: write_back_project(call, arrays, columns), arrays)
 
     def orthogonalise(self, rows: Int64s, ranks: Int64s, p: Factor) -> None:
-        """See `reference_lowrank.orthogonalise`."""
         columns = (rows, ranks, p.at)
         key = ("orthogonalise", *_bytes(len(rows), columns), _factor("p", p.values, writable=True))
         self._plans.run(key, lambda call: write_orthogonalise(call, p.values, columns), (p.values,))
@@ -79,7 +76,6 @@ class LowRankKernels(Kernels):
         divisor: float,
         scale: float,
     ) -> None:
-        """See `reference_lowrank.expand`."""
         check_array("flags", flags, np.uint8, len(table), writable=True)
         columns = (*shapes, p.at, q.at)
         found = np.zeros(len(table), dtype=np.uint8)
@@ -95,7 +91,6 @@ class LowRankKernels(Kernels):
         )
 
     def subtract(self, table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
-        """See `reference_lowrank.subtract`."""
         columns = (*shapes, p.at, q.at)
         arrays = (table, p.values, q.values)
         key = ("subtract", _key(table, columns), _factor("p", p.values), _factor("q", q.values))
@@ -111,7 +106,6 @@ class LowRankKernels(Kernels):
         before: Int64s,
         after: Int64s,
     ) -> None:
-        """See `reference_lowrank.keep`."""
         columns = (sides, ranks, factor.at, before, after)
         given = _factor("factor", factor.values), _factor("kept", kept, writable=True)
         arrays = (factor.values, kept)
@@ -120,14 +114,14 @@ class LowRankKernels(Kernels):
 
 
 def check_next_residuals(table: SegmentTable) -> None:
-    """Addresses are other ones in every run."""
+    """Raises ValueError for a layer without next residual; every run checks it, as addresses change from run to run."""
     if not table["next_residual"].all():
         held = (table["length"] == 0) | (table["next_residual"] != 0)
         require(held, np.arange(len(table)), "no next residual to hold the matrix")
 
 
 def _key(table: SegmentTable, columns: Sequence[Int64s]) -> tuple[Any, ...]:
-    """All of the layers that stays."""
+    """Returns the part of a call's key that describes its layers."""
     check_array("table", table, SEGMENT)
     return fixed_columns(table), *_bytes(len(table), columns)
 
@@ -145,7 +139,7 @@ def _bytes(count: int, vectors: Sequence[Int64s]) -> list[bytes]:
 
 
 def _factor(name: str, array: Any, *, writable: bool = False) -> tuple[int, str]:
-    """What a call depends on of P or Q, which is checked in every run."""
+    """Checks P or Q, as every run does, and returns its part of the call's key."""
     if not isinstance(array, DeviceVector):
         check_array(
             name, array if isinstance(array, np.ndarray) else described(array), np.float32, writable=writable

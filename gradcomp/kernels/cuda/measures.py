@@ -1,4 +1,4 @@
-"""What is measured where the values lie: sums, samples, and what codes of many levels would lose."""
+"""Measurements where the values lie: sums, samples, and the losses of codes of many levels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gradcomp.kernels.segments import STOCHASTIC, UNIT_BYTES, Magnitudes, Segmen
 Doubles = npt.NDArray[np.float64]
 
 _TEAMS = THREADS // 16
-_PER_BLOCK = THREADS * 64  # elements that a block of moments.cu adds up
+_PER_BLOCK = THREADS * 64  # elements that a block of moments.cu sums
 _MOST_LEVELS = 32
 
 LARGEST_BUCKET = 8192
-"""Elements of a bucket that sixteen threads read, level after level."""
+"""The most elements of a bucket that sixteen threads read, level after level."""
 
 
 class MeasureKernels(Kernels):
-    """losses and moments: sums in double precision, in an order of their own. sample: sums of integers."""
+    """The kernels losses and moments, with float64 sums in an order of their own, and sample, which sums integers."""
 
     def losses(
         self,
@@ -34,11 +34,11 @@ class MeasureKernels(Kernels):
         draw: Draw | None,
         magnitudes: Magnitudes | None = None,
     ) -> Doubles:
-        """(rows, levels): sums of (g - decode(encode(g)))^2, inf where a scale would not be finite.
+        """Returns, for (rows, levels), sums of (g - decode(encode(g)))^2, inf where a scale would not be finite.
 
-        One read of the gradients for up to 32 levels, and one before where scales have a unit, which is that of whole
-        rows; buckets of at most LARGEST_BUCKET elements. ``bits`` stands for the table's; ``draw`` is that of
-        :func:`gradcomp.kernels.reference.encode`.
+        It reads the gradients once for up to 32 levels, and once before where scales have a unit, which is that of
+        whole rows; buckets have at most LARGEST_BUCKET elements. ``bits`` replaces the table's levels; ``draw`` is
+        that of :func:`gradcomp.kernels.reference.encode`.
         """
         size = np.minimum(table["bucket_size"], np.maximum(table["length"], 1))
         if size.max(initial=1) > LARGEST_BUCKET:
@@ -75,7 +75,7 @@ class MeasureKernels(Kernels):
         return found
 
     def sample(self, table: SegmentTable, values: Words, *, turn: int) -> None:
-        """Once on the device: 256 blocks of elements in a tile."""
+        """Runs `reference_checksum.sample`; a tile takes 256 blocks of elements."""
         begins = tiles(-(-sample_of(table["length"])[2] // THREADS))
         call = Call(self._plans.driver)
         call.launch(
@@ -87,7 +87,7 @@ class MeasureKernels(Kernels):
         call.run()
 
     def moments(self, table: SegmentTable) -> Doubles:
-        """(rows, 2): sum of the gradient's elements, and of their squares."""
+        """Returns, for (rows, 2), the sum of the gradient's elements and that of their squares."""
         begins = tiles(-(-table["length"] // _PER_BLOCK))
         partial = np.zeros((int(begins[-1]), 2))
         call = Call(self._plans.driver)
@@ -102,7 +102,7 @@ class MeasureKernels(Kernels):
 
 
 def _by_row(partial: Doubles, begins: npt.NDArray[np.int64]) -> Doubles:
-    """Sums of each row's tiles."""
+    """Returns the sums of each row's tiles."""
     found: Doubles = np.zeros((len(begins) - 1, partial.shape[1]))
     filled = np.flatnonzero(np.diff(begins))
     if filled.size:

@@ -1,4 +1,4 @@
-"""Messages whose coded part stays on the device, while this program reads and writes the rest of them on the host."""
+"""Messages whose payload stays on the device, while the host reads and writes their headers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy.typing as npt
 from gradcomp.kernels.cuda.driver import Block, Driver
 from gradcomp.kernels.cuda.vectors import read_bytes
 
-#: Where parts of an array begin and end, ascending.
+#: Begin and end of parts of an array, ascending.
 Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """What a device mirror and its views are parts of: memory on both sides."""
+    """The memory on both sides that a device mirror and its views are parts of."""
 
     driver: Driver
     block: Block
@@ -28,21 +28,21 @@ class _Whole:
 
 
 class DeviceMirror(np.ndarray[Any, np.dtype[Any]]):
-    """A contiguous array of the host, and as many bytes of a device; views of it are mirrors too, copies are not.
+    """A contiguous array of the host with as many bytes on a device; views of it are mirrors too, copies are not.
 
-    The parts that ``host_parts`` lists hold on the host: headers, which this program writes and reads. All else holds
-    on the device and is garbage here: kernels and transports that find a ``__cuda_array_interface__`` work on it there.
+    The host's bytes are valid in the parts of ``host_parts``: headers, which this program writes and reads. All other
+    bytes are valid on the device and garbage on the host: kernels and transports that find a
+    ``__cuda_array_interface__`` work on them there.
     """
 
     _whole: _Whole | None = None
-    _address: int | None = None  # once it has been asked for; a view has its own
+    _address: int | None = None  # computed at the first use; a view has its own
 
     def __array_finalize__(self, made_from: Any) -> None:
-        """Of views too."""
         self._whole = getattr(made_from, "_whole", None)
 
     def _place(self) -> tuple[_Whole, int]:
-        """The whole, and where in it this begins; AttributeError for a copy."""
+        """Returns the whole, and this array's offset in it; AttributeError for a copy."""
         whole = self._whole
         if whole is not None:
             offset = int(self.__array_interface__["data"][0]) - whole.begin
@@ -52,7 +52,7 @@ class DeviceMirror(np.ndarray[Any, np.dtype[Any]]):
 
     @property
     def address(self) -> int:
-        """Of its bytes on the device."""
+        """Returns the address of the bytes on the device."""
         if self._address is None:
             whole, offset = self._place()
             self._address = whole.block.address + offset
@@ -60,12 +60,12 @@ class DeviceMirror(np.ndarray[Any, np.dtype[Any]]):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """See CUDA's array interface, version 3."""
+        """Returns CUDA's array interface, version 3."""
         address = self.address
         return {"shape": self.shape, "typestr": self.dtype.str, "data": (address, False), "version": 3}
 
     def host_parts(self) -> list[tuple[npt.NDArray[np.uint8], int]]:
-        """The parts that hold on the host, as bytes, each with the address of its bytes on the device."""
+        """Returns the parts that are valid on the host, as bytes, each with its address on the device."""
         whole, begin = self._place()
         end, flat = begin + self.nbytes, self.reshape(-1).view(np.uint8)
         parts = [(max(a, begin) - begin, min(b, end) - begin) for a, b in whole.host if a < end and b > begin]
@@ -73,7 +73,7 @@ class DeviceMirror(np.ndarray[Any, np.dtype[Any]]):
 
 
 def mirror(driver: Driver, nbytes: int, host: Spans) -> DeviceMirror:
-    """Zeros on both sides. ``host``: the parts that hold on the host, where only they take memory, page by page."""
+    """Returns zeros on both sides; the host takes memory, page by page, only for the parts ``host``, valid there."""
     block = driver.allocate(max(nbytes, 1))
     driver.zero(block.address, nbytes)
     driver.synchronize()
@@ -83,12 +83,12 @@ def mirror(driver: Driver, nbytes: int, host: Spans) -> DeviceMirror:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where its bytes hold, for tables that are to refer to them; of all of a device mirror."""
+    """Returns the address of an array's valid bytes, for tables that refer to them; for a mirror that on the device."""
     return array.address if is_mirror(array) else int(array.ctypes.data)
 
 
 def fill(array: npt.NDArray[Any], value: float) -> None:
-    """Set all elements, on whichever side they hold."""
+    """Sets all elements, on the side where they are valid."""
     if not is_mirror(array):
         array.fill(value)
         return
@@ -100,11 +100,11 @@ def fill(array: npt.NDArray[Any], value: float) -> None:
 
 
 def fetch(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
-    """Copy a mirror's bytes, without the host's headers, from the device to as many of the host, and wait."""
-    assert is_mirror(source), "what is fetched lies on a device"
+    """Copies a mirror's bytes, without the host's headers, from the device to host memory of that size, and waits."""
+    assert is_mirror(source), "only a device's bytes are fetched"
     read_bytes(source._place()[0].driver, source.address, target)
 
 
 def is_mirror(array: Any) -> TypeGuard[DeviceMirror]:
-    """Whether its bytes are on a device, all but some; a copy's are not."""
+    """Tells whether an array is a mirror, whose bytes are on a device; a copy of one is not."""
     return isinstance(array, DeviceMirror) and (array._address is not None or hasattr(array, "address"))

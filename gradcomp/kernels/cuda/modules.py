@@ -1,4 +1,4 @@
-"""What is compiled: one module for each family of kernels, for each codec. Nothing else is ever launched."""
+"""The list of modules, one for each family of kernels and each codec; only their kernels are launched."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gradcomp.kernels.cuda.source import PRELUDE, flat, options
 from gradcomp.kernels.segments import LEVELS, STOCHASTIC, UNIT_BYTES
 
 FAMILY: Final = "GRADCOMP_FAMILY"
-"""Names the part of a source that is compiled; all of it is without this definition."""
+"""The macro that selects the part of a source to compile; without it all of the source is compiled."""
 
 Defines = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Module:
-    """``kernels`` of a source, which are compiled together. ``defines``: for what, without the family."""
+    """The ``kernels`` of a source that are compiled together, with the macros ``defines`` beside the family."""
 
     source: str
     kernels: tuple[str, ...]
@@ -31,16 +31,16 @@ class Module:
     family: str = ""
 
     def settings(self, architecture: str) -> tuple[str, ...]:
-        """What the compiler is told. ``architecture``: as ``sm_90``, or ``compute_90`` for PTX."""
+        """Returns the compiler's options. ``architecture``: as ``sm_90``, or ``compute_90`` for PTX."""
         family = {FAMILY: self.family} if self.family else {}
         return (*options(dict(self.defines) | family), f"--gpu-architecture={architecture}")
 
     def text(self) -> str:
-        """The source with all that it includes."""
+        """Returns the source with all that it includes."""
         return flat(PRELUDE) + flat(self.source)
 
     def digest(self, architecture: str, compiler: tuple[int, int]) -> str:
-        """Of source, options and the compiler's version: 40 hexadecimal digits."""
+        """Returns 40 hexadecimal digits of a hash of source, options and the compiler's version."""
         made_of = "\0".join([self.text(), *self.settings(architecture), repr(compiler)])
         return hashlib.sha256(made_of.encode()).hexdigest()[:40]
 
@@ -49,7 +49,7 @@ class Module:
         return f"{self.source} ({of})" if of else self.source
 
 
-#: Sources of which all is one module.
+#: Sources that are one module each, with their kernels.
 _WHOLE: Final = {
     "adacomp.cu": ("maxima", "mark"),
     "bits.cu": (
@@ -91,7 +91,7 @@ def _listed() -> Iterator[Module]:
 
 
 def _of_codec(codec: int) -> Iterator[Module]:
-    """For all of its levels: the classes that are asked for at launches."""
+    """Lists the modules of a codec at all its levels, with the classes that launches use."""
     bits = np.array(LEVELS.get(codec, (0,)), dtype=np.int32)
     for name, _ in classes_of(codec, bits):
         yield Module("decode.cu", ("decode", "decode_add"), (("GRADCOMP_CLASS", name),))
@@ -118,7 +118,7 @@ def _of_encoder(name: str, how: str, any_bucket: bool) -> Iterator[Module]:
 
 @cache
 def modules() -> tuple[Module, ...]:
-    """All of them; several codecs have some in common."""
+    """Returns all modules, each once; several codecs share some."""
     return tuple(dict.fromkeys(_listed()))
 
 
@@ -132,7 +132,7 @@ def _by_kernel() -> dict[tuple[str, str, Defines], Module]:
 
 
 def holding(source: str, kernel: str, defines: Mapping[str, object]) -> Module:
-    """The module that has a kernel; RuntimeError if none has it."""
+    """Returns the module that contains a kernel; RuntimeError if none does."""
     given = tuple(sorted((name, str(value)) for name, value in defines.items()))
     found = _by_kernel().get((source, kernel, given))
     if found is None:

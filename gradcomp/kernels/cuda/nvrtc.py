@@ -1,7 +1,7 @@
-"""NVIDIA's run-time compiler: from a text to the code of one kind of device. It needs no GPU.
+"""NVIDIA's run-time compiler, which turns a text into the code for an architecture. It needs no GPU.
 
-CuPy offers it too, but takes the last byte from every ELF file, and adds ``-ftz=true`` behind whatever options it is
-given, which is what counts: numbers near zero would become zero, and the bytes others than on a CPU.
+CuPy offers it too, but cuts the last byte off every ELF file, and appends ``-ftz=true`` to the options, where it
+overrides ours: numbers near zero would become zero, and the bytes would differ from a CPU's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Nvrtc:
     """One library. ``version``: of CUDA, (13, 0). ``architectures``: compute capabilities, ascending, 90 for 9.0."""
 
     def __init__(self, path: str) -> None:
-        # The library looks for this one by name, and a wheel's folder is nowhere that the loader looks.
+        # The library opens its builtins by name, and the loader does not search a wheel's folder.
         for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
         self._library = ctypes.CDLL(path)
@@ -37,7 +37,7 @@ class Nvrtc:
         self.architectures = tuple(sorted(numbers))
 
     def compile(self, name: str, text: str, options: Sequence[str], form: str) -> tuple[bytes, str]:
-        """Code as ``form``, "CUBIN" or "PTX", and what the compiler said; RuntimeError with its words if it refuses."""
+        """Returns code in ``form``, "CUBIN" or "PTX", and the compiler's log; RuntimeError with the log on failure."""
         program = ctypes.c_void_p()
         self._call("nvrtcCreateProgram", ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
         try:
@@ -66,15 +66,15 @@ class Nvrtc:
 
 @cache
 def installed() -> Nvrtc:
-    """The compiler of this environment; ImportError, which says what to install, if there is none."""
+    """Returns the compiler of this environment; ImportError, which says what to install, if there is none."""
     for path in (*_of_wheels(), *_of_cupy(), *_NAMES):
         with suppress(OSError):
             return Nvrtc(path)
-    raise ImportError("NVRTC is not here: pip install nvidia-cuda-nvrtc")
+    raise ImportError("NVRTC, CUDA's run-time compiler, is not installed: run pip install nvidia-cuda-nvrtc")
 
 
 def _of_wheels() -> list[str]:
-    """The libraries of NVIDIA's wheels, the newest first."""
+    """Returns the libraries of NVIDIA's wheels, the newest first."""
     found = importlib.util.find_spec("nvidia")
     roots = () if found is None else found.submodule_search_locations or ()
     paths = [path for root in roots for path in Path(root).glob("*/lib/libnvrtc.so.*")]
@@ -82,7 +82,7 @@ def _of_wheels() -> list[str]:
 
 
 def _of_cupy() -> Iterator[str]:
-    """The one that CuPy finds, by ways of its own: the process has it open then."""
+    """Yields the library that CuPy finds by its own search, which leaves it open in this process."""
     try:
         importlib.import_module(
             "cupy"

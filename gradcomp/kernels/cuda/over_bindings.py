@@ -1,4 +1,4 @@
-"""CUDA by NVIDIA's own bindings (``cuda-bindings``), which PyTorch's builds for CUDA bring: for who has no CuPy."""
+"""CUDA through NVIDIA's bindings (``cuda-bindings``), which PyTorch's builds for CUDA install; used without CuPy."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from gradcomp.kernels.cuda.over_cuda import (
     CudaDriver,
 )
 
-_OUT_OF_MEMORY = 2  # of cudaError
-_NON_BLOCKING = 1  # of cudaStreamCreateWithPriority
-_WITHOUT_TIME = 2  # of cudaEventCreateWithFlags
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_NON_BLOCKING = 1  # cudaStreamNonBlocking
+_WITHOUT_TIME = 2  # cudaEventDisableTiming
 _LEAST_PINNED_BYTES = 512
 
 _KINDS = {
@@ -37,7 +37,7 @@ _Attribute = _cuda.cudaDeviceAttr
 
 
 class CudaError(RuntimeError):
-    """What CUDA refused, with its text. ``status``: CUDA's number."""
+    """An error that a CUDA call returned, with CUDA's text. ``status``: CUDA's number."""
 
     def __init__(self, status: Any, text: str) -> None:
         super().__init__(text)
@@ -45,7 +45,7 @@ class CudaError(RuntimeError):
 
 
 def _failure(status: Any) -> CudaError:
-    """Of the runtime's statuses, or of the driver's."""
+    """Returns the error of a status of the runtime or the driver."""
     _forget()
     name = getattr(status, "name", f"status {int(status)}")
     if isinstance(status, _driver.CUresult):
@@ -57,12 +57,12 @@ def _failure(status: Any) -> CudaError:
 
 
 def _forget() -> None:
-    """CUDA keeps the last status that is no success, and PyTorch would take it for that of its own next kernel."""
+    """Clears the runtime's last error, which PyTorch would attribute to its own next kernel."""
     _cuda.cudaGetLastError()
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """What a function gives beside its status: nothing, or one value, or a tuple of several."""
+    """Calls a function, raises unless its status is success, and returns its other results: none, one, or a tuple."""
     status, *found = function(*arguments)
     if status != SUCCESS:
         raise _failure(status)
@@ -70,22 +70,21 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 class _Allocated:
-    """Goes back, in the order of the stream, with the last reference."""
+    """Memory that is freed, in the order of the stream, with the last reference to this object."""
 
     def __init__(self, address: int, stream: int) -> None:
         self.address = address
-        # At exit the device's memory is freed with the process.
+        # Not called at exit: the process's end frees the device's memory.
         weakref.finalize(self, _cuda.cudaFreeAsync, address, stream).atexit = False
 
 
 class AsyncPool:
-    """The device's own, which CUDA keeps. See :class:`gradcomp.kernels.cuda.over_cuda.OwnPool`."""
+    """The device's default memory pool, as an :class:`gradcomp.kernels.cuda.over_cuda.OwnPool`."""
 
     def __init__(self, index: int) -> None:
         self._pool = _call(_cuda.cudaDeviceGetDefaultMemPool, index)
 
     def allocate(self, nbytes: int, stream: int) -> _Allocated:
-        """By cudaMallocAsync."""
         status, address = _cuda.cudaMallocAsync(max(nbytes, 1), stream)
         if status == _OUT_OF_MEMORY:
             _forget()
@@ -95,15 +94,12 @@ class AsyncPool:
         return _Allocated(int(address), stream)
 
     def release(self) -> None:
-        """All that is not in use."""
         _call(_cuda.cudaMemPoolTrimTo, self._pool, 0)
 
     def held_bytes(self) -> int:
-        """By CUDA's counter."""
         return self._counted(_cuda.cudaMemPoolAttr.cudaMemPoolAttrReservedMemCurrent)
 
     def describe(self) -> str:
-        """By CUDA's own counters."""
         used = self._counted(_cuda.cudaMemPoolAttr.cudaMemPoolAttrUsedMemCurrent)
         return f"the device's pool holds {self.held_bytes()}, {used} of them in use"
 
@@ -112,27 +108,27 @@ class AsyncPool:
 
 
 class _Pinned:
-    """Pinned memory by powers of two, kept when it is no longer used: CUDA stops the device to free it."""
+    """Pinned memory by powers of two, kept for reuse: CUDA stops the device to free it."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[int]] = defaultdict(list)
 
     def take(self, nbytes: int) -> Bytes:
-        """It goes back when no array looks at it any more."""
+        """Returns memory that comes back to the pool when no array refers to it any more."""
         size = 1 << (max(nbytes, _LEAST_PINNED_BYTES) - 1).bit_length()
         free = self._free[size]
         try:
-            address = free.pop()  # threads may come at once, so nothing is asked before
+            address = free.pop()  # without a look at the length first, as threads may call this concurrently
         except IndexError:
             address = int(_call(_cuda.cudaMallocHost, size))
         memory = (ctypes.c_ubyte * size).from_address(address)
         weakref.finalize(memory, free.append, address).atexit = False
-        whole: Any = memory  # of ctypes, which NumPy's annotations do not know as a buffer
+        whole: Any = memory  # NumPy's annotations do not accept a ctypes array as a buffer
         return np.frombuffer(whole, np.dtype(np.uint8), nbytes)
 
 
 class _Event:
-    """Destroyed with the object."""
+    """An event without time stamps, destroyed with the object."""
 
     def __init__(self) -> None:
         self.event = _call(_cuda.cudaEventCreateWithFlags, _WITHOUT_TIME)
@@ -140,7 +136,7 @@ class _Event:
 
 
 class BindingsCuda:
-    """See :class:`gradcomp.kernels.cuda.over_cuda.Cuda`. A stream is its handle."""
+    """Implements :class:`gradcomp.kernels.cuda.over_cuda.Cuda`. A stream is represented by its handle."""
 
     errors: tuple[type[BaseException], ...] = (CudaError,)
 
@@ -148,77 +144,64 @@ class BindingsCuda:
         self._pinned = _Pinned()
 
     def current_device(self) -> int:
-        """An int."""
         return int(_call(_cuda.cudaGetDevice))
 
     def set_device(self, index: int) -> None:
-        """For this thread."""
         _call(_cuda.cudaSetDevice, index)
 
     def capability(self, index: int) -> int:
-        """By two attributes."""
         major = self._attribute(_Attribute.cudaDevAttrComputeCapabilityMajor, index)
         return 10 * major + self._attribute(_Attribute.cudaDevAttrComputeCapabilityMinor, index)
 
     def processors(self, index: int) -> int:
-        """By an attribute."""
         return self._attribute(_Attribute.cudaDevAttrMultiProcessorCount, index)
 
     def _attribute(self, attribute: Any, index: int) -> int:
         return int(_call(_cuda.cudaDeviceGetAttribute, attribute, index))
 
     def version(self) -> int:
-        """An int."""
         return int(_call(_cuda.cudaDriverGetVersion))
 
     def memory(self) -> tuple[int, int]:
-        """Two ints."""
         free, total = _call(_cuda.cudaMemGetInfo)
         return int(free), int(total)
 
     def owner(self, address: int) -> int | None:
-        """By the attributes of a pointer."""
         found = _call(_cuda.cudaPointerGetAttributes, address)
         return int(found.device) if int(found.type) in ON_DEVICE else None
 
     def stream(self, priority: int) -> int:
-        """It lives as long as the process, as a device does."""
+        """Returns a stream that lives as long as the process."""
         return int(_call(_cuda.cudaStreamCreateWithPriority, _NON_BLOCKING, priority))
 
     def handle(self, stream: int) -> int:
-        """The same."""
         return stream
 
     def pool(self, stream: int) -> AsyncPool:
-        """That of the current device."""
+        """Returns the pool of the current device."""
         return AsyncPool(self.current_device())
 
     def pinned(self, nbytes: int) -> Bytes:
-        """From memory that is kept."""
         return self._pinned.take(nbytes)
 
     def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        """Does not wait."""
         _call(_cuda.cudaMemcpyAsync, target, source, nbytes, _KINDS[kind], stream)
 
     def zero(self, address: int, nbytes: int, stream: int) -> None:
-        """Does not wait."""
         _call(_cuda.cudaMemsetAsync, address, 0, nbytes, stream)
 
     def module(self, path: Path) -> Any:
-        """Of a cubin, or of PTX, which ends with a zero."""
+        """Loads a cubin, or PTX, which CUDA expects to end with a zero byte."""
         return _call(_driver.cuModuleLoadData, path.read_bytes() + b"\0")
 
     def kernel(self, module: Any, name: str) -> Any:
-        """A function's handle."""
         return _call(_driver.cuModuleGetFunction, module, name.encode())
 
     def resident(self, kernel: Any, threads: int) -> int:
-        """Without dynamic shared memory."""
         return int(_call(_driver.cuOccupancyMaxActiveBlocksPerMultiprocessor, kernel, threads, 0))
 
     def launch(self, kernel: Any, blocks: int, threads: int, parameters: Bytes, stream: int) -> None:
-        """CUDA copies the argument, of which it is given the address, before it returns."""
+        """Launches a kernel; CUDA copies the argument, whose address it is given, before it returns."""
         arguments = np.array([parameters.ctypes.data], np.uint64)
         _call(
             *(_driver.cuLaunchKernel, kernel, blocks, 1, 1, threads, 1, 1, 0, stream),
@@ -226,17 +209,14 @@ class BindingsCuda:
         )
 
     def synchronize(self, stream: int) -> None:
-        """Without the interpreter's lock."""
         _call(_cuda.cudaStreamSynchronize, stream)
 
     def record(self, stream: int) -> _Event:
-        """An event without a time."""
         event = _Event()
         _call(_cuda.cudaEventRecord, event.event, stream)
         return event
 
     def reached(self, event: _Event) -> bool:
-        """By the status."""
         (status,) = _cuda.cudaEventQuery(event.event)
         if status not in (SUCCESS, NOT_READY):
             raise _failure(status)
@@ -245,11 +225,10 @@ class BindingsCuda:
         return bool(status == SUCCESS)
 
     def follow(self, stream: int, event: _Event) -> None:
-        """The program does not wait."""
         _call(_cuda.cudaStreamWaitEvent, stream, event.event, 0)
 
     def is_captured(self, stream: int) -> bool:
-        """What CUDA refuses to tell is yes."""
+        """Tells whether a stream is captured; True for the default stream where CUDA refuses to answer."""
         status, *found = _cuda.cudaStreamIsCapturing(stream)
         if status == CAPTURE_IMPLICIT:
             _forget()
@@ -260,10 +239,10 @@ class BindingsCuda:
 
 
 def driver(index: int) -> CudaDriver:
-    """For one device."""
+    """Returns the driver of a device, over NVIDIA's bindings."""
     return CudaDriver(BindingsCuda(), index)
 
 
 def index_of(address: int) -> int:
-    """See :func:`gradcomp.kernels.cuda.over_cuda.index_of`."""
+    """Returns the number of the device that holds an address, see :func:`gradcomp.kernels.cuda.over_cuda.index_of`."""
     return over_cuda.index_of(BindingsCuda(), address)

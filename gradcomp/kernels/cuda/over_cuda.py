@@ -1,4 +1,4 @@
-"""The driver over CUDA: one device, one stream, modules that are loaded when they are first needed."""
+"""The driver over CUDA: one device, one stream, and modules that are loaded at their first use."""
 
 from __future__ import annotations
 
@@ -13,128 +13,128 @@ from gradcomp.kernels.cuda.built import built
 from gradcomp.kernels.cuda.driver import Block, Bytes
 from gradcomp.kernels.cuda.modules import Module, holding
 
-TO_DEVICE: Final = 1  # of cudaMemcpyKind
+TO_DEVICE: Final = 1  # values of cudaMemcpyKind
 TO_HOST: Final = 2
-ON_DEVICE: Final = (2, 3)  # of cudaMemoryType: a device's, or managed
-SUCCESS: Final = 0  # of cudaError
+ON_DEVICE: Final = (2, 3)  # values of cudaMemoryType: a device's memory, or managed memory
+SUCCESS: Final = 0  # values of cudaError
 NOT_READY: Final = 600
-CAPTURE_IMPLICIT: Final = 906  # the default stream, while another one is captured
+CAPTURE_IMPLICIT: Final = 906  # the answer for the default stream, while another stream is captured
 
-#: Streams begin the kernels of those with lower numbers first; CUDA takes the nearest number that the device has.
+#: Kernels of streams with lower numbers start first; CUDA takes the nearest number that the device supports.
 _HIGH_PRIORITY = -5
 
 
 class OwnPool(pools.Pool, Protocol):
-    """A package's allocator on one device."""
+    """The allocator of a CUDA package on one device."""
 
     def held_bytes(self) -> int:
-        """What it has taken from the device, in use or not; asked while the device is current."""
+        """Returns the bytes that it has taken from the device, in use or not; called while the device is current."""
         ...
 
 
 class Cuda(Protocol):
     """CUDA's calls, as a package for Python offers them: :mod:`over_cupy`, or :mod:`over_bindings`.
 
-    ``errors``: what a call raises that CUDA refuses, with CUDA's text. Calls that name no device work on the thread's
+    ``errors`` are the exceptions of failed calls, with CUDA's text. Calls that name no device work on the thread's
     current one.
     """
 
     @property
     def errors(self) -> tuple[type[BaseException], ...]:
-        """What calls raise."""
+        """Returns the types of exceptions that failed calls raise."""
         ...
 
     def current_device(self) -> int:
-        """The calling thread's."""
+        """Returns the calling thread's current device."""
         ...
 
     def set_device(self, index: int) -> None:
-        """Make a device the calling thread's."""
+        """Makes a device the calling thread's current one."""
         ...
 
     def capability(self, index: int) -> int:
-        """90 for 9.0."""
+        """Returns the compute capability of a device, 90 for 9.0."""
         ...
 
     def processors(self, index: int) -> int:
-        """How many multiprocessors a device has."""
+        """Returns the number of a device's multiprocessors."""
         ...
 
     def version(self) -> int:
-        """What the installed driver knows: 13000 for 13.0."""
+        """Returns the CUDA version that the installed driver supports, 13000 for 13.0."""
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Free bytes of the device, and all."""
+        """Returns free and total bytes of the current device."""
         ...
 
     def owner(self, address: int) -> int | None:
-        """The device in whose memory an address is; None if it is in no device's."""
+        """Returns the device in whose memory an address is; None if it is in no device's."""
         ...
 
     def stream(self, priority: int) -> Any:
-        """A new stream, which does not wait for the default one."""
+        """Returns a new stream, which does not synchronise with the default one."""
         ...
 
     def handle(self, stream: Any) -> int:
-        """CUDA's own name of a stream."""
+        """Returns CUDA's handle of a stream."""
         ...
 
     def pool(self, stream: Any) -> OwnPool:
-        """Where a stream's memory comes from if no framework lends it."""
+        """Returns the pool of a stream's memory, which is used if no framework lends one."""
         ...
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Memory of the host, from a pool."""
+        """Returns pinned memory of the host, from a pool."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
-        """Start a copy."""
+        """Starts a copy on the stream."""
         ...
 
     def zero(self, address: int, nbytes: int, stream: Any) -> None:
-        """Start to set bytes to zero."""
+        """Starts to set bytes to zero."""
         ...
 
     def module(self, path: Path) -> Any:
-        """Load code from a file."""
+        """Loads a module's code from a file."""
         ...
 
     def kernel(self, module: Any, name: str) -> Any:
-        """A function of a module."""
+        """Returns the function of a module that has this name."""
         ...
 
     def resident(self, kernel: Any, threads: int) -> int:
-        """How many blocks of a kernel a multiprocessor holds."""
+        """Returns how many blocks of a kernel, which has no dynamic shared memory, fit on a multiprocessor."""
         ...
 
     def launch(self, kernel: Any, blocks: int, threads: int, parameters: Bytes, stream: Any) -> None:
-        """Start a kernel with one argument, a struct that is passed by value."""
+        """Launches a kernel with one argument, a struct that is passed by value."""
         ...
 
     def synchronize(self, stream: Any) -> None:
-        """Wait, without the interpreter's lock."""
+        """Waits for the stream without holding the interpreter's lock."""
         ...
 
     def record(self, stream: int) -> Any:
-        """An event behind what a stream holds by now; ``stream`` is a handle."""
+        """Returns an event, without a time, behind the present work of a stream, which is given by its handle."""
         ...
 
     def reached(self, event: Any) -> bool:
-        """Whether an event has come."""
+        """Tells whether an event has completed."""
         ...
 
     def follow(self, stream: Any, event: Any) -> None:
-        """What is started on the stream from now on waits for the event."""
+        """Makes work that is started on the stream from now on wait for the event."""
         ...
 
     def is_captured(self, stream: int) -> bool:
-        """Whether a stream is captured into a graph, or is the default one, of which CUDA does not tell, beside one."""
+        """Tells whether a stream is captured into a graph; also True for the default stream beside a captured one."""
         ...
 
 
 class _Current:
-    """Inside, a device is the thread's current one; what CUDA says there is a DeviceError."""
+    """Makes a device the thread's current one inside its block, where CUDA's errors become DeviceError."""
 
     __slots__ = ("_before", "_cuda", "_index")
 
@@ -159,7 +159,7 @@ class _Current:
 
 
 class CudaDriver:
-    """See :class:`gradcomp.kernels.cuda.driver.Driver`. ConfigError without a device.
+    """Implements :class:`gradcomp.kernels.cuda.driver.Driver`; ConfigError without a device.
 
     Memory comes from the pool that a framework lent (see :mod:`gradcomp.kernels.cuda.pools`), else from the package's.
     """
@@ -170,7 +170,7 @@ class CudaDriver:
         try:
             self._capability = cuda.capability(index)
             with self.current():
-                # What is compressed is waited for, so it goes before what backward() has queued.
+                # Other ranks wait for compressed gradients, so their kernels precede those that backward() queued.
                 self._stream = cuda.stream(_HIGH_PRIORITY)
                 self._pool = cuda.pool(self._stream)
         except refused as error:
@@ -180,22 +180,22 @@ class CudaDriver:
         self._modules: dict[Module, Any] = {}
 
     def current(self) -> _Current:
-        """To be entered: inside, the device is the thread's current one, and afterwards the one before is again."""
+        """Returns a context manager in which the device is the thread's current one."""
         return _Current(self._cuda, self._index)
 
     def make_current(self) -> None:
-        """CUDA makes a context on whatever device a thread returns to, and threads begin on number 0."""
+        """Makes the device the thread's; a thread begins on number 0, where CUDA would make a context too."""
         if self._cuda.current_device() != self._index:
             self._cuda.set_device(self._index)
 
     @property
     def pooled_bytes(self) -> int:
-        """Memory that the package's pool has taken from the device: its peak, until memory is full."""
+        """Returns the bytes that the package's pool has taken from the device: its peak, unless memory was full."""
         with self.current():
             return self._pool.held_bytes()
 
     def allocate(self, nbytes: int) -> Block:
-        """In the order of the stream; from a full pool a second time, when what is kept and not in use was freed."""
+        """Allocates in the order of the stream; from a full pool again after unused memory was freed."""
         with self.current():
             lent = pools.lent(self._index)
             pool: pools.Pool = self._pool if lent is None else lent
@@ -215,32 +215,28 @@ class CudaDriver:
         free, total = self._cuda.memory()
         beside = "" if lent is None else f"; {lent.describe()}"
         return (
-            f"cuda:{self._index} has no room for {nbytes} bytes: {free} of {total} are free; {self._pool.describe()}"
-            f"{beside}. Leave more: a smaller batch, or a compressor that keeps less state"
+            f"cuda:{self._index} has no memory for {nbytes} bytes: {free} of {total} are free; {self._pool.describe()}"
+            f"{beside}. Free some: take a smaller batch, or a compressor that keeps less state"
         )
 
     def pinned(self, nbytes: int) -> Bytes:
-        """From the package's pool of pinned memory."""
         with self.current():
             return self._cuda.pinned(nbytes)
 
     def upload(self, address: int, source: Bytes) -> None:
-        """Does not wait."""
         with self.current():
             self._cuda.copy(address, source.ctypes.data, source.nbytes, TO_DEVICE, self._stream)
 
     def download(self, target: Bytes, address: int) -> None:
-        """Does not wait."""
         with self.current():
             self._cuda.copy(target.ctypes.data, address, target.nbytes, TO_HOST, self._stream)
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Does not wait."""
         with self.current():
             self._cuda.zero(address, nbytes, self._stream)
 
     def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
-        """Built once per machine, loaded once per process."""
+        """Returns a kernel, whose module is built once per machine and loaded once per process."""
         key = (name, source, *sorted((define, str(value)) for define, value in defines.items()))
         if key not in self._functions:
             module = holding(source, name, defines)
@@ -252,13 +248,12 @@ class CudaDriver:
         return self._functions[key]
 
     def resident(self, function: Any, threads: int) -> int:
-        """On all processors, by the registers and the shared memory that the kernel takes."""
+        """Counts the blocks on all processors, by the registers and the shared memory that the kernel takes."""
         with self.current():
             each = self._cuda.resident(function, threads)
             return max(1, each * self._cuda.processors(self._index))
 
     def launch(self, function: Any, blocks: int, threads: int, parameters: Bytes) -> None:
-        """Does not wait."""
         with self.current():
             self._cuda.launch(function, blocks, threads, parameters, self._stream)
 
@@ -268,12 +263,10 @@ class CudaDriver:
             self._cuda.synchronize(self._stream)
 
     def reaches(self, address: int) -> bool:
-        """Memory of this device, whoever allocated it."""
         with self.current():
             return self._cuda.owner(address) == self._index
 
     def mark(self, stream: int) -> Any:
-        """Recorded on the framework's stream."""
         with self.current():
             if stream != self.stream and self._cuda.is_captured(stream):
                 raise StateError(
@@ -283,22 +276,21 @@ class CudaDriver:
             return self._cuda.record(stream)
 
     def reached(self, event: Any) -> bool:
-        """Asked, not waited for."""
         with self.current():
             return self._cuda.reached(event)
 
     def follow(self, event: Any) -> None:
-        """This stream waits, the program does not."""
+        """Makes this stream wait, but not the program."""
         with self.current():
             self._cuda.follow(self._stream, event)
 
 
 def index_of(cuda: Cuda, address: int) -> int:
-    """The number, in this process, of the device in whose memory an address is; ConfigError if none is."""
+    """Returns the number, in this process, of the device that holds an address; ConfigError if none does."""
     try:
         found = cuda.owner(address)
     except cuda.errors as error:
-        raise ConfigError(f"CUDA cannot be asked whose memory it is: {error}") from error
+        raise ConfigError(f"CUDA cannot tell which device holds a gradient: {error}") from error
     if found is None:
-        raise ConfigError("what lies on a GPU is not in the memory of a CUDA device")
+        raise ConfigError("gradients on a GPU are not in the memory of a CUDA device, which gradcomp needs")
     return found

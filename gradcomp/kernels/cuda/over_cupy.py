@@ -1,4 +1,4 @@
-"""CUDA by CuPy."""
+"""CUDA through CuPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcomp.kernels.cuda.over_cuda import CAPTURE_IMPLICIT, NOT_READY, ON_DEVI
 
 
 class _Pooled:
-    """Memory of CuPy's pool."""
+    """Memory of CuPy's pool, freed with the object."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
@@ -24,130 +24,108 @@ class _Pooled:
 
 
 class CupyPool:
-    """One of CuPy's, beside that of a script which uses CuPy. See :class:`gradcomp.kernels.cuda.over_cuda.OwnPool`."""
+    """A pool of CuPy's for gradcomp alone, as an :class:`gradcomp.kernels.cuda.over_cuda.OwnPool`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._pool = cupy.cuda.MemoryPool()
 
     def allocate(self, nbytes: int, stream: int) -> Block:
-        """For the pool's own stream. CuPy raises a MemoryError."""
+        """Allocates for the pool's own stream. CuPy raises a MemoryError."""
         with self._stream:
             return _Pooled(self._pool.malloc(nbytes))
 
     def release(self) -> None:
-        """Of all streams."""
         self._pool.free_all_blocks()
 
     def held_bytes(self) -> int:
-        """In use or not."""
         return int(self._pool.total_bytes())
 
     def describe(self) -> str:
-        """By CuPy's own counters."""
         return f"gradcomp's own pool holds {self.held_bytes()}, {self._pool.used_bytes()} of them in use"
 
 
 class CupyCuda:
-    """See :class:`gradcomp.kernels.cuda.over_cuda.Cuda`."""
+    """Implements :class:`gradcomp.kernels.cuda.over_cuda.Cuda` by CuPy."""
 
     errors: tuple[type[BaseException], ...] = (_cuda.CUDARuntimeError, _driver.CUDADriverError)
 
     def current_device(self) -> int:
-        """An int."""
         return int(_cuda.getDevice())
 
     def set_device(self, index: int) -> None:
-        """For this thread."""
         _cuda.setDevice(index)
 
     def capability(self, index: int) -> int:
-        """CuPy says "90"."""
         return int(cupy.cuda.Device(index).compute_capability)
 
     def processors(self, index: int) -> int:
-        """By an attribute."""
         return int(_cuda.deviceGetAttribute(_cuda.cudaDevAttrMultiProcessorCount, index))
 
     def version(self) -> int:
-        """An int."""
         return int(_cuda.driverGetVersion())
 
     def memory(self) -> tuple[int, int]:
-        """Two ints."""
         free, total = _cuda.memGetInfo()
         return free, total
 
     def owner(self, address: int) -> int | None:
-        """By the attributes of a pointer."""
         found = _cuda.pointerGetAttributes(address)
         return int(found.device) if found.type in ON_DEVICE else None
 
     def stream(self, priority: int) -> Any:
-        """Freed with the object."""
+        """Returns a stream that is destroyed with the object."""
         return cupy.cuda.Stream(non_blocking=True, priority=priority)
 
     def handle(self, stream: Any) -> int:
-        """An int."""
         return int(stream.ptr)
 
     def pool(self, stream: Any) -> CupyPool:
-        """A new one."""
         return CupyPool(stream)
 
     def pinned(self, nbytes: int) -> Bytes:
-        """From CuPy's pool."""
         return np.frombuffer(cupy.cuda.alloc_pinned_memory(max(nbytes, 1)), np.uint8, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
-        """Does not wait."""
         _cuda.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def zero(self, address: int, nbytes: int, stream: Any) -> None:
-        """Does not wait."""
         _cuda.memsetAsync(address, 0, nbytes, stream.ptr)
 
     def module(self, path: Path) -> Any:
-        """Of a cubin or PTX."""
         return cupy.RawModule(path=str(path))
 
     def kernel(self, module: Any, name: str) -> Any:
-        """CuPy's function object."""
         return module.get_function(name)
 
     def resident(self, kernel: Any, threads: int) -> int:
-        """Without dynamic shared memory."""
         return int(_driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, threads, 0))
 
     def launch(self, kernel: Any, blocks: int, threads: int, parameters: Bytes, stream: Any) -> None:
-        """CuPy passes arrays of one element by value."""
+        """Launches a kernel; CuPy passes arrays of one element by value."""
         struct = parameters.view(np.dtype((np.void, len(parameters))))
         with stream:
             kernel((blocks,), (threads,), (struct,))
 
     def synchronize(self, stream: Any) -> None:
-        """Without the interpreter's lock."""
         stream.synchronize()
 
     def record(self, stream: int) -> Any:
-        """An event without a time."""
         event = cupy.cuda.Event(disable_timing=True)
         _cuda.eventRecord(event.ptr, stream)
         return event
 
     def reached(self, event: Any) -> bool:
-        """CuPy gives back the status."""
         status = _cuda.eventQuery(event.ptr)
         if status not in (SUCCESS, NOT_READY):
             raise _cuda.CUDARuntimeError(status)
         return bool(status == SUCCESS)
 
     def follow(self, stream: Any, event: Any) -> None:
-        """The program does not wait."""
         stream.wait_event(event)
 
     def is_captured(self, stream: int) -> bool:
-        """What CUDA refuses to tell is yes."""
+        """Tells whether a stream is captured; True for the default stream where CUDA refuses to answer."""
         try:
             return bool(_cuda.streamIsCapturing(stream))
         except _cuda.CUDARuntimeError as error:
@@ -157,10 +135,10 @@ class CupyCuda:
 
 
 def driver(index: int) -> CudaDriver:
-    """For one device."""
+    """Returns the driver of a device, over CuPy."""
     return CudaDriver(CupyCuda(), index)
 
 
 def index_of(address: int) -> int:
-    """See :func:`gradcomp.kernels.cuda.over_cuda.index_of`."""
+    """Returns the number of the device that holds an address, see :func:`gradcomp.kernels.cuda.over_cuda.index_of`."""
     return over_cuda.index_of(CupyCuda(), address)

@@ -1,4 +1,4 @@
-"""Messages in pinned memory of the host: a device copies from there and to there, and the CPU copies nothing."""
+"""Messages in pinned memory of the host, to and from which a device copies directly."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ class PinnedArray(np.ndarray[Any, np.dtype[Any]]):
     _memory: tuple[int, int] = 0, 0  # where it begins and ends
 
     def __array_finalize__(self, made_from: Any) -> None:
-        """Of views too."""
         self._memory = getattr(made_from, "_memory", (0, 0))
 
 
-def pinned(driver: Driver, nbytes: int, headers: Spans) -> PinnedArray:  # noqa: ARG001 - it is all one here
-    """Zeros for messages that a device's kernels read and write. See :data:`gradcomp.transport.base.Allocator`."""
+def pinned(driver: Driver, nbytes: int, headers: Spans) -> PinnedArray:  # noqa: ARG001 - all is on the host
+    """Returns zeros for messages that a device's kernels access; a :data:`gradcomp.transport.base.Allocator`."""
     made = driver.pinned(nbytes).view(PinnedArray)
     made.fill(0)
     begin = int(made.ctypes.data)
@@ -30,7 +29,7 @@ def pinned(driver: Driver, nbytes: int, headers: Spans) -> PinnedArray:  # noqa:
 
 
 def is_pinned(array: Any) -> bool:
-    """Whether all of an array is in memory that :func:`pinned` gave."""
+    """Tells whether all of an array is in memory that :func:`pinned` returned."""
     if not isinstance(array, PinnedArray):
         return False
     first, last = array._memory

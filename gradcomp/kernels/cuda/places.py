@@ -1,6 +1,6 @@
-"""What a kernel call reads and writes of flat arrays, on either side: whether it may, and which part of them travels.
+"""The parts of flat arrays that a kernel call reads and writes, on either side, with the checks of them.
 
-Arrays of the host travel only as far as rows, lists or factors reach into them.
+Of arrays on the host only the parts that rows, lists or factors cover are copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradcomp.kernels.segments import check_array
 
 
 def described(array: Any) -> Any:
-    """A device array as a NumPy array of its address, for checks only: nobody may look into it. Others as they are."""
+    """Returns a device array as a NumPy array of its address, whose contents are not to be read; others unchanged."""
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         return array
@@ -35,7 +35,7 @@ def described(array: Any) -> Any:
 
 
 def check_flat(name: str, array: Any, dtype: Any, *, writable: bool = False) -> None:
-    """Raise TypeError unless it is a contiguous, aligned vector of `dtype`, of the host or the device."""
+    """Raises TypeError unless it is a contiguous, aligned vector of `dtype`, of the host or the device."""
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         check_array(name, array, dtype, writable=writable)
@@ -55,12 +55,12 @@ def check_flat(name: str, array: Any, dtype: Any, *, writable: bool = False) -> 
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays may share memory, on whichever side they lie: no address is one of both sides."""
+    """Tells whether two arrays may share memory; the host and devices have no addresses in common."""
     return overlap_any(a, (b,))
 
 
 def overlap_any(a: Any, others: Sequence[Any]) -> bool:
-    """Whether an array may share memory with one of the others."""
+    """Tells whether an array may share memory with one of the others."""
     begin, end = _bounds(a)
     return any(begin < other_end and other < end for other, other_end in map(_bounds, others))
 
@@ -74,13 +74,13 @@ def _bounds(array: Any) -> tuple[int, int]:
 
 
 def ends(begins: Sizes, sizes: Sizes) -> tuple[int, int]:
-    """Where the first of some items begins, and where the last one ends."""
+    """Returns the beginning of the first item and the end of the last one."""
     begins, sizes = begins[sizes > 0], sizes[sizes > 0]
     return (int(begins.min()), int((begins + sizes).max())) if len(sizes) else (0, 0)
 
 
 def spans(begins: Sizes, sizes: Sizes) -> list[tuple[int, int]]:
-    """Where rows lie, ascending; neighbours are one."""
+    """Returns begin and end of rows, ascending; adjacent rows are joined."""
     begins, sizes = begins[sizes > 0], sizes[sizes > 0]
     if not len(begins):
         return []
@@ -92,7 +92,7 @@ def spans(begins: Sizes, sizes: Sizes) -> list[tuple[int, int]]:
 
 
 def to_read(call: Call, array: Any, number: int, begins: Sizes, sizes: Sizes) -> Parameter:
-    """Where kernels find the first item of a run's array; of the host's only what the lists lie in goes up."""
+    """Registers lists of a run's array that are read; of the host's array only the part that they cover is copied."""
     first, end = ends(begins, sizes)
     return call.read(array, number, first * array.itemsize, end * array.itemsize) if end > first else 0
 
@@ -100,7 +100,7 @@ def to_read(call: Call, array: Any, number: int, begins: Sizes, sizes: Sizes) ->
 def to_write(
     call: Call, array: Any, number: int, begins: Sizes, sizes: Sizes, *, all_of_it: bool = True
 ) -> Parameter:
-    """The same for lists that are written; they go up as well if not ``all_of_it`` is."""
+    """Registers lists of a run's array that are written; unless ``all_of_it`` is, they are copied up as well."""
     first, end = ends(begins, sizes)
     if end == first:
         return 0

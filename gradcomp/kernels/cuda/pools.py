@@ -1,4 +1,4 @@
-"""Memory that a framework lends: its allocator keeps what it does not use, so a second pool beside it starves."""
+"""Memory that a framework lends: its allocator holds on to unused memory, which a second pool could not get."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Pool(Protocol):
     """A framework's allocator on one device."""
 
     def allocate(self, nbytes: int, stream: int) -> Block:
-        """Memory for a stream; freed with the object, for the same stream to use again. MemoryError if it is full."""
+        """Returns memory for a stream, freed with the object for reuse on that stream; MemoryError if none is left."""
         ...
 
     def release(self) -> None:
-        """Give back to the device what is kept and not in use."""
+        """Returns the memory that is not in use to the device."""
         ...
 
     def describe(self) -> str:
-        """Whose it is, and how many bytes it holds."""
+        """Names the pool's owner, and the bytes that it holds."""
         ...
 
 
@@ -27,10 +27,10 @@ _lent: dict[int, Pool] = {}
 
 
 def lend(index: int, pool: Pool) -> None:
-    """From now on drivers of the device with this number allocate from the pool."""
+    """Makes drivers of the device with this number allocate from the pool."""
     _lent[index] = pool
 
 
 def lent(index: int) -> Pool | None:
-    """The pool of the device with this number; None if no framework lent one."""
+    """Returns the pool of the device with this number; None if no framework lent one."""
     return _lent.get(index)

@@ -1,4 +1,4 @@
-"""Calls that come again in every step: written down and checked once, then run with other arrays and numbers."""
+"""Calls that recur in every step: written down and checked once, then run with other arrays and numbers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
 _FIXED_FROM = SEGMENT.fields["payload"][1] if SEGMENT.fields is not None else 0
 
-#: Calls that are kept, those that ran last.
+#: The number of calls that are kept: those that ran last.
 _MOST = 2048
 
 
 class Prepared:
-    """A call's layout, with all that its runs have in common."""
+    """A call's layout, with the data that all its runs share."""
 
     def __init__(self, call: Call) -> None:
         self.layout: Layout | None = call.layout() if call.launches else None
@@ -37,12 +37,12 @@ class Prepared:
         if self.layout is not None:
             self._nbytes = self.layout.staged_bytes
             self._constant = self.layout.constant()
-            # What is not written takes no memory.
+            # Pages of the image that are never written take no memory.
             self._image = self.layout.write(np.zeros(self.layout.image_bytes, dtype=np.uint8))
             self.layout.forget()
 
     def staged(self, staging: Staging) -> Bytes:
-        """Pinned memory for a run, with what all runs have in common; room is left for what this one brings."""
+        """Returns pinned memory with the data that all runs share, and gaps for the run's own."""
         taken = staging.take(self._nbytes)
         self._copy_to(taken)
         return taken
@@ -52,23 +52,23 @@ class Prepared:
             target[begin:end] = self._image[begin:end]
 
     def skip(self, arrays: Sequence[Any]) -> None:
-        """Nothing is launched: what should begin as zero is zero."""
+        """Zeroes the results that begin as zero, for a call without launches."""
         for source in self._zeroed:
             arrays[source.number][...] = 0
 
     def run(self, staging: Staging, arrays: Sequence[Any], numbers: Sequence[int | float]) -> None:
-        """Once more, with a run's arrays and numbers; results are in their arrays when it returns."""
+        """Runs the call with these arrays and numbers; results are in their arrays when it returns."""
         if self.layout is None:
             self.skip(arrays)
             return
         staged = self.staged(staging)
         self.layout.run(staged, arrays, numbers)
-        staging.put_back(staged)  # after an error nobody knows what still uses it
+        staging.put_back(staged)  # not after an error, as the device may still use it
 
     def finalised(
         self, arrays: Sequence[Any], numbers: Sequence[int | float], changing: Collection[int]
     ) -> Prepared:
-        """The same for runs with these arrays and numbers, of which the contents of some change."""
+        """Returns this call for runs with these arrays and numbers; only ``changing`` arrays' contents change."""
         made = copy(self)
         if self.layout is not None:
             made._image = np.zeros(len(self._image), dtype=np.uint8)
@@ -79,7 +79,7 @@ class Prepared:
 
 
 class _Run(NamedTuple):
-    """One run of a call. ``found``: flags, and what is merged with them afterwards. ``after``: called then."""
+    """One run of a call. ``found``: flags, and the array to OR into them at the end; ``after`` is called then."""
 
     key: Hashable
     write_down: Callable[[Call], None]
@@ -90,7 +90,7 @@ class _Run(NamedTuple):
 
 
 def _conclude(runs: Sequence[_Run]) -> None:
-    """Results are there: merge flags, then look at them."""
+    """Merges the flags of runs whose results are there, and then calls their ``after``."""
     for run in runs:
         if run.found is not None:
             flags, found = run.found
@@ -101,9 +101,9 @@ def _conclude(runs: Sequence[_Run]) -> None:
 
 
 class Underway:
-    """A prepared call that was started: a :class:`gradcomp.kernels.pending.Pending`.
+    """A prepared call in progress, as a :class:`gradcomp.kernels.pending.Pending`.
 
-    If nobody finishes it, what the device uses stays until the device is behind the call.
+    If it is never finished, the memory that the device uses is kept until the device has completed the call.
     """
 
     __slots__ = ("_arrays", "_layout", "_plans", "_reached", "_runs", "_staged", "_started")
@@ -115,7 +115,7 @@ class Underway:
         self._reached = False
 
     def start(self, prepared: Prepared, arrays: Sequence[Any], numbers: Sequence[int | float]) -> None:
-        """Begin; the runs that it is made of are there."""
+        """Starts the call of the runs that have been added."""
         if self._plans.is_rehearsal:
             return
         self._arrays = arrays
@@ -124,18 +124,16 @@ class Underway:
             _conclude(self._runs)
             return
         self._layout, self._staged = prepared.layout, prepared.staged(self._plans.staging)
-        # After an error nobody knows what still uses what was staged: it is not put back.
+        # After an error the staged memory is not put back, as the device may still use it.
         self._started = prepared.layout.start(self._staged, arrays, numbers)
 
     def done(self) -> bool:
-        """Asked, not waited for."""
         if self._started is not None and not self._reached:
             self._reached = self._plans.driver.reached(self._started.event)
             return self._reached
         return True
 
     def finish(self) -> None:
-        """See :class:`gradcomp.kernels.pending.Pending`."""
         started = self._started
         if started is None:
             return
@@ -153,7 +151,7 @@ class Underway:
 
 
 class Together(Underway):
-    """What a thread runs inside of it becomes one call, which is started at the end; see :meth:`Plans.together`."""
+    """Collects the runs of its thread into one call, which starts at the block's end; see :meth:`Plans.together`."""
 
     __slots__ = ("_asked", "_given", "_hits", "_routine")
 
@@ -161,7 +159,7 @@ class Together(Underway):
         super().__init__(plans)
         self._routine = routine
         self._asked: Any = None
-        self._given: list[Any] = []  # by run, what it was asked for with
+        self._given: list[Any] = []  # for each run, the token and arguments of its request
         self._hits = 0
 
     def __enter__(self) -> Together:
@@ -176,7 +174,7 @@ class Together(Underway):
     def repeat(
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
     ) -> bool:
-        """Add the run that was added at this place the last time, if it was asked for alike; False if not."""
+        """Adds the run that had this place the last time, if token and arguments are the same; returns False if not."""
         routine = self._routine
         if routine is None:
             return False
@@ -198,13 +196,13 @@ class Together(Underway):
         return False
 
     def add(self, run: _Run) -> None:
-        """One more run."""
+        """Adds a run to the call."""
         self._runs.append(run)
         self._given.append(self._asked)
         self._asked = None
 
     def _prepare(self) -> tuple[Prepared, Sequence[Any], Sequence[int | float]]:
-        """All runs as one call."""
+        """Returns all runs as one call, and its arrays and numbers."""
         routine, runs = self._routine, self._runs
         if routine is None:
             return self._plans.prepare(runs)
@@ -218,14 +216,14 @@ class Together(Underway):
 
 
 class Plans:
-    """The prepared calls of a device, by what decides about them."""
+    """The prepared calls of a device, by their keys."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.staging = Staging(driver)
-        #: ``together``: what this thread's runs are added to. ``is_rehearsal``: see :meth:`rehearsing`.
+        #: ``together``: collects this thread's runs. ``is_rehearsal``: see :meth:`rehearsing`.
         self.thread = threading.local()
-        self._kept: dict[Hashable, Prepared] = {}  # what ran last comes last
+        self._kept: dict[Hashable, Prepared] = {}  # in the order of their last runs
 
     def run(
         self,
@@ -236,11 +234,11 @@ class Plans:
         found: tuple[Bytes, Bytes] | None = None,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Run the call of this key. ``write_down`` is asked for it, and checks it, when the key is new.
+        """Runs the call of this key; if the key is new, ``write_down`` first writes the call down and checks it.
 
-        ``key``: everything that the call depends on, but for the contents of ``arrays`` and ``numbers``. ``found``:
-        flags, and one of the arrays that they are merged with in the end. ``after``: looks at results, and raises for
-        those that are wrong. Outside of :meth:`together` results are there when it returns.
+        ``key`` contains everything that the call depends on, except ``numbers`` and the contents of ``arrays``.
+        ``found``: flags, and one of the arrays, which is ORed into them at the end. ``after`` looks at results, and
+        raises for faulty ones. Outside of :meth:`together` results are there when it returns.
         """
         together: Together | None = getattr(self.thread, "together", None)
         run = _Run(key, write_down, arrays, numbers, found, after)
@@ -254,12 +252,12 @@ class Plans:
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether what this thread runs is only written down."""
+        """Tells whether this thread's runs are only written down."""
         return getattr(self.thread, "is_rehearsal", False)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Inside, what this thread runs is written down, and its kernels are loaded; nothing is done."""
+        """Writes down this thread's runs inside the block and loads their kernels, but runs nothing."""
         self.thread.is_rehearsal = True
         try:
             yield
@@ -269,24 +267,24 @@ class Plans:
     def repeats(
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
     ) -> bool:
-        """Whether the routine under way knows this run; then it is added, and nothing is left to do.
+        """Tells whether the routine in progress has this run already, and if so adds it: nothing is left to do then.
 
-        ``token`` and the identity of what is ``given`` decide. ``flags``: what this time's notes are merged with.
+        ``token`` and the identity of the ``given`` arguments decide. This run's results are merged with ``flags``.
         """
         together: Together | None = getattr(self.thread, "together", None)
         return together is not None and together.repeat(token, given, numbers, flags)
 
     def together(self, routine: Routine | None = None) -> AbstractContextManager[Together]:
-        """What this thread runs meanwhile becomes one call, started at the end; results are there once it is finished.
+        """Collects this thread's runs into one call, started at the block's end; results are there once it is finished.
 
-        So neither may a run read what another one leaves on the host, nor may an array that it reads change inside.
-        ``routine``: keeps the call.
+        Therefore no run may read what another one leaves on the host, and no array that a run reads may change inside.
+        ``routine`` keeps the call.
         """
         outer: Together | None = getattr(self.thread, "together", None)
         return Together(self, routine) if outer is None else nullcontext(outer)
 
     def finalise(self, routine: Routine, changing: Sequence[Any]) -> None:
-        """From now on what these arrays and views of them hold changes; nothing else that is read, and no number."""
+        """Fixes a routine for runs in which only contents of ``changing`` arrays, and of views of them, change."""
         arrays, runs = routine.arrays, [run for _, run in routine.runs]
         held = [each for each in changing if isinstance(each, np.ndarray)]
         chosen = {
@@ -299,17 +297,17 @@ class Plans:
         routine.runs = [(None, run) for run in runs if run.found is not None or run.after is not None]
 
     def start_again(self, routine: Routine) -> Underway:
-        """Start all of what was finalised."""
+        """Starts all runs of a finalised routine."""
         found = Underway(self)
         found._runs = [run for _, run in routine.runs]
         found.start(routine.prepared, routine.arrays, ())
         return found
 
     def prepare(self, runs: Sequence[_Run]) -> tuple[Prepared, Sequence[Any], Sequence[int | float]]:
-        """Runs as one call, and its arrays and numbers."""
+        """Returns the runs as one call, and its arrays and numbers."""
         arrays: list[Any] = []
         numbers: list[int | float] = []
-        places: dict[int, int] = {}  # an array that several runs use is one
+        places: dict[int, int] = {}  # an array that several runs use is listed once
         parts: list[Any] = []
         for run in runs:
             own = []
@@ -332,7 +330,9 @@ class Plans:
             while len(self._kept) >= _MOST:
                 self._kept.pop(next(iter(self._kept)), None)
             self._kept[key] = prepared
-        elif len(self._kept) > _MOST // 2:  # far from it, nobody has to know what ran last
+        elif (
+            len(self._kept) > _MOST // 2
+        ):  # below that nothing is about to be dropped, and order is irrelevant
             self._kept[key] = self._kept.pop(key, prepared)
         return prepared, arrays, numbers
 
@@ -345,14 +345,14 @@ class Kernels:
 
 
 def fixed_columns(table: SegmentTable) -> bytes:
-    """What does not change from step to step of a table's rows: all but the addresses."""
+    """Returns the columns of a table that do not change from step to step: all but the addresses."""
     if not len(table):
         return b""
     return np.frombuffer(table, np.uint8).reshape(len(table), -1)[:, _FIXED_FROM:].tobytes()
 
 
 def place_of(array: Any) -> tuple[int, str]:
-    """Size of an array, and in which kind of memory it lies."""
+    """Returns the size of an array, and the kind of memory that it lies in."""
     if type(array) is np.ndarray:
         return len(array), "host"
     if is_mirror(array) or hasattr(array, "__cuda_array_interface__"):
@@ -361,5 +361,5 @@ def place_of(array: Any) -> tuple[int, str]:
 
 
 def source_of(number: int, members: Any, rows: int) -> Source:
-    """Some rows of a run's array, or all of them."""
+    """Returns the source for some rows of a run's array, or for all of them."""
     return Source(number, rows=None if len(members) == rows else members)

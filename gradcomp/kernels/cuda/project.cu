@@ -1,5 +1,5 @@
 // M Q and M^T P, of matrices with at most GRADCOMP_RANKS columns in P and Q; of more, so many at a time.
-// Sums are in no order that other bodies know, but the same in every run: blocks leave theirs as parts,
+// The order of sums is not that of other bodies, but the same in every run: blocks write partial sums,
 // which a second kernel adds.
 
 #include "matrices.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int ranks = GRADCOMP_RANKS;
 
-// What the sums of a thread leave room for in its registers.
+// As many as a thread's registers hold beside its sums.
 [[maybe_unused]] constexpr int project_rows = ranks <= 8 ? 4 : 2;  // of M
 [[maybe_unused]] constexpr int back_columns = ranks <= 8 ? 4 : 2;
 

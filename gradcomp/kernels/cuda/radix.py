@@ -1,4 +1,4 @@
-"""The launches of select.cu: the largest elements of all rows of a table, however many they are."""
+"""The launches of select.cu, which finds the largest elements of all rows of a table at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIGITS = ((20, 11), (10, 10), (0, 10))  # shift and bits, of the 31 bits of a m
 
 
 class Marks:
-    """Room for a bit per element: whether it is a candidate."""
+    """Memory for a bit per element, which marks the candidates."""
 
     def __init__(self, call: Call, table: SegmentTable) -> None:
         begins = tiles(-(-table["length"] // 8))
@@ -22,7 +22,7 @@ class Marks:
 
 
 class Contribution(NamedTuple):
-    """What c is made of, and where rows are noted that are not finite; by default c is there already."""
+    """The parameters that form c, and the flags of rows that are not finite; by default c is there already."""
 
     factors: Parameter = 0
     decay: Parameter = 0.0
@@ -30,9 +30,9 @@ class Contribution(NamedTuple):
 
 
 class RadixSelect:
-    """The launches of select.cu for a run's first array, a table; keys.cuh says what the parameters mean.
+    """The launches of select.cu for a run's first array, a table; keys.cuh describes the parameters.
 
-    0 stands for what is absent.
+    0 stands for an absent parameter.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class RadixSelect:
         self._call.launch("select.cu", name, blocks, *parameters)
 
     def contribute(self) -> None:
-        """Only write next residuals."""
+        """Writes next residuals, and selects nothing."""
         self._launch("contribute", self._blocks)
 
     def find(self, *, contributing: bool = False) -> None:
-        """Find the key of the last element of each row."""
+        """Finds the key of the last selected element of each row."""
         self._state = (
             self._call.workspace(4 * _BINS * self._rows, zero=True),
             self._call.workspace(8 * self._rows, zero=True),
@@ -91,7 +91,7 @@ class RadixSelect:
             self._marked |= name == "histogram_marking"
 
     def write(self, offsets: Parameter, indices: Parameter, values: Parameter, found: Parameter = 0) -> None:
-        """Write the elements up to the last, and how many they are."""
+        """Writes the selected elements of each row and their number."""
         per_tile = (self._call.workspace(8 * self._blocks), self._call.workspace(8 * self._blocks))
         places = (offsets, indices, values, found)
         self._launch("count", self._blocks, per_tile)
@@ -99,5 +99,5 @@ class RadixSelect:
         self._launch("write_selection", self._blocks, per_tile, places)
 
     def thresholds(self, out: Parameter) -> None:
-        """Write the magnitude of the last element, or infinity where nothing is wanted."""
+        """Writes the magnitude of the last selected element, or infinity where none is wanted."""
         self._launch("threshold", -(-self._rows // THREADS), places=(0, 0, out, 0))

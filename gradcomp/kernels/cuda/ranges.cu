@@ -70,7 +70,7 @@ struct Part {
     typename Class::Range range;
 };
 
-// What codes.py makes room for.
+// The size that codes.py reserves, _KEPT_BYTES.
 static_assert(sizeof(Part) <= 64);
 
 // Add `count` elements from `begin` on, at most a chunk, by a team; `most`: of the warp's two teams. Its

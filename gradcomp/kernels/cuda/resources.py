@@ -1,4 +1,4 @@
-"""What kernels take of a GPU, read from their code without one: registers, memory of a thread, shared memory.
+"""Reads the resources of kernels from their code, without a GPU: registers, memory of a thread, shared memory.
 
 ``python -m gradcomp.kernels.cuda.resources encode.cu --architecture 90`` prints a line for each kernel of the modules
 whose names contain the word; it needs NVRTC alone.
@@ -16,14 +16,14 @@ from typing import Final
 from gradcomp.kernels.cuda.built import compiled
 from gradcomp.kernels.cuda.modules import modules
 
-# Attributes in sections named .nv.info, and the one form of theirs that has a size of its own.
+# Kinds of attributes in sections named .nv.info, and the form of attributes that state their size.
 _FRAME_SIZE, _REGISTERS, _SIZED = 0x11, 0x2F, 0x04
 _SYMBOLS: Final = 2  # the type of a section that holds the table of symbols
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel. ``local_bytes``: of a thread, spilled registers among them; ``shared_bytes``: of a block."""
+    """Resources of one kernel: ``local_bytes`` of a thread, with spilled registers; ``shared_bytes`` of a block."""
 
     registers: int
     local_bytes: int
@@ -39,7 +39,7 @@ class _Section:
 
 
 def resources(cubin: bytes) -> dict[str, Resources]:
-    """By kernel, for all that an ELF file of NVRTC's holds."""
+    """Returns the resources of all kernels in an ELF file of NVRTC's, by name."""
     sections = list(_sections(cubin))
     symbols = next(each.content for each in sections if each.kind == _SYMBOLS)
     names = next(each.content for each in sections if each.name == ".strtab")
@@ -53,7 +53,9 @@ def resources(cubin: bytes) -> dict[str, Resources]:
                 found.setdefault(symbol, {})["local_bytes"] = number
     kernels = {}
     for symbol, numbers in found.items():
-        if "registers" in numbers:  # else it is a subroutine, as of a division, which counts with its kernel
+        if (
+            "registers" in numbers
+        ):  # else it is a subroutine, for example a division, which counts with its kernel
             name = _text(names, struct.unpack_from("<I", symbols, 24 * symbol)[0])
             kernels[name] = Resources(
                 numbers["registers"], numbers.get("local_bytes", 0), shared.get(name, 0)
@@ -71,7 +73,7 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
 
 
 def _attributes(content: bytes, wanted: int) -> Iterator[tuple[int, int]]:
-    """The symbol and the number of every attribute of a kind."""
+    """Yields symbol and number of every attribute of a kind."""
     at = 0
     while at < len(content):
         form, kind, value = struct.unpack_from("<BBH", content, at)
@@ -88,11 +90,10 @@ def _text(names: bytes, at: int) -> str:
 
 
 def main() -> None:
-    """The program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("word", help="of modules' names, as encode.cu or REDUCE")
+    parser.add_argument("word", help="part of the modules' names, as encode.cu or REDUCE")
     parser.add_argument("--architecture", type=int, default=90, help="compute capability: 90 for 9.0")
     given = parser.parse_args()
     for module in modules():

@@ -1,4 +1,4 @@
-"""Sums over whole rows on a GPU: blocks add chunks up, and a second kernel joins what they leave."""
+"""Sums over whole rows on a GPU: blocks sum chunks, and a second kernel joins their sums."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from gradcomp.kernels.cuda.call import Call, Parameter, Ref, tiles
 from gradcomp.kernels.cuda.layout import Source
 from gradcomp.kernels.segments import SegmentTable
 
-_SUMMED = 16 * 4096  # elements that a block of sums.cu adds up
+_SUMMED = 16 * 4096  # elements that a block of sums.cu sums
 
 
 class RowSums:
-    """What the blocks of sums.cu add up, and its sum: so many kinds of sum for each row."""
+    """The sums that the blocks of sums.cu compute, of several kinds for each row, and their total."""
 
     def __init__(self, call: Call, table: SegmentTable, kinds: int, source: Source | None = None) -> None:
         begins = tiles(-(-table["length"] // _SUMMED))
@@ -21,7 +21,7 @@ class RowSums:
         self.rows: tuple[Parameter, ...] = (self.table, self._begins, self._count)
 
     def join(self, first: Ref, second: Ref | None = None) -> None:
-        """Write each kind of sum, a double for each row."""
+        """Writes the total of each kind of sum, a double for each row."""
         blocks = self._count * (1 if second is None else 2)
         spaces = (self.sums, self._workspace, first, second or 0)
         self._call.launch("sums.cu", "join", blocks, self._begins, self._count, *spaces)

@@ -1,4 +1,4 @@
-// What works on whole rows and knows no codec.
+// Kernels that work on whole rows and do not depend on a codec, and those of float64.
 
 #include "common.cuh"
 

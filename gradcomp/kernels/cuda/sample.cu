@@ -1,4 +1,4 @@
-// What a sample of each layer's elements comes to: sums of integers, so the order of the threads does not matter.
+// The check value of a sample of each layer's elements: sums of integers, which no order of threads changes.
 
 #include "common.cuh"
 #include "native/body/sample.hpp"

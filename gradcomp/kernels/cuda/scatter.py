@@ -18,11 +18,11 @@ from gradcomp.kernels.reference_indices import check_targets
 from gradcomp.kernels.reference_selection import Floats
 from gradcomp.kernels.segments import Bytes, SegmentTable
 
-_ITEMS = 2048  # items of a list that a block checks
+_ITEMS = 2048  # items that a block checks of a list
 
 
 class ScatterKernels(Kernels):
-    """scatter_mean."""
+    """The kernel scatter_mean of `reference_indices`."""
 
     def scatter_mean(
         self,
@@ -36,7 +36,7 @@ class ScatterKernels(Kernels):
         divisor: float,
         scale: float,
     ) -> None:
-        """See `reference_indices.scatter_mean`; lists outside the arrays are complained of before all others."""
+        """Runs `reference_indices.scatter_mean`; lists outside the arrays are reported before all other faults."""
         check_flat("indices", indices, np.uint32)
         check_flat("values", values, np.float32)
         check_targets(table, flags, offsets, counts, divisor, scale)

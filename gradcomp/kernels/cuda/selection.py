@@ -1,4 +1,4 @@
-"""The kernels of sparse selections on a GPU; :mod:`gradcomp.kernels.reference_selection` defines what each computes.
+"""The kernels of sparse selections on a GPU; :mod:`gradcomp.kernels.reference_selection` defines them.
 
 Next residuals, gradients and residuals are memory that the device reaches; indices and values may lie on either side.
 """
@@ -29,14 +29,13 @@ from gradcomp.kernels.reference_selection import (
 )
 from gradcomp.kernels.segments import Bytes, SegmentTable, require_rows
 
-_ITEMS = 2048  # items of a list that a block of lists.cu serves
+_ITEMS = 2048  # items that a block of lists.cu serves of a list
 
 
 class SelectionKernels(Kernels):
-    """The kernels of `reference_selection`, and select_adacomp."""
+    """The kernels of `reference_selection`, and select_adacomp of `reference_adacomp`, under the same names."""
 
     def contribute(self, table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
-        """See `reference_selection.contribute`."""
         check_vectors(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
         check_narrow(table)
         check_next_residuals(table)
@@ -51,7 +50,6 @@ class SelectionKernels(Kernels):
         self._plans.run(key, write_down, (table, factors, bad), (float(decay),), (flags, bad))
 
     def squares(self, table: SegmentTable, out: Doubles) -> None:
-        """See `reference_selection.squares`."""
         check_vectors(table, out=(out, np.float64, True))
 
         def write_down(call: Call) -> None:
@@ -75,7 +73,6 @@ class SelectionKernels(Kernels):
         decay: float,
         zeros: bool,
     ) -> None:
-        """See `reference_selection.select_top`."""
         check_vectors(
             table,
             flags=(flags, np.uint8, True),
@@ -107,7 +104,7 @@ class SelectionKernels(Kernels):
             selection.write(call.give(offsets), index_list, value_list)
 
         key = ("top", zeros, fixed_columns(table), *_lists_key(offsets, limits, indices, values))
-        # Of what is known beforehand nothing is read back.
+        # With zeros the numbers of selected elements are known beforehand, and are not read back.
         arrays = (
             (table, factors, bad, indices, values) if zeros else (table, factors, bad, indices, values, found)
         )
@@ -125,7 +122,6 @@ class SelectionKernels(Kernels):
         values: Floats,
         found: Numbers,
     ) -> None:
-        """See `reference_selection.select_above`."""
         check_vectors(
             table,
             thresholds=(thresholds, np.float32, False),
@@ -135,7 +131,7 @@ class SelectionKernels(Kernels):
         )
         check_next_residuals(table)
         _check_flat(indices, values, selecting=True)
-        # Nothing has the key of NaN, and everything has one of at least 0.
+        # A threshold of NaN gets a key above that of every element, and one below 0 gets the least key, 0.
         cuts = np.where(thresholds > 0, thresholds, np.float32(0)).view(np.int32)
         cuts[np.isnan(thresholds)] = np.iinfo(np.int32).max
 
@@ -161,7 +157,6 @@ class SelectionKernels(Kernels):
         *,
         bin_size: int,
     ) -> None:
-        """See `reference_adacomp.select_adacomp`."""
         check_vectors(
             table,
             factors=(factors, np.float32, False),
@@ -189,14 +184,13 @@ class SelectionKernels(Kernels):
     def sample_thresholds(
         self, table: SegmentTable, counts: Numbers, thresholds: Floats, *, stride: int, phase: int
     ) -> None:
-        """See `reference_selection.sample_thresholds`."""
         check_vectors(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
         check_next_residuals(table)
         check_counts(table, counts)
         if stride < 1 or phase < 0:
             raise ValueError(f"stride {stride} is not positive, or phase {phase} is negative")
         length = table["length"].astype(np.int64)
-        # Beyond the longest row, one is like another.
+        # All strides and phases beyond the longest row have the same result.
         longest = int(length.max(initial=0))
         stride, phase = min(stride, longest + 1), min(phase, longest)
         sampled = phase < length
@@ -232,7 +226,6 @@ class SelectionKernels(Kernels):
         squares_out: Doubles,
         maxima: Floats,
     ) -> None:
-        """See `reference_selection.tail`."""
         check_vectors(
             table,
             thresholds=(thresholds, np.float32, False),
@@ -256,13 +249,11 @@ class SelectionKernels(Kernels):
     def take(
         self, table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats
     ) -> None:
-        """See `reference_selection.take`."""
         self._over_lists(table, offsets, counts, indices, values, taking=True)
 
     def put(
         self, table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats
     ) -> None:
-        """See `reference_selection.put`."""
         self._over_lists(table, offsets, counts, indices, values, taking=False)
 
     def _over_lists(
@@ -275,7 +266,7 @@ class SelectionKernels(Kernels):
         *,
         taking: bool,
     ) -> None:
-        """All is checked but the indices themselves, which kernels check."""
+        """Checks everything but the indices themselves, which kernels check."""
         _check_flat(indices, values, selecting=False, taking=taking)
         check_vectors(table, offsets=(offsets, np.int64, False), counts=(counts, np.int64, False))
         check_next_residuals(table)
@@ -328,13 +319,13 @@ class _Lists:
         self._found = call.result(bad, Source(1), zero=True)
 
     def take(self, values: Floats) -> None:
-        # What is there stays if an index is refused.
+        # Values are copied up too, so that they do not change if an index is refused.
         into = to_write(self._call, values, 3, self._offsets, self._counts, all_of_it=False)
         for name in ("check", "take"):
             self._call.launch("lists.cu", name, self._blocks, *self._lists, into, self._found, 0, 0)
 
     def put(self, values: Floats) -> None:
-        """Of a repeated index the last value stays: only rows that have one take more than a look."""
+        """Launches `put`: the last value of a repeated index stays, for which only rows with one take more passes."""
         call = self._call
         repeated = call.workspace(self._rows, zero=True)
         first = int(self._offsets.min(initial=0))
@@ -345,7 +336,7 @@ class _Lists:
 
 
 def _mark_bins(call: Call, table: SegmentTable, factors: Parameter, bin_size: int) -> Marks:
-    """Candidates are what another gradient would make the largest of its bin."""
+    """Marks as candidates the elements that another gradient would make the largest of their bin."""
     begins = tiles(-(-table["length"].astype(np.int64) // bin_size))
     marks = Marks(call, table)
     blocks = tiles(groups(table))
@@ -367,7 +358,7 @@ def _write_some(
     values: Floats,
     found: Parameter,
 ) -> None:
-    """Up to so many elements of each row, into a run's arrays 3 and 4, and how many."""
+    """Writes up to so many elements of each row into a run's arrays 3 and 4, and their number."""
     index_list, value_list = (
         to_write(call, each, i, offsets, limits, all_of_it=False) for i, each in ((3, indices), (4, values))
     )
@@ -375,7 +366,7 @@ def _write_some(
 
 
 def _lists_key(offsets: Numbers, counts: Numbers, indices: Any, values: Any) -> tuple[Hashable, ...]:
-    """What a call depends on of lists in flat arrays."""
+    """Returns the part of a call's key that describes lists in flat arrays."""
     return offsets.tobytes(), counts.tobytes(), place_of(indices), place_of(values)
 
 

@@ -1,7 +1,7 @@
-"""The text of a CUDA source, with everything it includes, and what a compiler is told about it.
+"""The text of a CUDA source, with everything it includes, and the options of its compilation.
 
-NVRTC gets one text without files around it: a cache that goes by the text then notices a change in any header. The
-headers of `native/` lie beside the sources once the package is built, and in the repository before.
+NVRTC is given one text that needs no other files, so that a cache by text notices a change in any header. The headers
+of `native/` lie beside the sources once the package is built, and in the repository's `native/` before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NATIVE: Final = (_HERE / "native", _HERE.parents[2] / "native")
 _INCLUDE: Final = re.compile(r'^#include "([^"]+)"$')
 _LIBRARY: Final = re.compile(r"^#include <[^>]+>$")
 
-#: No contraction, nothing flushed to zero, division and roots rounded as IEEE has it: the same bytes as on a CPU.
+#: No contraction, no flush to zero, division and roots rounded by IEEE 754: the same bytes as on a CPU.
 OPTIONS: Final = (
     "--std=c++20",
     "-default-device",
@@ -34,14 +34,14 @@ PRELUDE: Final = "prelude.cuh"
 
 @cache
 def flat(name: str) -> str:
-    """The source with its headers in place of ``#include``, once each; the standard library's are left out."""
+    """Returns the source with its headers in place of ``#include``, once each, without the standard library's."""
     lines: list[str] = []
     _append(_HERE / name, set(), lines)
     return "\n".join(lines) + "\n"
 
 
 def options(defines: Mapping[str, object]) -> tuple[str, ...]:
-    """OPTIONS and the definitions of one module."""
+    """Returns OPTIONS and the macro definitions of one module."""
     return (*OPTIONS, *(f"-D{name}={value}" for name, value in defines.items()))
 
 

@@ -55,7 +55,7 @@ class FromGradient {
         }
     }
 
-    // Elements that are read soon, by so many threads of which each knows its number.
+    // Prefetches elements that are read soon, by so many threads, each with its number.
     void fetch_ahead(std::int64_t, std::int64_t first, int count, int thread, int threads) const {
         const int size = size_of(segment_.dtype);
         if (segment_.gradient != 0)

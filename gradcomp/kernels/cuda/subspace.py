@@ -23,7 +23,7 @@ from gradcomp.kernels.segments import FP32, Bytes, SegmentTable
 
 
 class SubspaceKernels(Kernels):
-    """project, iterate and finish of :mod:`gradcomp.kernels.subspace`, whose `Layers` stand for all that stays."""
+    """The functions of :mod:`gradcomp.kernels.subspace`, whose `Layers` object is part of their calls' keys."""
 
     def subspace_project(
         self,
@@ -36,7 +36,6 @@ class SubspaceKernels(Kernels):
         scale: float,
         decay: float,
     ) -> None:
-        """See `subspace.project`."""
         table = layers.inputs
         check_next_residuals(table)
         found = np.zeros((2, len(table)), dtype=np.uint8)
@@ -68,7 +67,6 @@ class SubspaceKernels(Kernels):
         divisor: float,
         scale: float,
     ) -> None:
-        """See `subspace.iterate`."""
         table, outputs = layers.inputs, layers.outputs
         found = np.zeros(len(table), dtype=np.uint8)
         arrays = (table, total, message, own, outputs, found, flags)
@@ -99,7 +97,6 @@ class SubspaceKernels(Kernels):
         divisor: float,
         scale: float,
     ) -> None:
-        """See `subspace.finish`."""
         table, outputs = layers.inputs, layers.outputs
         found = np.zeros(len(table), dtype=np.uint8)
         arrays: tuple[Any, ...] = (table, p, own, q, outputs, found, flags)
@@ -128,6 +125,6 @@ def _columns(layers: Any) -> tuple[Int64s, ...]:
 
 
 def _outputs(table: SegmentTable) -> bytes | None:
-    """Which rows have an output; None: all."""
+    """Returns the rows that have an output; None if all have one."""
     column = table["output"]
     return None if column.all() else (column != 0).tobytes()

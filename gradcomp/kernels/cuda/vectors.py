@@ -1,4 +1,4 @@
-"""State and working memory on a device, which this program reads and writes by copies through pinned memory."""
+"""State and working memory on a device, which the host reads and writes by copies through pinned memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from gradcomp.core.vectors import Floats, Indices, Vector
 from gradcomp.kernels.cuda.driver import Block, Bytes, Driver
 
-_PIECE_BYTES = 1 << 25  # of pinned memory at a time
+_PIECE_BYTES = 1 << 25  # pinned memory that a copy takes at a time
 
 
 class DeviceVector(Vector):
-    """See :class:`gradcomp.core.vectors.Vector`; in memory of a device alone. Reads and writes wait for its stream."""
+    """A :class:`gradcomp.core.vectors.Vector` in memory of a device. Reads and writes wait for its stream."""
 
     def __init__(self, driver: Driver, block: Block, begin: int, size: int) -> None:
         self._driver, self._block, self._begin = driver, block, begin
@@ -22,19 +22,19 @@ class DeviceVector(Vector):
 
     @staticmethod
     def zeros(driver: Driver, size: int) -> DeviceVector:
-        """A new one, of zeros."""
+        """Returns a new vector of zeros."""
         block = driver.allocate(max(4 * size, 1))
         driver.zero(block.address, 4 * size)
         return DeviceVector(driver, block, 0, size)
 
     @property
     def memory(self) -> DeviceVector:
-        """Itself: kernels find it by its address."""
+        """Returns the vector itself, which kernels find by its address."""
         return self
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """See CUDA's array interface, version 3."""
+        """Returns CUDA's array interface, version 3."""
         return {"shape": (self.size,), "typestr": "<f4", "data": (self.address, False), "version": 3}
 
     def __len__(self) -> int:
@@ -42,22 +42,18 @@ class DeviceVector(Vector):
 
     @property
     def itemsize(self) -> int:
-        """Of an element."""
         return 4
 
     @property
     def nbytes(self) -> int:
-        """Of all elements."""
         return 4 * self.size
 
     def read(self, begin: int = 0, end: int | None = None) -> Floats:
-        """A copy."""
         values = self._copied(begin, self.size if end is None else end)
         values.flags.writeable = False
         return values
 
     def write(self, values: Floats, begin: int = 0) -> None:
-        """See :class:`gradcomp.core.vectors.Vector`."""
         assert begin + len(values) <= self.size, f"{len(values)} values at {begin} of {self.size}"
         source = np.ascontiguousarray(values, np.float32).view(np.uint8)
         for at in range(0, source.nbytes, _PIECE_BYTES):
@@ -67,7 +63,7 @@ class DeviceVector(Vector):
             self._driver.synchronize()
 
     def take(self, places: Indices) -> Floats:
-        """One copy, from the first to the last place."""
+        """Takes one copy, from the first to the last place."""
         if not len(places):
             return np.zeros(0, np.float32)
         low = int(places.min())
@@ -75,7 +71,7 @@ class DeviceVector(Vector):
         return taken
 
     def put(self, places: Indices, values: Floats) -> None:
-        """Two copies, from the first to the last place: what lies between goes back as it came."""
+        """Takes two copies, from the first to the last place: the elements between are written back unchanged."""
         if len(places):
             low = int(places.min())
             span = self._copied(low, int(places.max()) + 1)
@@ -83,7 +79,6 @@ class DeviceVector(Vector):
             self.write(span, low)
 
     def part(self, begin: int, end: int) -> Vector:
-        """See :class:`gradcomp.core.vectors.Vector`."""
         return DeviceVector(self._driver, self._block, self._begin + begin, end - begin)
 
     def _copied(self, begin: int, end: int) -> Floats:
@@ -94,7 +89,7 @@ class DeviceVector(Vector):
 
 
 def read_bytes(driver: Driver, address: int, target: Bytes) -> None:
-    """Copy from the device to memory that need not be pinned, and wait."""
+    """Copies from the device to memory that need not be pinned, and waits."""
     for at in range(0, target.nbytes, _PIECE_BYTES):
         staged = driver.pinned(min(_PIECE_BYTES, target.nbytes - at))
         driver.download(staged, address + at)
