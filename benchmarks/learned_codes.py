@@ -180,7 +180,7 @@ class PlainCode(CLTk):
         """One Broadcast, then one Sum or Gather."""
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
         flags = (yield from self._share(group, context, chosen)).copy()
-        total = yield from self._total(group, chosen, flags, context.first)
+        total = yield from self._total(group, chosen, flags)
         rows = (group.table, flags, chosen.offsets, chosen.counts, chosen.indices, total)
         indices.scatter_values(*rows, divisor=context.divisor, scale=context.unscale)
         return flags
@@ -204,13 +204,11 @@ class PlainCode(CLTk):
         reply = yield Broadcast(
             form.most_bytes(chosen.counts, fixed=True), write, leader, fixed=not form.deflated
         )
-        with sent_by(context.first + leader):
+        with sent_by(leader):
             form.decode(reply.data, chosen)
         return reply.flags
 
-    def _total(
-        self, group: Group, chosen: Selection, flags: Bytes, first: int
-    ) -> Generator[Message, Reply, Floats]:
+    def _total(self, group: Group, chosen: Selection, flags: Bytes) -> Generator[Message, Reply, Floats]:
         """The sum over ranks of what their codes stand for."""
         none, count = np.zeros_like(flags), len(chosen.values)
 

@@ -64,7 +64,7 @@ def test_nothing_within_the_budget_warns_once(caplog):
     decision = rule.decide(observed)
     assert chosen(observed, decision.choices) == [4] * 8
     rule.decide(some(rule, memory=decision.memory))
-    assert caplog.text.count("go back to the reference") == 1
+    assert caplog.text.count("layers use the reference") == 1
 
 
 @needs_optuna

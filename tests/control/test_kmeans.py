@@ -111,7 +111,7 @@ def test_nothing_within_the_budget_warns_once(caplog):
     assert chosen(observed, decision.choices) == [4, 4]
     again = rule.decide(seen_by(rule, [64, 6400], [1.0, 1.0], memory=decision.memory))
     assert chosen(observed, again.choices) == [4, 4]
-    assert caplog.text.count("go back to the reference") == 1
+    assert caplog.text.count("layers use the reference") == 1
 
 
 def test_silent_layers_keep_their_choice():

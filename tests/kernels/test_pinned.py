@@ -11,7 +11,6 @@ import pytest
 from gradcomp.kernels import indices
 from gradcomp.kernels.cuda.pinned import PinnedArray, is_pinned, pinned
 from gradcomp.transport.base import wait
-from gradcomp.transport.shm import ShmTransport, local_meet
 
 COUNT = 1 << 15  # indices: 128 KiB
 
@@ -81,12 +80,15 @@ def test_calls_for_pinned_and_other_memory_are_kept_apart(gpu: Any) -> None:
 
 def test_transports_take_it_as_it_is(gpu: Any) -> None:
     """Shared memory moves it by native code, torch.distributed as a tensor of the same memory."""
+    pytest.importorskip("gradcomp._native")
+    from gradcomp.transport import shm
+
     torch = pytest.importorskip("torch")
     made = pinned(gpu.driver, 200, [])
     assert torch.from_numpy(made[8:]).data_ptr() == made.ctypes.data + 8
     with ThreadPoolExecutor() as pool:
-        meets = local_meet(2)
-        first, second = pool.map(lambda rank: ShmTransport(rank, 2, meets[rank]), range(2))
+        meets = shm.local_meet(2)
+        first, second = pool.map(lambda rank: shm.ShmTransport(rank, 2, meets[rank]), range(2))
     made[:100] = 7
     handles = [first.exchange([(1, made[:100])], []), second.exchange([], [(0, made[100:])])]
     for handle in handles:
