@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import Variable
 
 from gradcomp.core.errors import StateError
 from gradcomp.engine import Exchanger
@@ -25,6 +24,7 @@ from gradcomp.pipeline.digests import NO_SAY, Digests
 from gradcomp.pipeline.fingerprint import NOTHING, SoonFingerprint
 from gradcomp.reduce.header import LATE
 from gradcomp.torch.ddp_check import DdpCheck
+from gradcomp.torch.end_of_backward import EndOfBackward, at_end, watch_backward
 from gradcomp.torch.fingerprint import ParameterSamples
 from gradcomp.torch.gradients import Gradients
 from gradcomp.torch.layers import Named
@@ -39,40 +39,6 @@ from gradcomp.torch.timing import Timing, Windows
 #: Exchanges whose window ends with the backward pass that is about to return.
 _ending: list[GradientExchange] = []
 _numbers = count()
-
-
-class _EndOfBackward:
-    """Calls back at the end of the running backward pass, as the caller of ``backward()`` sees it.
-
-    Reentrant checkpoints run backward passes inside the outer one, and autograd calls back at the end of
-    each. At the end of an inner pass this object asks again, from the nodes that follow in the outer pass.
-    """
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._hooks: list[Any] = []
-        # torch.compile cannot trace what autograd calls. The wrappers are made once, because one takes 0.1 ms.
-        self._ended, self._goes_on = opaque(self._one_has_ended), opaque(self._outer_one_goes_on)
-
-    def wait(self) -> None:
-        """Queue the callback; called when the backward pass has begun."""
-        Variable._execution_engine.queue_callback(self._ended)
-
-    def _one_has_ended(self) -> None:
-        around: torch.autograd.graph.Node | None = (
-            torch._C._current_autograd_node()
-        )  # its annotation wrongly excludes None
-        if around is None:
-            self._call()
-            return
-        self._hooks += [
-            node.register_prehook(self._goes_on) for node, _ in around.next_functions if node is not None
-        ]
-
-    def _outer_one_goes_on(self, _: Any) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-        self.wait()
 
 
 def _finish_together() -> None:
@@ -160,7 +126,8 @@ class GradientExchange:
         self._ddp_check = DdpCheck(self._gradients.parameters)
         self._optimizers = StepWatch(self._gradients.parameters, self)
         self._unexchanged = UnexchangedSteps(driver, lambda: self._suspended)
-        self._end = _EndOfBackward(self._end_of_backward)
+        watch_backward()
+        self._end = EndOfBackward(self._end_of_backward)
         self._behind_all = opaque(_finish_together)
         for layer, parameter in enumerate(self._gradients.parameters):
             hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
@@ -280,7 +247,7 @@ class GradientExchange:
         if self.timing.finish == "backward" and self._passes >= self.timing.passes:
             self._flush()
             _ending.append(self)
-            Variable._execution_engine.queue_callback(self._behind_all)
+            at_end(self._behind_all)
 
     # -- the end of a window --------------------------------------------------------------------------------------
 

@@ -74,6 +74,64 @@ def test_a_step_that_is_compiled_as_a_whole_has_the_bits_of_eager_and_no_warning
     ]
 
 
+@pytest.mark.parametrize("autograd", ["eager", "compiled"])
+@on_ranks(2, reorder=False)
+def test_means_are_there_when_backward_returns_to_a_compiled_step(autograd):
+    """One layer is unused, so that no exchange ends before the backward pass does."""
+    model, unused, seen = net(), torch.nn.Linear(8, 8), []
+    named = [*model.named_parameters(), *unused.named_parameters()]
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+    optimizer = gc.DistributedOptimizer(optimizer, named)
+
+    @torch.compiler.disable
+    def look() -> None:
+        seen.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        look()
+        optimizer.step()
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=autograd == "compiled"):
+        run = torch.compile(step, backend="aot_eager")
+        for number in range(3):
+            run(data(number))
+    assert len(seen) == 3
+    assert_same_on_all_ranks(seen)
+
+
+@on_ranks(2, reorder=False)
+def test_a_compiled_backward_that_fails_leaves_no_end_behind():
+    model, optimizer = optimized("none")
+    calls = []
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch._dynamo.reset()
+
+        @torch.compiler.disable
+        def fails(gradient):
+            calls.append(gradient)
+            raise ValueError("in a hook")
+
+        def step(x, *, broken):
+            optimizer.zero_grad()
+            y = model(x)
+            if broken:
+                x.register_hook(fails)
+            y.square().mean().backward()
+            optimizer.step()
+
+        run = torch.compile(step, backend="aot_eager")
+        with pytest.raises(ValueError, match="in a hook"):
+            run(data(0).requires_grad_(), broken=True)
+    assert calls
+    from gradcomp.torch import end_of_backward
+
+    assert not end_of_backward._running.callbacks
+    assert not end_of_backward._running.ended
+
+
 @on_ranks(2, reorder=False)
 def test_closures_momentum_that_is_taken_and_synchronize_are_compiled_alike():
     def run(backend):
