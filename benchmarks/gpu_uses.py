@@ -128,6 +128,18 @@ def batches(task: Task) -> Any:
         yield words[:, :-1].contiguous(), words[:, 1:].contiguous()
 
 
+def train(task: Task, model: Any, optimizer: Any) -> list[float]:
+    """The loss of every step."""
+    losses = []
+    for words, targets in batches(task):
+        optimizer.zero_grad()
+        loss = model(words, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def compiled(task: Task) -> dict[str, Any]:
     """A GPT, as it is or compiled."""
     import torch
@@ -142,14 +154,7 @@ def compiled(task: Task) -> dict[str, Any]:
         gc.Policy(CODED, filter=gc.Filter(min_elements=64)),
     )
     run = torch.compile(model, backend=task.backend) if task.run == "compiled" else model
-    losses = []
-    for words, targets in batches(task):
-        optimizer.zero_grad()
-        loss = run(words, targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "parameters": digest(model.parameters())}
+    return {"losses": train(task, run, optimizer), "parameters": digest(model.parameters())}
 
 
 def sharded(task: Task) -> dict[str, Any]:
@@ -174,14 +179,10 @@ def sharded(task: Task) -> dict[str, Any]:
             gc.compress_fsdp(model, optimizer=optimizer, **options)
         except gc.ConfigError as error:
             return {"refused": str(error)}
-    losses = []
-    for words, targets in batches(task):
-        optimizer.zero_grad()
-        loss = model(words, targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "parameters": digest(p.to_local() for p in model.parameters())}
+    return {
+        "losses": train(task, model, optimizer),
+        "parameters": digest(p.to_local() for p in model.parameters()),
+    }
 
 
 # ------------------------------------------------------------------------------------------ what must hold

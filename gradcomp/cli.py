@@ -35,9 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(
-                errors="backslashreplace"
-            )  # a terminal may not show all characters of layer names
+            # A terminal may not show all characters of layer names.
+            sys.stdout.reconfigure(errors="backslashreplace")
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader left, as `| head` does; redirecting avoids another error at exit

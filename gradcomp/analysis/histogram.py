@@ -75,9 +75,8 @@ def coded(values: npt.NDArray[np.float64], bins: int, binning: Binning) -> Coded
     if low == high:
         return Coded(np.zeros(len(values), dtype=np.int64), np.array([len(values)], dtype=np.int64))
     if binning == "uniform":
-        scale = max(
-            abs(low), abs(high)
-        )  # the difference of two values may overflow, that of scaled ones cannot
+        # The difference of two values may overflow, that of scaled ones cannot.
+        scale = max(abs(low), abs(high))
         shares = (values / scale - low / scale) / (high / scale - low / scale)
         codes = np.minimum((shares * bins).astype(np.int64), bins - 1)
     else:

@@ -66,9 +66,8 @@ class Sampled(Gathering):
         self._heard = np.zeros(len(share.sizes), dtype=np.bool_)  # layers whose sample is in the arena
         self._committed = False
         self._due = self._last = 0  # samples of the period that are due, and that have been taken
-        self._work: Future[Floats] = at_once(
-            lambda: np.zeros(0, dtype=np.float32)
-        )  # the work that reads the arena
+        # The work that reads the arena.
+        self._work: Future[Floats] = at_once(lambda: np.zeros(0, dtype=np.float32))
 
     @property
     def nbytes(self) -> int:

@@ -200,11 +200,11 @@ class Config:
             name = variable.removeprefix(PREFIX).lower()
             if not variable.startswith(PREFIX):
                 continue
-            refuse_removed(name, f"{variable}={text}")
+            refuse_removed(name, text, variable)
             if name in types:
                 values[name] = _parse(variable, text, types[name])
         for name, value in arguments.items():
-            refuse_removed(name, f"{name}={value!r}")
+            refuse_removed(name, value)
             if name not in types:
                 raise ConfigError(f"unknown setting {name!r}{_closest(name, types)}")
             if value is not None:
@@ -239,10 +239,10 @@ class Config:
         return "\n".join(rows)
 
 
-def refuse_removed(name: str, given: str) -> None:
-    """Raise ConfigError for a setting that earlier versions had; the text says what to do instead."""
-    if name in _REMOVED:
-        raise ConfigError(f"{given}: this setting was removed; {_REMOVED[name]}")
+def refuse_removed(name: str, value: object, where: str = "") -> None:
+    """Raise ConfigError for a value of a setting that earlier versions had; the text says what to do instead."""
+    if name in _REMOVED and value is not None:
+        raise ConfigError(f"{where or name}={value!r}: this setting was removed; {_REMOVED[name]}")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -283,8 +283,8 @@ def _from_file(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {PREFIX}CONFIG={path}: {error}") from error
-    for name in data:
-        refuse_removed(name, f"{name} in {path}")
+    for name, value in data.items():
+        refuse_removed(name, value, f"{path}: {name}")
         if name not in types:
             raise ConfigError(f"unknown setting {name!r} in {path}{_closest(name, types)}")
     return {name: _coerce(f"{name} in {path}", value, types[name]) for name, value in data.items()}

@@ -120,9 +120,8 @@ class _Compiled(Body):
     """The compiled module's kernels. It checks arguments itself, and takes neither structured arrays nor records."""
 
     def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        definition = getattr(
-            _bodies["reference"], kernel.__name__, None
-        )  # None for a function that is no kernel
+        # None for a function that is no kernel.
+        definition = getattr(_bodies["reference"], kernel.__name__, None)
         takes = {} if definition is None else definition.__annotations__
         members = _members if not _RECORDS.isdisjoint(takes.values()) else None
 

@@ -68,9 +68,8 @@ def smallest_coding(lengths: Sizes, counts: Sizes) -> Codings:
     """
     check_rows(np.full(np.shape(lengths), RAW), lengths, counts)
     sizes = np.stack([_SIZE[coding](lengths, counts) for coding in _PREFERENCE])
-    sizes[_PREFERENCE.index(ALL), (counts != 0) & (counts != lengths)] = (
-        MAX_INDEXED * 4
-    )  # larger than any size
+    # Larger than any size.
+    sizes[_PREFERENCE.index(ALL), (counts != 0) & (counts != lengths)] = MAX_INDEXED * 4
     smallest: Codings = np.array(_PREFERENCE, np.int32)[np.argmin(sizes, axis=0)]
     return smallest
 

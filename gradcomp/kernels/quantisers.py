@@ -141,9 +141,8 @@ def _quantise_linf(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, 
 
 def _quantise_by_norm(c: Floats, norm: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
     if level.bits == 1 and u is None:
-        return _quantise_sign(
-            c, None, level
-        )  # scaled by the mean magnitude, as the norm is far above most values
+        # Scaled by the mean magnitude, as the norm is far above most values.
+        return _quantise_sign(c, None, level)
     s = np.float32(_largest_magnitude(level))
     norm, inverse = _divisible(norm, s)
     if level.bits == 1:

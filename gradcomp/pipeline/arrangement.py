@@ -20,8 +20,7 @@ from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.state import Begin, Range
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
-from gradcomp.kernels.cuda.mirrors import mirror
-from gradcomp.kernels.cuda.pinned import pinned
+from gradcomp.kernels.cuda.mirrors import mirror, pinned
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 from gradcomp.pipeline.bucket import BucketProgram

@@ -1,4 +1,4 @@
-"""Ranks agree on an order, compare digests and compare plans as a step ends."""
+"""As a step ends, ranks agree on an order of layers, and compare digests of parameters and plans."""
 
 from __future__ import annotations
 

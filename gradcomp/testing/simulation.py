@@ -190,9 +190,8 @@ class Simulation:
         transports: Sequence[Transport] = (),
         **settings: Any,
     ) -> None:
-        settings.setdefault(
-            "checksums", tamper is None
-        )  # a test that tampers with messages wants to get past the checksums
+        # A test that tampers with messages wants to get past the checksums.
+        settings.setdefault("checksums", tamper is None)
         self.layers = list(layers)
         self.size = world
         self.random = random.Random(seed)  # noqa: S311 - for simulated timing

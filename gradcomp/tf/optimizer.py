@@ -90,8 +90,7 @@ def DistributedOptimizer(
     Raises ConfigError for bad arguments and other backends of Keras, PlanMismatchError on every rank if the ranks
     differ, StateError before ``init()`` and for an optimizer that is distributed already.
     """
-    if residuals is not None:
-        refuse_removed("residuals", f"residuals={residuals!r}")
+    refuse_removed("residuals", residuals)
     check_ignored(num_groups, groups, name=name, device_dense=device_dense, device_sparse=device_sparse)
     arguments = Arguments(
         compression,

@@ -87,8 +87,7 @@ def DistributedGradientTape(
         raise ConfigError(f"expected a tf.GradientTape, got {type(gradtape).__name__}")
     if isinstance(gradtape, _Distributed):
         raise StateError("this tape is already a DistributedGradientTape; wrap a tape once only")
-    if residuals is not None:
-        refuse_removed("residuals", f"residuals={residuals!r}")
+    refuse_removed("residuals", residuals)
     check_ignored(num_groups, groups, device_dense=device_dense, device_sparse=device_sparse)
     ranks = members(process_set)
     given = _Arguments(

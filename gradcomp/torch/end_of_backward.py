@@ -81,9 +81,8 @@ class EndOfBackward:
         at_end(self._ended)
 
     def _one_has_ended(self) -> None:
-        around: torch.autograd.graph.Node | None = (
-            torch._C._current_autograd_node()
-        )  # its annotation wrongly excludes None
+        # Its annotation wrongly excludes None.
+        around: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
         if around is None:
             self._call()
             return

@@ -392,7 +392,6 @@ class GradientExchange:
         return NOTHING if self._stands_in else self._samples.take(turn, self._scalars())
 
     def means_complete(self) -> None:
-        """End the window."""
         self._gradients.give_back()
         self._touched, self._submitted, self._passes = {}, set(), 0
         self._end_ddp_check()

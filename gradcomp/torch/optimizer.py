@@ -105,8 +105,7 @@ def DistributedOptimizer(
     Raises ConfigError for bad arguments, PlanMismatchError on every rank if the ranks differ, StateError before
     ``init()``. Arguments mean what they mean in Horovod, except that ``finish="backward"`` is the default here.
     """
-    if residuals is not None:
-        refuse_removed("residuals", f"residuals={residuals!r}")
+    refuse_removed("residuals", residuals)
     arguments = Arguments(
         compression,
         backward_passes_per_step,

@@ -42,9 +42,8 @@ def test_exposed_is_what_a_step_takes_longer_on_the_slower_rank_than_without_exc
     ]
     rows = gpu_step.evaluate(ranks)
     assert rows["alone"]["step_ms"] == pytest.approx(11)
-    assert rows["alone null"]["exposed_ms"] == pytest.approx(
-        3
-    )  # beside a rank that has the device to itself, too
+    # Beside a rank that has the device to itself, too.
+    assert rows["alone null"]["exposed_ms"] == pytest.approx(3)
     assert rows["both gloo"]["exposed_ms"] == pytest.approx(9)
     assert rows["alone null"]["lock_share"] == pytest.approx(0.25)
 

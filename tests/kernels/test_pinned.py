@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradcomp.kernels import indices
-from gradcomp.kernels.cuda.pinned import PinnedArray, is_pinned, pinned
+from gradcomp.kernels.cuda.mirrors import PinnedArray, is_pinned, pinned
 from gradcomp.transport.base import wait
 
 COUNT = 1 << 15  # indices: 128 KiB

@@ -80,9 +80,8 @@ def product_bytes(shape: tuple[int, ...]) -> int:
 
 def _steps_bytes(shape: tuple[int, ...], columns: int) -> int:
     n, m = shape
-    one = (
-        9 if lowrank.numpy_multiplies(columns) else 4
-    )  # bytes per element of the rest, and of NumPy's copies
+    # Bytes per element of the rest, and of NumPy's copies.
+    one = 9 if lowrank.numpy_multiplies(columns) else 4
     return one * n * m + 4 * columns * (n + m) + 128 * columns * m  # the last term is for random numbers
 
 

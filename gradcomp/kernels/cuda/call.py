@@ -26,7 +26,7 @@ from gradcomp.kernels.cuda.layout import (
     Ref,
     Source,
 )
-from gradcomp.kernels.cuda.pinned import is_pinned
+from gradcomp.kernels.cuda.mirrors import is_pinned
 from gradcomp.kernels.segments import SegmentTable
 
 __all__ = ["GROUP", "THREADS", "Call", "Parameter", "Ref", "Sizes", "groups", "places_of", "tiles"]

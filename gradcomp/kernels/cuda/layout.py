@@ -40,9 +40,8 @@ _ALIGNMENT = 256
 _WORD = 0xFFFFFFFFFFFFFFFF
 _LEAST_STAGED = 1 << 16
 _LARGE = 1 << 13  # bytes from which on an array that every run brings is left out of the image's copy
-_LEAST_ALONE = (
-    1 << 16
-)  # bytes that the CPU copies in about the time that it takes to start a copy by the device
+# Bytes that the CPU copies in about the time that it takes to start a copy by the device.
+_LEAST_ALONE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,8 @@
-"""Messages whose payload stays on the device, while the host reads and writes their headers."""
+"""The memory of messages for gradients on a device.
+
+A mirror's payload stays on the device, and the host reads and writes its headers. A pinned message is memory of the
+host that the device copies from and to, so that the CPU copies no payload.
+"""
 
 from __future__ import annotations
 
@@ -108,3 +112,30 @@ def fetch(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
 def is_mirror(array: Any) -> TypeGuard[DeviceMirror]:
     """Tells whether an array is a mirror, whose bytes are on a device; a copy of one is not."""
     return isinstance(array, DeviceMirror) and (array._address is not None or hasattr(array, "address"))
+
+
+class PinnedArray(np.ndarray[Any, np.dtype[Any]]):
+    """An array in pinned memory; views of it are in it too, copies are not."""
+
+    _memory: tuple[int, int] = 0, 0  # where it begins and ends
+
+    def __array_finalize__(self, made_from: Any) -> None:
+        self._memory = getattr(made_from, "_memory", (0, 0))
+
+
+def pinned(driver: Driver, nbytes: int, headers: Spans) -> PinnedArray:  # noqa: ARG001 - all is on the host
+    """Returns zeros for messages that a device's kernels access; a :data:`gradcomp.transport.base.Allocator`."""
+    made = driver.pinned(nbytes).view(PinnedArray)
+    made.fill(0)
+    begin = int(made.ctypes.data)
+    made._memory = begin, begin + nbytes
+    return made
+
+
+def is_pinned(array: Any) -> bool:
+    """Tells whether all of an array is in memory that :func:`pinned` returned."""
+    if not isinstance(array, PinnedArray):
+        return False
+    first, last = array._memory
+    begin = int(array.__array_interface__["data"][0])
+    return first <= begin and begin + array.nbytes <= last

@@ -84,9 +84,8 @@ def _of_wheels() -> list[str]:
 def _of_cupy() -> Iterator[str]:
     """Yields the library that CuPy finds by its own search, which leaves it open in this process."""
     try:
-        importlib.import_module(
-            "cupy"
-        ).cuda.nvrtc.getVersion()  # CuPy 14 has no module of that name to import
+        # In CuPy 14 nvrtc is an attribute and no module.
+        importlib.import_module("cupy").cuda.nvrtc.getVersion()
     except (AttributeError, ImportError, RuntimeError):
         return
     maps = Path("/proc/self/maps")

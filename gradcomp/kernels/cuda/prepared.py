@@ -14,8 +14,7 @@ import numpy as np
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.driver import Bytes, Driver
 from gradcomp.kernels.cuda.layout import Layout, Source, Staging, Started
-from gradcomp.kernels.cuda.mirrors import is_mirror
-from gradcomp.kernels.cuda.pinned import is_pinned
+from gradcomp.kernels.cuda.mirrors import is_mirror, is_pinned
 from gradcomp.kernels.routines import Routine
 from gradcomp.kernels.segments import SEGMENT, SegmentTable
 

@@ -41,7 +41,6 @@ class Progress(keras.callbacks.Callback):
         require_distributed(self.model, self)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restart the counts."""
         self._epoch, self._batches, self._counted = epoch, 0, 0
         self._begin()
 
