@@ -92,7 +92,7 @@ class Exchanger:
         self.before_exchange: Callable[[int], None] | None = None
         #: Looks at gradients; all ranks have one, or none.
         self.recorder: Recorder | None = None
-        self._closed = False
+        self.closed = False
         self._aborted = False  # by this rank, which may leave the others in a collective
         self._pid = os.getpid()
         self._plan_log: PlanLog | None = None
@@ -309,7 +309,7 @@ class Exchanger:
 
     def leave(self) -> None:
         """Publish that this rank opens no further step, so that ranks that wait for one need not time out."""
-        if self.error is None and not self._closed and not self.is_open and not self._progress.busy:
+        if self.error is None and not self.closed and not self.is_open and not self._progress.busy:
             self._progress.depart()
 
     def abort(self, message: str) -> None:
@@ -319,9 +319,9 @@ class Exchanger:
 
     def close(self) -> None:
         """Leave the engine and release the communicator; further calls do nothing."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if self._plan_log is not None:
             self._plan_log.close()
         if self.recorder is not None:
@@ -336,7 +336,7 @@ class Exchanger:
     def _check(self) -> None:
         if self.error is not None:
             raise self.error
-        if self._closed:
+        if self.closed:
             raise StateError("the exchanger is closed")
         if self._progress.busy:
             raise StateError("a group of requests is under way: finish() waits for it")

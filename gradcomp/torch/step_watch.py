@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gradcomp.core.errors import StateError
 from gradcomp.job import runtime
 from gradcomp.job.step_driver import StepDriver
+from gradcomp.job.step_phases import Phase
 from gradcomp.torch.fingerprint import scalars_of
 from gradcomp.torch.modules import opaque
 
@@ -166,12 +167,15 @@ class UnexchangedSteps:
             return
         # The rest of this function is slow, and a training that exchanges its gradients does not reach it twice.
         gradients = _described(parameters)
-        if not gradients or gradients == seen.gradients or self._driver.error is not None:
+        if not gradients or gradients == seen.gradients:
             return  # no gradient has changed since the last check
+        if self._driver.phase is Phase.RETIRED or self._driver.exchanger.closed:
+            return  # another exchange has the parameters, or the job has ended
         seen.unexchanged += 1
         seen.gradients = gradients
         if self._excused() or seen.unexchanged < 2:
             return
+        self._driver.check()  # another rank may have come here first and ended the exchange
         error = StateError(
             f"{type(optimizer).__name__} steps a second time on gradients that were not exchanged: parameters of "
             "different ranks drift apart. Either the wrapper is bypassed, as by ddp.module(x) in place of ddp(x), or "

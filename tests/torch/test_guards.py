@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import gradcomp.torch as gc
+from gradcomp.job import runtime
 
 WITH_RESIDUALS = gc.Policy(
     "quantize:bits=4,bucket_size=32,rounding=nearest", filter=gc.Filter(min_elements=8)
@@ -703,6 +705,21 @@ def test_the_second_step_on_gradients_that_nobody_exchanged_is_an_error_with_bot
     optimizer.step()
     optimizer.zero_grad()
     backward(11)
+    with pytest.raises(gc.GradcompError, match=r"ddp\.module\(x\).*a model that the optimizer does not hold"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("case", ["the_bare_model_in_place_of_ddp", "copies_that_are_trained"])
+@on_ranks(2)
+def test_the_rank_that_steps_after_the_other_found_the_error_raises_it_too(case):
+    optimizer, backward = BYPASSED[case]()
+    backward(10)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(11)
+    exchanger = runtime.current().exchangers[-1]
+    while gc.rank() == 0 and exchanger.error is None:
+        time.sleep(0.01)
     with pytest.raises(gc.GradcompError, match=r"ddp\.module\(x\).*a model that the optimizer does not hold"):
         optimizer.step()
 
