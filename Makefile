@@ -95,8 +95,9 @@ demo: $(STAMP)/package $(STAMP)/extra-demo
 PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 $(BIN)/pytest
 
 # Three workers: tests that start ranks wait for a third of their time. What one may run beside the others is said in
-# tests/conftest.py, and what test leaves out in tests/tiers.py: test-all is all of it, test-rest what test leaves out. A
-# worker that dies ends the run: pytest-xdist may wait for its groups for ever.
+# tests/conftest.py, and what test leaves out in tests/tiers.py: test-all is all of it, test-rest what test leaves out, and
+# test-rest PART=2/5 the third of five parts of that. A worker that dies ends the run: pytest-xdist may wait for its groups
+# for ever.
 WORKERS := --numprocesses=3 --max-worker-restart=0
 
 test: $(STAMP)/package $(STAMP)/extra-test
@@ -106,7 +107,7 @@ test-all: $(STAMP)/package $(STAMP)/extra-test
 	$(PYTEST) $(WORKERS) --full $(ARGS)
 
 test-rest: $(STAMP)/package $(STAMP)/extra-test
-	$(PYTEST) $(WORKERS) --full-only $(ARGS)
+	$(PYTEST) $(WORKERS) --full-only $(if $(PART),--part $(PART)) $(ARGS)
 
 # What the default run notices of 40 changes of the package, drawn by seed: docs/testing.md
 mutate: $(STAMP)/package $(STAMP)/extra-test

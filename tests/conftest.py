@@ -59,6 +59,20 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption(
         "--full-only", action="store_true", help="only the cases that the default run leaves out"
     )
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        type=_part,
+        default=(0, 1),
+        help="only part K of N, 0 <= K < N; what one worker runs together stays together",
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 0 <= part < parts:
+        raise ValueError(f"part {part} of {parts} does not exist")
+    return part, parts
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -141,6 +155,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: {problem}"))
     _choose_tier(config, items)
+    _choose_part(config, items)
     items.sort(key=lambda item: _turn(item.nodeid))
 
 
@@ -157,6 +172,14 @@ def _choose_tier(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = [item for item in items if (item in default) == only]
     items[:] = [item for item in items if (item in default) != only]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _choose_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = config.getoption("--part")
+    chosen = [item for item in items if tiers.part_of(_group(item.nodeid), parts) == part]
+    if len(chosen) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
 
 
 def _family(value: object) -> type | None:

@@ -46,6 +46,12 @@ def test_every_two_values_occur_together_in_few_cases():
     assert len(chosen) < len(cases) / 3
 
 
+def test_each_of_five_parts_has_about_a_fifth_of_all_groups():
+    parts = [tiers.part_of(f"tests/core/test_{i}.py", 5) for i in range(500)]
+    assert all(70 < parts.count(part) < 130 for part in range(5))
+    assert sum(map(parts.count, range(5))) == 500
+
+
 def test_pairs_that_no_case_has_are_not_asked_for():
     cases = [(a, b, c) for a, b, c in itertools.product(range(3), repeat=3) if a <= b]
     assert tiers.pairwise(cases)

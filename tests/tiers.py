@@ -18,6 +18,7 @@ The default run takes cases by five rules:
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
@@ -50,6 +51,11 @@ def default_run(
         if not item.get_closest_marker("full"):
             tests[item.nodeid.split("[")[0]].append(item)
     return {item for cases in tests.values() for item in _of_one_test(cases, family_of)}
+
+
+def part_of(group: str, parts: int) -> int:
+    """The part, of so many, that a group of cases is in: the same one in every process."""
+    return zlib.crc32(group.encode()) % parts
 
 
 def _of_one_test(cases: Cases, family_of: Callable[[Any], Hashable | None]) -> Cases:
