@@ -149,7 +149,7 @@ $(STAMP)/chromium: | $(STAMP)/venv
 # fibers run, are no part of that. pytest would keep to itself what a test prints before it dies, were it to take the
 # files beneath Python's too.
 sanitize: sanitize-site
-	$(SANITIZED) $(BIN)/pytest tests/kernels -k "not cuda" --full --capture=sys --timeout=600 $(ARGS)
+	$(SANITIZED) $(BIN)/pytest tests/kernels -k "not cuda" --full $(if $(PART),--part $(PART)) --capture=sys --timeout=600 $(ARGS)
 
 SANITIZED = LD_PRELOAD="$(ASAN_PRELOAD)" ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
     UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1 \

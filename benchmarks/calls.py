@@ -31,8 +31,11 @@ from null_device import NullTransport, NullWorld, null_device
 
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
 from gradcomp.core.trace import Span
+from gradcomp.exchange import memory
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.settings import Settings
 from gradcomp.kernels.devices import Device
-from gradcomp.pipeline import Options, Pipeline, Submission, memory
 
 RANKS = 2
 MEBI = 1 << 20
@@ -147,7 +150,7 @@ def measure(
     plan = Policy(compressor).plan(layers)
     config = Config(slice_elements=mebi * MEBI, statistics_every_steps=0, reorder=False, trace_spans=1 << 20)
     pipelines = [
-        Pipeline(layers, plan, transport, config, lambda layer: 0, Options(device=device))
+        Pipeline(layers, plan, transport, config, lambda layer: 0, Settings(device=device))
         for transport in transports
     ]
     first, driver = pipelines[0], device.driver
@@ -159,10 +162,10 @@ def measure(
         for pipeline in pipelines:
             pipeline.open()
             for layer in reversed(range(len(layers))):
-                pipeline.registry.submit(
+                pipeline.arrivals.submit(
                     Submission(layer, 256 * (layer + 1), 256 * (layer + 1), None, device.mark(layer))
                 )
-            pipeline.registry.flush()
+            pipeline.arrivals.flush()
         before = driver.calls.copy()  # type: ignore[union-attr]
         seconds, timed.seconds = 0.0, 0.0
         while any(pipeline.is_open for pipeline in pipelines):

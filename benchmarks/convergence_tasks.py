@@ -170,7 +170,7 @@ def train(
 
     import gradcomp.torch as gc
     from gradcomp.compress.registry import from_string
-    from gradcomp.control.gravac_run import GraVACRun
+    from gradcomp.control.gravac import GraVACRun
 
     compressor = from_string(compression)
     share_work(job, compressor, rate)

@@ -217,7 +217,7 @@ def run_steps(task: Task, out: Path) -> None:
     import torch
 
     import gradcomp.torch as gc
-    from gradcomp.pipeline.fingerprint import Fingerprint
+    from gradcomp.exchange.fingerprint import Fingerprint
     from gradcomp.reduce.header import BucketFlags
 
     torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from gradcomp.kernels.cuda.modules import Module, modules
 
 def build(module: Module, capability: int, cuda: int) -> tuple[str, float]:
     """The file of a module, or its compiler's words behind "!"; and the seconds that took."""
-    from gradcomp.kernels.cuda.built import built
+    from gradcomp.kernels.cuda.modules import built
 
     began = time.perf_counter()
     try:

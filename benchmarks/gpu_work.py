@@ -9,7 +9,7 @@ from gpu_machine import Array, Machine
 
 from gradcomp import kernels
 from gradcomp.core.config import DEVICE_SLICE
-from gradcomp.kernels import bodies
+from gradcomp.kernels import dispatch
 from gradcomp.kernels.arguments import Draw, Factor, Shapes
 from gradcomp.reduce.header import ByteHeader
 
@@ -19,8 +19,8 @@ SLICE = DEVICE_SLICE  # elements of a row, as the engine cuts large layers
 BITS = 4
 DTYPES = {"float32": 0, "float16": 1}
 
-_COMPILED = "native" in bodies._bodies
-_HOST: Any = bodies.named("native" if _COMPILED else "reference")
+_COMPILED = "native" in dispatch._bodies
+_HOST: Any = dispatch.named("native" if _COMPILED else "reference")
 CHECKED_ROWS = None if _COMPILED else 1  # NumPy would take minutes for all; rows do not depend on each other
 
 

@@ -15,7 +15,7 @@ from learned_rows import EXACT_STEPS, TRAIN_STEPS
 
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.autoencoder import Autoencoder
-from gradcomp.compress.learned.decoders import Decoders
+from gradcomp.compress.learned.server import Decoders
 from gradcomp.compress.messages import Broadcast, Gather, Reduce, Sum
 from gradcomp.compress.registry import registered
 from gradcomp.compress.wrappers.base import Wrapper

@@ -35,14 +35,14 @@ from gradcomp.compress.sparse.base import ByDensity, Sparse
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.compress.sparse.two_level_selection import Levels, TwoLevelSelection
 from gradcomp.control import Environment
-from gradcomp.control.gravac import GraVAC
-from gradcomp.control.gravac_run import GraVACRun
+from gradcomp.control.gravac import GraVAC, GraVACRun
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
+from gradcomp.exchange.compiled_plan import CompiledPlans
+from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.settings import Settings
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import Observations, StepContext
-from gradcomp.pipeline import Options, Pipeline
-from gradcomp.pipeline.arrangement import Arrangements
 from gradcomp.transport.inprocess import World
 
 METHODS: dict[str, type[TopK] | type[DGC] | type[RedSync]] = {"TopK": TopK, "DGC": DGC, "RedSync": RedSync}
@@ -210,7 +210,7 @@ def swaps(name: str, layers: Sequence[LayerSpec], method: str, rounds: int) -> S
         World(2).transports()[0],
         Config(),
         lambda layer: 0,
-        Options(controller=running),
+        Settings(controller=running),
     )
     running.search.minimum[:], running.search.candidate[:] = 1, 2
     times: dict[str, list[float]] = {"choose": [], "new": [], "kept": []}
@@ -218,7 +218,7 @@ def swaps(name: str, layers: Sequence[LayerSpec], method: str, rounds: int) -> S
         running.search.sent[:] = number % 3
         kind = "new" if number < 3 * rounds else "kept"
         if kind == "new":
-            pipeline._arrangements = Arrangements()
+            pipeline._compiled_plans = CompiledPlans()
         begin = time.perf_counter()
         running._choose()
         pipeline.plan, pipeline._stale = running.plan(pipeline.plan), True

@@ -37,7 +37,11 @@ import numpy as np
 import report
 
 from gradcomp import Config, LayerSpec, Policy
-from gradcomp.pipeline import Options, Pipeline, Submission, Waiting, build_layout
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.layout import build_layout
+from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.settings import Settings
+from gradcomp.exchange.waiting import Waiting
 from gradcomp.torch.layers import spec
 from gradcomp.transport.inprocess import World
 
@@ -159,14 +163,14 @@ def one_step(
     """The pipelines of ``world`` ranks in this process after a step on normal numbers."""
     pipelines = []
     for transport in World(world).transports():
-        pipeline = Pipeline(layers, policy.plan(layers), transport, config, _no_room, Options(**options))
+        pipeline = Pipeline(layers, policy.plan(layers), transport, config, _no_room, Settings(**options))
         pipeline.open()
         draws = np.random.default_rng(transport.rank)
         for number, layer in enumerate(layers):
             gradient = draws.standard_normal(layer.size, np.float32)
             address = gradient.ctypes.data
-            pipeline.registry.submit(Submission(number, address, address, gradient))
-        pipeline.registry.flush()
+            pipeline.arrivals.submit(Submission(number, address, address, gradient))
+        pipeline.arrivals.flush()
         pipelines.append(pipeline)
     still = pipelines
     while still:

@@ -121,7 +121,7 @@ class ExchangeOf:
     """A gradient under one reduction, exchanged as training would, in one bucket."""
 
     def __init__(self, exchanger: Any, gradient: Any) -> None:
-        from gradcomp.pipeline import Submission
+        from gradcomp.exchange.arrivals import Submission
 
         self.exchanger = exchanger
         self.gradient = gradient
@@ -176,7 +176,8 @@ class ExchangeOf:
 
 def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeOf:
     from gradcomp import LayerSpec, Policy, Quantize
-    from gradcomp.engine import Exchanger, Terms
+    from gradcomp.exchange.exchanger import Exchanger
+    from gradcomp.exchange.settings import Settings
     from gradcomp.job.transports import make_transport
 
     layers = [LayerSpec("gradient", (2, task.elements // 2))]
@@ -190,7 +191,7 @@ def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeO
         state.watchdog,
         dataclasses.replace(state.config, reduction=name),
         lambda layer: 0,
-        Terms(name=state.name(everyone), topology=state.topology),
+        Settings(name=state.name(everyone), topology=state.topology),
     )
     state.exchangers.append(exchanger)
     return ExchangeOf(exchanger, gradient)

@@ -27,8 +27,8 @@ from torch.nn import functional
 
 import gradcomp.torch as gc
 from gradcomp import Quantize
-from gradcomp.pipeline.request_group import RequestGroup, Run
-from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
+from gradcomp.exchange.request_group import RequestGroup, Run
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
 from gradcomp.transport.inprocess import World
 
 BATCH, LENGTH, VOCABULARY, WIDTH, BLOCKS = 4, 32, 8000, 256, 6

@@ -81,7 +81,9 @@ def prepared_exchange(
     Appends the seconds that the kernels took.
     """
     from gradcomp import Config, Filter, LayerSpec, Policy, Quantize
-    from gradcomp.pipeline import Pipeline, Submission, Waiting
+    from gradcomp.exchange.arrivals import Submission
+    from gradcomp.exchange.pipeline import Pipeline
+    from gradcomp.exchange.waiting import Waiting
 
     layers = [LayerSpec("gradient", (ELEMENTS,), "float32")]
     plan = Policy(Quantize(BITS), filter=Filter(min_elements=0, min_dimensions=0)).plan(layers)
@@ -94,8 +96,8 @@ def prepared_exchange(
     def exchange() -> None:
         begin = time.perf_counter()
         pipeline.open()
-        pipeline.registry.submit(Submission(0, out.ctypes.data, out.ctypes.data, out))
-        pipeline.registry.flush()
+        pipeline.arrivals.submit(Submission(0, out.ctypes.data, out.ctypes.data, out))
+        pipeline.arrivals.flush()
         settle(lambda: pipeline.poll() is Waiting.NOTHING)
         spans = [span for span in pipeline.trace.spans() if span.begin >= begin]
         kernels.append(sum(s.end - s.begin for s in spans if s.name in ("compress", "reduce", "decompress")))

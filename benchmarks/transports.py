@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import report
 
-from gradcomp.engine.engine import LONGEST_SLEEP_SECONDS, SPIN_SECONDS, sleep_precisely
+from gradcomp.exchange.thread import LONGEST_SLEEP_SECONDS, SPIN_SECONDS, sleep_precisely
 from gradcomp.transport.base import Handle, Transport
 
 WORLD = 2

@@ -73,9 +73,8 @@ def main() -> None:
         shuffle=False,  # every epoch the same data in the same order, also after a restart
         callbacks=[
             gc.callbacks.BroadcastGlobalVariables(0),
-            gc.callbacks.BackupAndRestore(
-                options.backup
-            ),  # behind the broadcast: each rank has its own state
+            # Behind the broadcast: each rank has its own state.
+            gc.callbacks.BackupAndRestore(options.backup),
             Kill(options.kill_in_epoch),
         ],
         verbose=0,

@@ -17,11 +17,10 @@ import numpy as np
 
 from gradcomp.analysis import Plane, information_plane
 from gradcomp.analysis import read as read_recording
-from gradcomp.analysis.histogram import Binning
-from gradcomp.analysis.information import Correction
+from gradcomp.analysis.information import Binning, Correction
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.journal import Logged, Run, histogram, read
-from gradcomp.core.levels import level_text, names, printable
+from gradcomp.core.levels import level_text, names, readable
 from gradcomp.version import __version__
 
 
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = options.show(options)
     except GradcompError as error:
-        sys.stderr.write(f"gradcomp: {printable(str(error))}\n")
+        sys.stderr.write(f"gradcomp: {readable(str(error))}\n")
         return 2
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -48,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that reports an error on one line, as the command does."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)} (try {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {readable(message)} (try {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,12 +114,12 @@ def _plan_show(options: argparse.Namespace) -> str:
     lines += ["", "history, in bytes that one rank sends a step; ratio: to an uncompressed exchange", ""]
     lines += _history(run, shown)
     if run.choices:
-        lines += ["", "reasons", "", *(f"step {step}: {printable(text)}" for step, text in run.choices)]
+        lines += ["", "reasons", "", *(f"step {step}: {readable(text)}" for step, text in run.choices)]
     if options.png is not None:
         from gradcomp.plots import draw_profile  # which needs an extra
 
         draw_profile(run, shown, options.png)
-        lines += ["", f"profile: {printable(options.png)}"]
+        lines += ["", f"profile: {readable(options.png)}"]
     return "\n".join([*lines, ""])
 
 
@@ -131,7 +130,7 @@ def _head(run: Run, number: int, runs: int) -> list[str]:
         "compression": run.compression,
         "controller": run.controller or "none",
     }
-    return [f"{fact:<13}{printable(text)}" for fact, text in facts.items()]
+    return [f"{fact:<13}{readable(text)}" for fact, text in facts.items()]
 
 
 def _layers(run: Run, shown: Logged) -> list[str]:
@@ -180,7 +179,7 @@ def _information(options: argparse.Namespace) -> str:
         "ranks": str(recording.ranks),
         "histogram": f"{options.binning}, {options.bins or '2 m^(1/3)'} bins, correction {options.correction}",
     }
-    lines = [f"{fact:<11}{printable(text)}" for fact, text in facts.items()]
+    lines = [f"{fact:<11}{readable(text)}" for fact, text in facts.items()]
     for plane in planes:
         first, second = plane.pair
         lines += ["", f"ranks {first} and {second}: bits per element, means over steps", "", *_plane(plane)]
@@ -191,7 +190,7 @@ def _information(options: argparse.Namespace) -> str:
         from gradcomp.plots import draw_information  # which needs an extra
 
         draw_information(planes, options.png)
-        lines += ["", f"figure: {printable(options.png)}"]
+        lines += ["", f"figure: {readable(options.png)}"]
     return "\n".join([*lines, ""])
 
 
@@ -224,7 +223,7 @@ def _bits(value: float) -> str:
 
 def _table(rows: list[list[str]], left: set[int]) -> list[str]:
     """Formats columns two spaces apart; those of ``left`` are left-aligned, the others right-aligned."""
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[readable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -30,8 +30,8 @@ CODE = "gradcomp/kernels/cuda/cubins"
 
 #: That the module loads, and that it was built from the sources beside it.
 _CHECK = (
-    "import sys; from pathlib import Path; from gradcomp.kernels import compiled; module, reason = compiled.load(); "
-    "assert module is not None, reason; assert module.sources_digest() == compiled.digest(Path(sys.argv[1])), 'old'"
+    "import sys; from pathlib import Path; from gradcomp.kernels import dispatch; module, reason = dispatch.load(); "
+    "assert module is not None, reason; assert module.sources_digest() == dispatch.digest(Path(sys.argv[1])), 'old'"
 )
 
 

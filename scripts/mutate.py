@@ -136,11 +136,8 @@ def noticed(change: Change, arguments: list[str]) -> bool:
                 )
             except subprocess.TimeoutExpired:
                 return True
-            if done.returncode in (
-                1,
-                2,
-                3,
-            ):  # a test, an import of a test or the import of the package has failed
+            if done.returncode in (1, 2, 3):
+                # A test, an import of a test or the import of the package has failed.
                 return True
             done.check_returncode()
     return False

@@ -192,7 +192,7 @@ def _family(value: object) -> type | None:
 
 # ------------------------------------------------------------------------------------------ workers
 
-_COMPUTE = {"kernels", "core", "compress", "reduce", "control", "pipeline"}
+_COMPUTE = {"kernels", "core", "compress", "reduce", "control", "exchange"}
 
 
 def _computes(nodeid: str) -> bool:

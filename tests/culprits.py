@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from gradcomp import Config
-from gradcomp.engine import Watchdog
-from gradcomp.engine.keys import Position
-from gradcomp.engine.watch import Roster, StepWatch
+from gradcomp.exchange.members import Roster, StepWatch
+from gradcomp.exchange.watchdog import Position, Watchdog
 from gradcomp.transport.control import ControlChannel
 
 

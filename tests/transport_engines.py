@@ -253,7 +253,7 @@ def leave_nccl(r: Rank) -> None:
 def nccl(r: Rank, ranks: Sequence[int]) -> Transport:
     import cupy
 
-    from gradcomp.transport.nccl_cupy import nccl_transport
+    from gradcomp.transport.nccl import nccl_transport
 
     cupy.cuda.Device(r.rank).use()
     return nccl_transport(

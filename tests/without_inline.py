@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gradcomp.job import matching
+from gradcomp.job import call_matching
 
 
 def nothing_inline_among(size: int, this_size: int) -> None:
     """On every rank, before its first call: worlds of one size are tested without inline arrays, all others with."""
     if this_size == size:
-        matching._MOST_INLINE_BYTES = 0
+        call_matching._MOST_INLINE_BYTES = 0

@@ -1,10 +1,15 @@
 """Measures how much information the gradients of different ranks share: ``docs/information.md``."""
 
-from gradcomp.analysis.gaussian import gaussian_information, gaussian_pair
-from gradcomp.analysis.information import Information, entropy, mutual_information
+from gradcomp.analysis.information import (
+    Information,
+    entropy,
+    gaussian_information,
+    gaussian_pair,
+    mutual_information,
+    total_information,
+)
 from gradcomp.analysis.plane import Plane, information_plane
 from gradcomp.analysis.recording import Recording, read
-from gradcomp.analysis.total import total_information
 
 __all__ = [
     "Information",

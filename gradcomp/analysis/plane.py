@@ -12,9 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.analysis.gaussian import correlation_for, gaussian_information, gaussian_pair
-from gradcomp.analysis.histogram import Binning, bins_for
-from gradcomp.analysis.information import Correction, Information, check_correction, mutual_information
+from gradcomp.analysis.information import (
+    Binning,
+    Correction,
+    Information,
+    bins_for,
+    check_correction,
+    correlation_for,
+    gaussian_information,
+    gaussian_pair,
+    mutual_information,
+)
 from gradcomp.analysis.recording import Recording
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec

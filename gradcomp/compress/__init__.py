@@ -15,9 +15,8 @@ from gradcomp.compress.base import Traits as Traits
 from gradcomp.compress.bounds import Distortion as Distortion
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.learned.lgc import LGC
-from gradcomp.compress.lowrank.best_rank import BestRank
 from gradcomp.compress.lowrank.powersgd import PowerSGD
-from gradcomp.compress.lowrank.spectral_atomo import SpectralAtomo
+from gradcomp.compress.lowrank.spectral import BestRank, SpectralAtomo
 from gradcomp.compress.lowrank.unbiased_rank import UnbiasedRank
 from gradcomp.compress.messages import Broadcast as Broadcast
 from gradcomp.compress.messages import Gather as Gather
@@ -26,33 +25,25 @@ from gradcomp.compress.messages import Sum as Sum
 from gradcomp.compress.policy import Compression, Policy
 from gradcomp.compress.policy import as_policy as as_policy
 from gradcomp.compress.quantise.block_float import BlockFloat
+from gradcomp.compress.quantise.bucketed import NUQSGD, Codebook, TernGrad
 from gradcomp.compress.quantise.cast import Cast
-from gradcomp.compress.quantise.codebook import Codebook
-from gradcomp.compress.quantise.nuqsgd import NUQSGD
 from gradcomp.compress.quantise.quantize import Quantize
-from gradcomp.compress.quantise.terngrad import TernGrad
 from gradcomp.compress.registry import REGISTERED
 from gradcomp.compress.registry import at_level as at_level
 from gradcomp.compress.registry import from_string as from_string
 from gradcomp.compress.registry import register as register
-from gradcomp.compress.sign.one_bit import OneBit
-from gradcomp.compress.sign.scaled_sign import ScaledSign
-from gradcomp.compress.sign.signum import Signum
+from gradcomp.compress.sign.signs import OneBit, ScaledSign, Signum
 from gradcomp.compress.sparse.adacomp import AdaComp
 from gradcomp.compress.sparse.clt_k import CLTk
 from gradcomp.compress.sparse.dgc import DGC
+from gradcomp.compress.sparse.drawn import RandomBlock, RandomK
 from gradcomp.compress.sparse.global_topk import GlobalTopK
-from gradcomp.compress.sparse.random_block import RandomBlock
-from gradcomp.compress.sparse.random_k import RandomK
-from gradcomp.compress.sparse.redsync import RedSync
-from gradcomp.compress.sparse.sidco import SIDCo
-from gradcomp.compress.sparse.threshold import Threshold
+from gradcomp.compress.sparse.threshold import RedSync, SIDCo, Threshold
 from gradcomp.compress.sparse.topk import TopK
 from gradcomp.compress.sparse.two_level_selection import TwoLevelSelection
 from gradcomp.compress.wrappers.ef21 import EF21
 from gradcomp.compress.wrappers.error_feedback import ErrorFeedback
-from gradcomp.compress.wrappers.local_clip import LocalClip
-from gradcomp.compress.wrappers.momentum_correction import MomentumCorrection
+from gradcomp.compress.wrappers.momentum import LocalClip, MomentumCorrection
 from gradcomp.compress.wrappers.schedule import DensitySchedule, Warmup
 
 for _family in (quantise, sign, sparse, lowrank, learned, wrappers):

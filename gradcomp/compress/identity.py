@@ -14,7 +14,7 @@ from gradcomp.compress.messages import Bytes, Exchange, Floats, Reduce, Sum
 from gradcomp.compress.registry import register
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels import routines
+from gradcomp.kernels import replayed_calls
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.segments import BF16, BFLOAT16, FLOAT64, FP32, FP64
@@ -89,7 +89,7 @@ class Identity(Coded):
 
         def write(view: Floats) -> Bytes:
             flags.fill(0)
-            routines.run(
+            replayed_calls.run(
                 factors,
                 (table, view),
                 lambda: codec.encode(table, view.view(np.uint8), flags, context.draw, *factors),
@@ -108,7 +108,7 @@ class Identity(Coded):
         reply = yield Sum(group.elements, write, dtype, by_kernels=True)
         flags.fill(0)
         settings = {"divisor": context.divisor, "scale": context.unscale if unscaled else 1.0}
-        routines.run(
+        replayed_calls.run(
             (*settings.values(), (group.table["output"] != 0).tobytes()),
             (group.table, reply.data),
             lambda: codec.decode(group.table, reply.data.view(np.uint8), flags, **settings),

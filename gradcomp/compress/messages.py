@@ -58,8 +58,8 @@ class Gather:
     ``by_kernels``: only kernels touch the view and the payloads, which may then be device memory.
 
     ``select`` determines how much there is to write: it only calls kernels, none of which needs what another one leaves
-    on the host (:func:`gradcomp.kernels.routines.run`). ``write`` is called when they have ended; nothing blocks in
-    between. None: ``write`` does all of it.
+    on the host (:func:`gradcomp.kernels.replayed_calls.run`). ``write`` is called when they have ended; nothing blocks
+    in between. None: ``write`` does all of it.
     """
 
     max_bytes: int

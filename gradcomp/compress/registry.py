@@ -15,9 +15,8 @@ from typing import TypeVar
 from gradcomp.compress.base import Compressor
 from gradcomp.core import levels
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.forms import arguments_of, build, split, value_of
-from gradcomp.core.meant import Form, closest, head_of, hint, hinted
 from gradcomp.core.plan import Level
+from gradcomp.core.strings import Form, arguments_of, build, closest, head_of, hint, hinted, split, value_of
 
 C = TypeVar("C", bound=Compressor)
 

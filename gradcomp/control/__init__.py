@@ -1,19 +1,16 @@
 """Controllers choose the compression level of every layer while training runs."""
 
-from gradcomp.control.accordion import Accordion
-from gradcomp.control.adaqs import AdaQS
 from gradcomp.control.auto import Auto
 from gradcomp.control.base import Controller, ControllerRun, Environment, Step
 from gradcomp.control.bayes import Bayes
-from gradcomp.control.fixed_plan import FixedPlan
 from gradcomp.control.gravac import GraVAC
-from gradcomp.control.kmeans import KMeans
+from gradcomp.control.grouped import KMeans, Linear
 from gradcomp.control.lgreco import LGreCo
-from gradcomp.control.linear import Linear
 from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.periodic import Periodic
 from gradcomp.control.registry import controller_from_string
-from gradcomp.control.schedule import Schedule
+from gradcomp.control.schedule import FixedPlan, Schedule
+from gradcomp.control.two_levels import Accordion, AdaQS
 
 __all__ = [
     "Accordion",

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradcomp.control.checks import check_count, check_positive
-from gradcomp.control.grouped import Grouped
-from gradcomp.control.kmeans import clusters_of
+from gradcomp.control.grouped import Grouped, clusters_of
 from gradcomp.control.levels import (
     Numbers,
+    check_count,
+    check_positive,
     fallback,
     keeping_silent,
     levels_by_bytes,

@@ -2,15 +2,267 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
 
-from gradcomp.control.base import Controller, ControllerRun, Environment
-from gradcomp.control.checks import check_count
-from gradcomp.control.gravac_run import ENERGY, NORM, GraVACRun
-from gradcomp.control.gravac_search import Search
-from gradcomp.core.errors import ConfigError
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress import Compressor
+from gradcomp.compress.sparse.base import elements_at
+from gradcomp.compress.sparse.two_level_selection import (
+    CANDIDATE,
+    DENSE,
+    GRADIENT,
+    KEPT,
+    KEPT_BY_CANDIDATE,
+    MINIMUM,
+    TOTAL,
+    select_twice,
+)
+from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Step
+from gradcomp.control.gravac_search import Numbers, Search, SearchState
+from gradcomp.control.levels import check_count
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.plan import Assignment, Plan
+from gradcomp.kernels.step import Observations
+
+logger = logging.getLogger("gradcomp")
+
+#: The two forms of a gain.
+NORM, ENERGY = "norm", "energy"
+
+#: The name of the only row where the whole model has one.
+MODEL = "*"
+
+#: The kind of state under which a rank keeps the seconds that it has not shared yet.
+_SECONDS = "seconds"
+
+#: The sums begin with this many numbers: seconds of an iteration, and the count of ranks that know theirs.
+_TIMES = 2
+
+#: theta_min, theta_c and the sent factor, as indices of factors.
+Choice = tuple[int, int, int]
+
+
+@dataclass
+class GraVACState:
+    """The saved state. ``untimed``: the factors by row of the last two iterations. ``layers``: the controlled layers.
+
+    ``gain``: the form of the search's gains; absent for energy, the only form in older checkpoints.
+    """
+
+    search: SearchState
+    untimed: list[dict[str, float] | None]
+    in_force: bool
+    layers: list[str]
+    gain: str | None = None
+
+
+class GraVACRun(ControllerRun):
+    """The run of :class:`gradcomp.control.GraVAC` on one rank.
+
+    Step s sums its own norms, and the seconds of iteration s - 2, which each rank knows once step s - 1 has ended: the
+    two latest iterations are not timed yet. ``search`` holds gains, factors and their throughputs.
+    """
+
+    def __init__(self, name: str, environment: Environment, search: Search, per_layer: bool) -> None:
+        super().__init__(name, environment)
+        self.search = search
+        self._layers = np.array(environment.controlled, dtype=np.int64)
+        names = self._layer_names = [environment.layers[i].name for i in self._layers.tolist()]
+        self._names = names if per_layer else [MODEL]
+        self._row_of = np.arange(len(names)) if per_layer else np.zeros(len(names), dtype=np.int64)
+        self._compressors: dict[tuple[int, Choice], Compressor] = {}
+        self._assignments: dict[tuple[int, Choice], Assignment] = {}
+        self._ended = False  # true if a window ended with the last step
+        self._in_force = False  # true once the plan has the current choices
+        self._seconds = 0.0  # seconds of the last iteration but one, on this rank; 0 if not known
+        self._untimed: list[
+            Numbers | None
+        ] = []  # factors that the last two iterations sent, None if they do not count
+        self._vector: Doubles = np.zeros(0)
+        self._choose()  # raises ConfigError for layers with another compressor
+
+    @property
+    def notable(self) -> bool:
+        """Returns true at the end of a window; within a window plans alternate too often for the log."""
+        return self._ended
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def observe(self, observations: Observations) -> None:
+        """Sums the norms, or the squared norms, of the layers of every row."""
+        by_norm = self.search.by_norm
+        names = (GRADIENT if by_norm else TOTAL, KEPT, KEPT_BY_CANDIDATE)
+        noted = [observations.of(name)[self._layers] for name in names]
+        noted = [np.sqrt(squares) for squares in noted] if by_norm else noted
+        rows = len(self._names)
+        sums = [np.bincount(self._row_of, part, rows).astype(np.float64) for part in noted]
+        self._vector = np.concatenate([[self._seconds, float(self._seconds > 0)], *sums])
+
+    def contribution(self, step: int) -> Doubles | None:
+        """Returns the seconds, 1 if they are known, and three numbers per row."""
+        return self._vector
+
+    def finish(self, step: Step) -> bool:
+        """Records times and gains, and chooses for the next step."""
+        assert step.sums is not None, "every rank contributed"
+        seconds, known = step.sums[:_TIMES].tolist()
+        if len(self._untimed) == 2 and known == self.environment.world and self._untimed[0] is not None:
+            self.search.time(seconds / known, self._untimed[0])
+        # A checkpoint stores it as float32.
+        self._seconds = float(np.float32(step.seconds))
+        # Iterations before the first gain do not count: their factor was not chosen, and the first ones are slow.
+        self._untimed = [*self._untimed, self.search.sent if self.search.taken else None][-2:]
+        least, candidate = self.search.minimum.copy(), self.search.candidate.copy()
+        before = self.search.sent
+        ended = self._ended = self.search.step(*step.sums[_TIMES:].reshape(3, -1))
+        if ended:
+            self.reason = self._account(step.number, least, candidate)
+        changed = not self._in_force or not (
+            np.array_equal(before, self.search.sent)
+            and np.array_equal(least, self.search.minimum)
+            and np.array_equal(candidate, self.search.candidate)
+        )
+        self._in_force = True
+        if changed:
+            self._choose()
+        return changed
+
+    def _account(self, step: int, least: Numbers, candidate: Numbers) -> str:
+        """Describes the result of a window for the first row, and counts the others."""
+        search = self.search
+        gains, factors = search.gains[0], search.factors
+        measured = [
+            f"{factors[k]:g}x {search.throughput[0, k]:.4g}"
+            for k in np.flatnonzero(~np.isnan(search.throughput[0])).tolist()
+        ]
+        more = f", and {len(self._names) - 1} more" if len(self._names) > 1 else ""
+        return (
+            f"window ends at step {step}: {self._names[0]}{more}: "
+            f"gains {gains[least[0]]:.3f} at {factors[least[0]]:g}x, {gains[candidate[0]]:.3f} at "
+            f"{factors[candidate[0]]:g}x; throughputs {', '.join(measured) or 'unknown'}; "
+            f"now {factors[search.minimum[0]]:g}x to {factors[search.candidate[0]]:g}x"
+        )
+
+    # -- choices -----------------------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        search = self.search
+        columns = (search.minimum.tolist(), search.candidate.tolist(), search.sent.tolist())
+        by_row: list[Choice] = list(zip(*columns, strict=True))
+        self._chosen = [by_row[row] for row in self._row_of.tolist()]
+        self.choices = {
+            layer: self._compressor(layer, choice)
+            for layer, choice in zip(self._layers.tolist(), self._chosen, strict=True)
+        }
+
+    def _compressor(self, layer: int, choice: Choice) -> Compressor:
+        """Returns a compressor that is made once, since plans alternate between a few choices."""
+        if (layer, choice) not in self._compressors:
+            least, candidate, sent = choice
+            send = DENSE if sent == 0 else CANDIDATE if sent == candidate else MINIMUM
+            own, factors = self.environment.compressors[layer], self.search.factors
+            assert own is not None, "the layer is up for choice"
+            self._compressors[layer, choice] = select_twice(
+                own, 1 / factors[least], 1 / factors[candidate], send
+            )
+        return self._compressors[layer, choice]
+
+    def plan(self, before: Plan) -> Plan:
+        """Returns the same plan as the base class, from assignments that are made once."""
+        rows = list(before.assignments)
+        for layer, choice in zip(self._layers.tolist(), self._chosen, strict=True):
+            if (layer, choice) not in self._assignments:
+                compressor = self._compressor(layer, choice)
+                self._assignments[layer, choice] = Assignment(
+                    rows[layer].layer, compressor.family_string(), compressor.level
+                )
+            rows[layer] = self._assignments[layer, choice]
+        return Plan(before.version + 1, tuple(rows))
+
+    # -- accounts ----------------------------------------------------------------------------------------------
+
+    @property
+    def steps_by_factor(self) -> dict[float, int]:
+        """Returns the number of steps that sent each factor, 1 being dense; ``per_layer`` counts each layer's steps."""
+        steps = self.search.steps.sum(axis=0).tolist()
+        return {factor: n for factor, n in zip(self.search.factors, steps, strict=True) if n}
+
+    @property
+    def floats_sent(self) -> int:
+        """Returns the values that this rank has sent since it began, without indices: the paper's measure."""
+        return int((self._floats * self.search.steps[self._row_of]).sum())
+
+    @property
+    def dense_floats(self) -> int:
+        """Returns the values that it would have sent if every step had been dense."""
+        return int((self._floats[:, 0] * self.search.steps[self._row_of].sum(axis=1)).sum())
+
+    @cached_property
+    def _floats(self) -> Numbers:
+        """Returns the number of values by layer and factor."""
+        sizes = np.array([self.environment.layers[i].size for i in self._layers.tolist()], dtype=np.int64)
+        counts = [elements_at(1 / factor, sizes) for factor in self.search.factors]
+        return np.stack(counts, axis=1)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> GraVACState:
+        """Returns the search, and the factors of iterations that are not timed yet."""
+        factors = self.search.factors
+        untimed = [
+            None if sent is None else {n: factors[k] for n, k in zip(self._names, sent.tolist(), strict=True)}
+            for sent in self._untimed
+        ]
+        gain = NORM if self.search.by_norm else None
+        return GraVACState(self.search.state(self._names), untimed, self._in_force, self._layer_names, gain)
+
+    def own_state(self) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
+        """Returns the seconds of the last iteration but one."""
+        return {_SECONDS: {self._layer_names[0]: np.array([self._seconds], dtype=np.float32)}}
+
+    def adopt(self, saved: GraVACState, own: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continues the saved search.
+
+        New rows start anew, as do gains of another form, together with their throughputs.
+
+        If the number of ranks changed, the seconds may be those of another rank.
+        """
+        here = NORM if self.search.by_norm else ENERGY
+        search, there = saved.search, saved.gain or ENERGY
+        if there != here:
+            if self.environment.rank == 0:
+                logger.warning(
+                    "%s: the checkpoint's gains are by %s, but gain=%r is set: gains begin anew",
+                    self.name,
+                    there,
+                    here,
+                )
+            search = replace(search, rows={name: row.without_gains() for name, row in search.rows.items()})
+        try:
+            self.search.restore(self._names, search)
+        except ValueError as error:
+            raise StateError(f"not a state of {self.name}: {error!r}") from error
+        numbers = {factor: k for k, factor in enumerate(self.search.factors)}
+        self._untimed = [
+            np.array([numbers[one[name]] for name in self._names], dtype=np.int64)
+            if one is not None and one.keys() == set(self._names) and set(one.values()) <= numbers.keys()
+            else None
+            for one in saved.untimed
+        ]
+        seconds = [float(value[0]) for value in own.get(_SECONDS, {}).values()]
+        self._seconds = seconds[0] if seconds else 0.0
+        # A plan for other layers has no choice for these.
+        self._in_force = saved.in_force and saved.layers == self._layer_names
+        self._choose()
+
 
 #: Rules by which candidate factors grow.
 POLICIES = ("exponential", "geometric")

@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
-from gradcomp.control.accordion import NEVER, Accordion, remembered
 from gradcomp.control.base import Doubles, Environment
 from gradcomp.control.candidates import (
     HYBRID,
@@ -20,10 +19,10 @@ from gradcomp.control.candidates import (
     make_candidates,
     resolve,
 )
-from gradcomp.control.checks import check_count, check_positive
-from gradcomp.control.levels import check_levels
+from gradcomp.control.levels import check_count, check_levels, check_positive
 from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.periodic import Periodic
+from gradcomp.control.two_levels import NEVER, Accordion, remembered
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import MOST_BLOCKS

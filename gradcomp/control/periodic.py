@@ -1,18 +1,387 @@
-"""The base class of controllers that decide periodically, from the gradients of a period."""
+"""The base of controllers that decide periodically, from the gradients of a period."""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from time import thread_time
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment
-from gradcomp.control.candidates import CandidateLevels, Candidates, make_candidates
-from gradcomp.control.checks import check_count
-from gradcomp.control.observations import Decision, PeriodObservations
-from gradcomp.control.periodic_run import PeriodicRun
-from gradcomp.core.errors import ConfigError
+from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Step
+from gradcomp.control.candidates import CandidateLevels, Candidates, crowded_ends, goes_on, make_candidates
+from gradcomp.control.levels import check_count
+from gradcomp.control.measurement import (
+    COLUMNS,
+    Gathering,
+    Held,
+    Sampled,
+    Share,
+    Windowed,
+    measure,
+    share_out,
+)
+from gradcomp.control.observations import Decision, Numbers, PeriodObservations
+from gradcomp.control.phased import Phase, PhasedRun, PhasedState
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.plan import Level
+from gradcomp.core.vectors import Floats, Vector
+from gradcomp.kernels.codec import Table
+
+logger = logging.getLogger("gradcomp")
+
+T = TypeVar("T")
+
+#: Number of saved columns before those of the errors: COLUMNS, wire, sent, position. The finite value that stands for
+#: infinity.
+_SAVED, _ENDLESS = COLUMNS + 3, 1e300
+
+
+@dataclass
+class SavedObservations:
+    """The table that rank 0 decides from, one row per layer or block, in numbers that JSON can hold."""
+
+    step: int
+    table: Doubles
+    rate_fall: float | None = None
+
+
+@dataclass
+class PeriodicState(PhasedState):
+    """The saved state: ``choices`` has the family and level of each layer.
+
+    ``sent``: bytes of this period, in the order of ``choices``. ``rate``: the learning rate of the last step;
+    ``rate_before``: its mean over ranks when tables were last shared. ``wide``: ranges have been widened. ``columns``:
+    of the rows that ranks hold of single steps; None if they hold sums.
+    """
+
+    choices: dict[str, tuple[str, Level]]
+    memory: Doubles
+    sent: Doubles
+    seen: SavedObservations | None = None
+    rate: float | None = None
+    rate_before: float | None = None
+    wide: bool | None = None
+    columns: int | None = None
+
+
+class PeriodicRun(PhasedRun[PeriodicState]):
+    """Gathers until the period ends; then measures, shares, decides and announces while the next period gathers."""
+
+    PHASES = (Phase.GATHER, Phase.MEASURE, Phase.SHARE, Phase.DECIDE, Phase.ANNOUNCE)
+
+    def __init__(self, controller: Periodic, environment: Environment) -> None:
+        self.controller = controller
+        self.candidates = candidates = controller.candidate_levels(environment)
+        self._numbers = {environment.layers[i].name: i for i in candidates.items}
+        state = PeriodicState(
+            Phase.GATHER,
+            environment.first_step,
+            {},
+            controller.begin_memory(candidates),
+            np.zeros(len(self._numbers)),
+        )
+        super().__init__(controller.name, environment, state)
+        self.current = candidates.reference.copy()
+        self.choose()
+        self.choices = {}  # the plan does not change until the first decision
+        self._gathering = self._gather()
+        #: Processor seconds of this rank: summing gradients, measuring, deciding.
+        self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
+        self._wire = np.zeros(len(self._numbers), dtype=np.float32)  # float32, as checkpoints store it
+        self._said: set[tuple[str, bool, bool]] = set()
+
+    def _gather(self) -> Gathering:
+        environment, controller, candidates = self.environment, self.controller, self.candidates
+        sizes = {i: environment.layers[i].size for i in candidates.items}
+        owners = share_out(sizes, environment.world)
+        kind = Sampled if controller.sampled else Windowed
+        self._check_memory(sizes, owners, kind)
+        own = {name: i for name, i in self._numbers.items() if owners[i] == environment.rank and sizes[i]}
+        gathers = set(own.values())
+        share = Share(
+            environment,
+            own,
+            [sizes[i] if i in gathers else 0 for i in range(len(environment.layers))],
+            lambda values, left: self._timed("measure", lambda: self._measure(values, left)),
+            controller.memory_bytes,
+        )
+        every = controller.every_steps
+        gathering = (
+            Sampled(share, every, controller.sampled)
+            if controller.sampled
+            else Windowed(share, every, controller.window or every)
+        )
+        gathering.range_over(candidates, self._width)
+        self._state.columns = gathering.columns
+        return gathering
+
+    @property
+    def _width(self) -> int:
+        """Returns the columns of the shared table; the last one counts nonzero elements if they matter."""
+        if not self.controller.needs_errors:
+            return COLUMNS
+        return COLUMNS + self.candidates.width + int(self.candidates.leaves_zeros.any())
+
+    def _check_memory(
+        self, sizes: Mapping[int, int], owners: Mapping[int, int], kind: type[Gathering]
+    ) -> None:
+        cap = self.controller.memory_bytes
+        loads = [0] * self.environment.world
+        for layer, rank in owners.items():
+            loads[rank] += kind.ELEMENT_BYTES * sizes[layer]
+        if cap is not None and max(loads) > cap:
+            raise ConfigError(
+                f"{self.controller.name}: {kind.TITLE} take {max(loads)} bytes on a rank, memory_bytes allows "
+                f"{cap}; allow more, or exclude large layers"
+            )
+
+    # -- gather ------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Closes the period, with its last accepted step, when it is over, and begins the next one."""
+        state = self._state
+        if state.phase is Phase.GATHER and step - state.begun >= self.controller.every_steps:
+            self._gathering.close()
+            state.begun, state.phase = step, Phase.MEASURE
+        self._gathering.open(step - state.begun)
+        super().begin(step)
+
+    @property
+    def accumulates(self) -> bool:
+        """Returns true if the period wants this step's gradients."""
+        return self._gathering.adding
+
+    @property
+    def overdue(self) -> bool:
+        """Returns true also while the previous sample is being measured."""
+        return self._gathering.overdue or super().overdue
+
+    def accumulate(self, table: Table, layers: Numbers, scale: float) -> None:
+        """Gathers the gradients of the layers that this rank owns."""
+        self._timed("add", lambda: self._gathering.add(table, layers, scale))
+
+    def _timed(self, what: str, work: Callable[[], T]) -> T:
+        began = thread_time()
+        result = work()
+        self.spent[what] += thread_time() - began
+        return result
+
+    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+        self._gathering.commit(present)
+
+    def finish(self, step: Step) -> bool:
+        """Counts seconds and bytes, and advances the phase."""
+        layers = list(self._numbers.values())
+        if not self.environment.deterministic:  # measured times would make saved states differ between runs
+            self._wire += step.wire[layers].astype(np.float32)
+        self._state.sent += step.sent[layers]
+        self._state.rate = step.rate or None
+        return super().finish(step)
+
+    # -- measure and share -------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        """Returns true if the phase may end now; with ``deterministic`` that is a fixed step after the period."""
+        if not self.environment.deterministic:
+            return True
+        lag = self.controller.lag
+        # Tables are shared in the one step between measuring and deciding.
+        return self._step >= self._state.begun + (lag if self.phase is Phase.MEASURE else 2 * lag + 1)
+
+    def measuring(self) -> Callable[[], Doubles]:
+        return self._gathering.measuring()
+
+    def _measure(self, values: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
+        return measure(self.candidates, values, self._width, self.environment.seed, memory_bytes)
+
+    def row(self, measured: Doubles) -> Doubles:
+        """Returns this rank's rows, and its parts of the mean seconds on the wire and of the mean learning rate."""
+        means = np.append(self._wire, self._state.rate or 0.0) / self.environment.world
+        return np.concatenate([measured.reshape(-1), means])
+
+    def receive(self, step: Step, sums: Doubles) -> bool:
+        """Stores the table. If it has a NaN, the period is skipped."""
+        state, layers, layer_of = self._state, self.candidates.layers, self.candidates.layer_of
+        table = sums[: len(layers) * self._width].reshape(len(layers), self._width)
+        self._gathering.drop()
+        if np.isnan(sums).any() or np.isinf(table[:, :COLUMNS]).any():
+            if self.environment.rank == 0:
+                logger.warning("%s: statistics are not finite, this period is skipped", self.controller.name)
+            state.phase = Phase.GATHER
+            return False
+        wire, sent = sums[table.size : -1][layer_of], state.sent[layer_of]
+        about = [wire, sent, step.position[layers].astype(np.float64)]
+        losses = np.minimum(table[:, COLUMNS:], _ENDLESS)
+        if self.controller.needs_errors:
+            losses[:, : self.candidates.width][np.isinf(self.candidates.costs)] = _ENDLESS
+        rate, before = float(sums[-1]), state.rate_before
+        fall = max(1.0 - rate / before, 0.0) if rate and before else 0.0
+        state.rate_before = rate or None
+        state.seen = SavedObservations(
+            step.number,
+            np.concatenate([table[:, :COLUMNS], np.stack(about, axis=1), losses], axis=1),
+            fall or None,
+        )
+        self._wire, state.sent = np.zeros_like(self._wire), np.zeros_like(state.sent)
+        return True
+
+    # -- decide and apply --------------------------------------------------------------------------------------
+
+    @property
+    def observations(self) -> PeriodObservations | None:
+        """Returns the observations of a decision in progress, equal on all ranks, or None."""
+        seen = self._state.seen
+        if seen is None:
+            return None
+        norm, mean, deviation, wire, sent, position = seen.table[:, :_SAVED].T
+        losses, nonzero, width = None, None, self.candidates.width
+        if self.controller.needs_errors:
+            losses = seen.table[:, _SAVED : _SAVED + width]
+            losses = np.where(losses >= _ENDLESS, np.inf, losses)
+            nonzero = seen.table[:, -1] ** 2 if seen.table.shape[1] > _SAVED + width else None
+        return PeriodObservations(
+            seen.step,
+            self.candidates,
+            norm,
+            mean,
+            deviation,
+            losses,
+            wire,
+            sent,
+            position.astype(np.int64),
+            self.current,
+            self._state.memory,
+            seen.rate_fall or 0.0,
+            nonzero,
+        )
+
+    def deciding(self) -> Callable[[], Decision]:
+        """Returns the work that applies the controller's rule."""
+        observed = self.observations
+        assert observed is not None, "tables were shared"
+        return lambda: self._timed("decide", lambda: self.controller.decide(observed))
+
+    @property
+    def announced(self) -> int:
+        """Returns the length of an announcement: a choice per row, and the memory."""
+        return len(self.current) + len(self._state.memory)
+
+    def announcement(self, decision: Decision) -> Doubles:
+        """Returns the choices, checked to exist, and the memory."""
+        limits = [len(choices) for choices in self.candidates.choices]
+        good = len(decision.choices) == len(limits) and len(decision.memory) == len(self._state.memory)
+        if not good or any(not 0 <= k < n for k, n in zip(decision.choices.tolist(), limits, strict=True)):
+            raise StateError(
+                f"{self.controller.name} decided on choices that do not exist: {decision.choices!r}"
+            )
+        self.reason = decision.reason
+        return np.concatenate([decision.choices.astype(np.float64), decision.memory])
+
+    def apply(self, step: Step, sums: Doubles) -> bool:
+        """Applies the choices; the next period may then end."""
+        state, before, rows = self._state, self._state.choices, len(self.current)
+        self.current = sums[:rows].astype(np.int64)
+        state.memory, state.seen, state.phase = sums[rows:].copy(), None, Phase.GATHER
+        if self.controller.tells_ends:
+            self._look_at_ends()
+        self.choose()
+        return before != state.choices
+
+    def _look_at_ends(self) -> None:
+        """Widens ranges that are too short, if they can be; on all ranks alike, since all have the same choices."""
+        ends = crowded_ends(self.candidates, self.current)
+        wider = self._wider if ends and not self._state.wide else None
+        widens = wider is not None and any(goes_on(end, self.candidates, wider) for end in ends)
+        for end in ends:
+            said = (end.family, end.low, widens)
+            if said not in self._said and self.environment.rank == 0:
+                then = "ranges are widened" if widens else "levels= may go further"
+                logger.info("%s: %s: %s", self.name, end.words, then)
+            self._said.add(said)
+        if widens:
+            self._range_over(wide=True)
+
+    @cached_property
+    def _wider(self) -> CandidateLevels | None:
+        return self.controller.wider_levels(self.environment)
+
+    def _range_over(self, wide: bool) -> None:
+        """Switches to wide ranges or back, keeping the current choices that the new ranges have."""
+        wider = self._wider if wide else None
+        before = [
+            choices[k] for choices, k in zip(self.candidates.choices, self.current.tolist(), strict=True)
+        ]
+        self.candidates = wider or self.controller.candidate_levels(self.environment)
+        self._state.wide = True if wider else None
+        for row, reference in enumerate(self.candidates.reference.tolist()):
+            found = self.candidates.find(row, before[row].family_string(), before[row].level)
+            self.current[row] = reference if found is None else found
+        self._gathering.range_over(self.candidates, self._width)
+        self._state.columns = self._gathering.columns
+
+    def choose(self) -> None:
+        """Sets :attr:`choices` to the current ones."""
+        self.choices = self.candidates.chosen(self.current)
+        self._state.choices = {
+            name: (self.choices[i].family_string(), self.choices[i].level)
+            for name, i in self._numbers.items()
+        }
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, dict[str, Floats]]:
+        """Returns the gathered gradients, and the seconds on the wire."""
+        wire = {name: self._wire[row : row + 1].copy() for row, name in enumerate(self._numbers)}
+        return {**self._gathering.state(), "wire": wire}
+
+    def resume(self, saved: PeriodicState, own: Held) -> bool:
+        """Restores the state; layers that are new, or whose choice is not offered, use their reference."""
+        if len(saved.sent) != len(saved.choices):
+            raise StateError(f"not a state of {self.name}: bytes of {len(saved.sent)} layers")
+        # With other blocks a memory has another length, on all ranks.
+        same = len(saved.memory) == self.announced - len(self.current)
+        names = self._numbers
+        memory = saved.memory if same else self.controller.begin_memory(self.candidates)
+        sent = dict(zip(saved.choices, saved.sent.tolist(), strict=True))
+        counted = np.array([sent.get(name, 0.0) for name in names])
+        self._state = PeriodicState(
+            Phase.GATHER,
+            saved.begun,
+            {},
+            memory,
+            counted,
+            rate=saved.rate,
+            rate_before=saved.rate_before,
+            wide=self._state.wide,
+            columns=self._state.columns,
+        )
+        if bool(saved.wide) != bool(self._state.wide):
+            self._range_over(bool(saved.wide))
+        for at, (name, layer) in enumerate(names.items()):
+            for row in self.candidates.items[layer]:
+                found = self.candidates.find(row, *saved.choices[name]) if name in saved.choices else None
+                self.current[row] = self.candidates.reference[row] if found is None else found
+            self._wire[at] = own.get("wire", {}).get(name, self._wire[at : at + 1]).reshape(-1)[0]
+        self.choose()
+        gathered = self._gathering.resume(own)
+        whole = same and saved.choices.keys() == names.keys()
+        if saved.phase in (Phase.DECIDE, Phase.ANNOUNCE):
+            shape = (len(self.current), _SAVED + self._width - COLUMNS)
+            whole &= saved.seen is not None and saved.seen.table.shape == shape
+        else:
+            # Columns are compared too, so that all ranks agree: a rank without layers has nothing that might not fit.
+            whole &= saved.phase is Phase.GATHER or (gathered and saved.columns == self._state.columns)
+        if not whole:
+            self._gathering.drop()  # only the current period continues
+        self._state.seen = saved.seen if whole else None
+        return whole
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,16 @@ from typing import Any
 
 from gradcomp.compress import from_string
 from gradcomp.compress.registry import OF_CONTROLLERS, registered
-from gradcomp.control.accordion import Accordion
-from gradcomp.control.adaqs import AdaQS
 from gradcomp.control.auto import Auto
 from gradcomp.control.base import Controller
 from gradcomp.control.bayes import Bayes
-from gradcomp.control.fixed_plan import FixedPlan
 from gradcomp.control.gravac import GraVAC
-from gradcomp.control.kmeans import KMeans
+from gradcomp.control.grouped import KMeans, Linear
 from gradcomp.control.lgreco import LGreCo
-from gradcomp.control.linear import Linear
-from gradcomp.control.schedule import Schedule
+from gradcomp.control.schedule import FixedPlan, Schedule
+from gradcomp.control.two_levels import Accordion, AdaQS
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.forms import arguments_of, build, split, value_of
-from gradcomp.core.meant import Form, head_of, hint, hinted
+from gradcomp.core.strings import Form, arguments_of, build, head_of, hint, hinted, split, value_of
 
 BUILT_IN: tuple[type[Controller], ...] = (
     LGreCo,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.meant import closest
 from gradcomp.core.scheme import AUTO, names, parse
+from gradcomp.core.strings import closest
 
 PREFIX = "GRADCOMP_"
 _SECRET = PREFIX + "SECRET"

@@ -81,7 +81,7 @@ def level_number(level: Level) -> float:
     return 0.0 if level is None else float(level)
 
 
-def printable(text: str) -> str:
+def readable(text: str) -> str:
     """Returns text from a file for one line of a terminal: characters that are not visible are escaped."""
     return text if text.isprintable() else repr(text)[1:-1]
 

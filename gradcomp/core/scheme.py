@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.meant import closest
+from gradcomp.core.strings import closest
 
 _names: list[str] = []
 

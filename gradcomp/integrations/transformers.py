@@ -20,8 +20,7 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError
 from gradcomp.integrations.hooks import DIRECTORY, load_state, register, save_state
 from gradcomp.torch.ddp import HookState
-from gradcomp.torch.live import live
-from gradcomp.torch.modules import bare
+from gradcomp.torch.modules import bare, live
 
 
 class CompressionCallback(TrainerCallback):

@@ -2,8 +2,8 @@
 
 On Gloo a collective whose sizes differ between ranks ends the process, so every call begins with an all-gather of a
 fixed size: a digest of the call, and its data if they are small. Ranks that make named calls in different orders match
-them by name (:mod:`gradcomp.job.matching`). A wait ends at a deadline, or within a second of another rank's failure,
-which the :class:`Watchdog` detects. A store that does not answer ends no call before the deadline.
+them by name (:mod:`gradcomp.job.call_matching`). A wait ends at a deadline, or within a second of another rank's
+failure, which the :class:`Watchdog` detects. A store that does not answer ends no call before the deadline.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ import numpy.typing as npt
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError, TransportError
-from gradcomp.core.timeline import Timeline
-from gradcomp.engine.deadlock import Begun, Need
-from gradcomp.engine.engine import sleep_precisely
-from gradcomp.engine.keys import ABORT, LEFT, Position, calls_among
-from gradcomp.engine.watch import Roster, Watch
-from gradcomp.engine.watchdog import Watchdog
-from gradcomp.job.matching import Match, keys_of, listing, match
-from gradcomp.job.meeting import meet
-from gradcomp.job.network import Ranks
+from gradcomp.core.trace import Timeline
+from gradcomp.exchange.deadlock import Begun, Need
+from gradcomp.exchange.members import Roster, Watch
+from gradcomp.exchange.request_group import Call
+from gradcomp.exchange.thread import sleep_precisely
+from gradcomp.exchange.watchdog import ABORT, LEFT, Position, Watchdog, calls_among
+from gradcomp.job.call_matching import Match, Reply, keys_of, listing, match
+from gradcomp.job.launch import Ranks
+from gradcomp.job.membership import meet
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reply import Reply
 from gradcomp.job.runtime import current
 from gradcomp.job.state import Runtime
-from gradcomp.pipeline.calls import Call
 from gradcomp.transport.base import BlockingHandle, Bytes, Handle, Transport
 
 T = TypeVar("T")

@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gradcomp.core.errors import ConfigError, StateError, WireFormatError
-from gradcomp.job.checkpoint_manager import (
-    CheckpointManager,
-    Expected,
-    checkpoint_manager_of,
-)
-from gradcomp.job.together import together_of
-from gradcomp.pipeline import checkpoint, history
-from gradcomp.pipeline.checkpoint import File, Manifest, Writer
-from gradcomp.pipeline.digests import Digests
-from gradcomp.pipeline.snapshot import Snapshot, merge
+from gradcomp.exchange import checkpoint, checkpoint_directory
+from gradcomp.exchange.checkpoint import File, Manifest, Writer
+from gradcomp.exchange.checkpoint_manager import CheckpointManager, Expected, checkpoint_manager_of
+from gradcomp.exchange.fingerprint import Digests
+from gradcomp.exchange.snapshot import Snapshot, merge
+from gradcomp.job.all_or_none import together_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -75,17 +71,25 @@ def save_with(
         told = taken.told()
         if ranks.rank == 0:
             _refuse_another_model(path, taken.state)
-            told |= {"name": history.new_name(path), "complete": history.complete(path)}
+            told |= {
+                "name": checkpoint_directory.new_name(path),
+                "complete": checkpoint_directory.complete(path),
+            }
         return taken, told
 
     taken, told = ranks.do("take", take)
     _compare(taken, told)
     name, complete = told[0].get("name"), told[0].get("complete")
-    if not history.is_name(name) or not isinstance(complete, list) or not all(map(history.is_name, complete)):
+    if (
+        not checkpoint_directory.is_name(name)
+        or not isinstance(complete, list)
+        or not all(map(checkpoint_directory.is_name, complete))
+    ):
         raise WireFormatError(f"gc.save: rank 0 sent {name!r:.40}, which is no checkpoint's name")
 
     def write() -> tuple[tuple[File, ...], Any]:
-        history.remove_others(path, [*complete, name])  # files of saves that were killed would fill the disk
+        # Files of saves that were killed would fill the disk.
+        checkpoint_directory.remove_others(path, [*complete, name])
         files = checkpoint.write_files(path / name, taken.writers)
         return files, [asdict(file) for file in files]
 
@@ -95,11 +99,11 @@ def save_with(
         return None, None
 
     def undo() -> None:
-        history.remove_others(path, complete)
+        checkpoint_directory.remove_others(path, complete)
 
     _, written = ranks.do("write", write, undo)
     ranks.do("publish", publish, undo)
-    history.remove_others(path, [*complete[len(complete) - min(keep, len(complete)) :], name])
+    checkpoint_directory.remove_others(path, [*complete[len(complete) - min(keep, len(complete)) :], name])
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def _compare(taken: _Taken, told: list[Any]) -> None:
 def _refuse_another_model(path: Path, state: Snapshot) -> None:
     """Raise StateError if the directory is another optimizer's: saving there would remove its checkpoints."""
     try:
-        last = path / history.last(path)
+        last = path / checkpoint_directory.last(path)
         there = Manifest.from_text(checkpoint.read_manifest(last)).shared.layers
     except StateError:
         return  # there is none, or one that is damaged or of another version, which load() reports
@@ -237,13 +241,13 @@ def load_with(
     def open_last() -> tuple[CheckpointManager, Any]:
         checkpoint_manager = checkpoint_manager_of(opt)
         checkpoint_manager.finish_step()
-        if ranks.rank or (missing_ok and not history.complete(path)):
+        if ranks.rank or (missing_ok and not checkpoint_directory.complete(path)):
             return checkpoint_manager, None
-        name = history.last(path)
+        name = checkpoint_directory.last(path)
         return checkpoint_manager, {"name": name, "manifest": checkpoint.read_manifest(path / name)}
 
     def read() -> tuple[tuple[Found, Snapshot, Callable[[], T]], None]:
-        if not history.is_name(told[0].get("name")):
+        if not checkpoint_directory.is_name(told[0].get("name")):
             raise WireFormatError(f"gc.load: rank 0 sent {told[0]!r:.40}, which names no checkpoint")
         manifest = Manifest.from_text(str(told[0].get("manifest")))
         found = Found(path / told[0]["name"], manifest, checkpoint_manager, ranks.rank, ranks.size)

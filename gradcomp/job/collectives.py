@@ -1,10 +1,10 @@
 """Implements the user's collectives over arrays: their descriptors, checks, messages and results.
 
 Frontends turn tensors into arrays, and add views and gradients. Every call costs one small round in which the ranks
-compare their descriptors (see :func:`gradcomp.job.matching.match`), then the data move. A call takes one tensor, or a
-group of them that travel together. d is the size of the data in bytes, N the number of ranks; in a world of one nothing
-moves. The replies raise ConfigError if any rank has a problem and PlanMismatchError if descriptors differ, both on
-every rank, and TransportError if a rank is dead or stays away.
+compare their descriptors (see :func:`gradcomp.job.call_matching.match`), then the data move. A call takes one tensor,
+or a group of them that travel together. d is the size of the data in bytes, N the number of ranks; in a world of one
+nothing moves. The replies raise ConfigError if any rank has a problem and PlanMismatchError if descriptors differ, both
+on every rank, and TransportError if a rank is dead or stays away.
 
 A call with a name is matched with the calls of that name on the other ranks, in whatever order each rank calls; calls
 without a name are matched in order. A name is taken from the start of its call until the caller has the result, or
@@ -25,15 +25,21 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError, WireFormatError
-from gradcomp.job.arithmetic import combine, dtype_of
+from gradcomp.exchange.request_group import Call, Inline
+from gradcomp.job.call_matching import Reply, inline_bytes
 from gradcomp.job.channel import Channel, alone, channel_of
-from gradcomp.job.matching import inline_bytes
-from gradcomp.job.network import Ranks
-from gradcomp.job.reduce_op import ReduceOp, ScaledOp
-from gradcomp.job.reducing import reduce_all, reduce_alone, reduce_parts, shares
-from gradcomp.job.reply import Reply
+from gradcomp.job.launch import Ranks
+from gradcomp.job.reduce_op import (
+    ReduceOp,
+    ScaledOp,
+    combine,
+    dtype_of,
+    reduce_all,
+    reduce_alone,
+    reduce_parts,
+    shares,
+)
 from gradcomp.job.runtime import current
-from gradcomp.pipeline.calls import Call, Inline
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -16,14 +16,14 @@ from time import monotonic
 from typing import Protocol
 
 from gradcomp.core.errors import ConfigError, StateError, TransportError
-from gradcomp.engine.keys import joined_of
+from gradcomp.exchange.driver import StepDriver
+from gradcomp.exchange.request_group import Call
+from gradcomp.exchange.watchdog import joined_of
 from gradcomp.job.channel import channel_of
 from gradcomp.job.collectives import stand_in
-from gradcomp.job.network import Ranks
+from gradcomp.job.launch import Ranks
 from gradcomp.job.runtime import current
 from gradcomp.job.state import Runtime
-from gradcomp.job.step_driver import StepDriver
-from gradcomp.pipeline.calls import Call
 from gradcomp.transport.control import StoreSilentError, numbers_of
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gradcomp.compress import Policy
 from gradcomp.compress.base import OPTIMIZER
 from gradcomp.core.errors import ConfigError
-from gradcomp.pipeline import Pipeline
+from gradcomp.exchange.pipeline import Pipeline
 
 logger = logging.getLogger("gradcomp")
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.job.launch import Launch, discover
-from gradcomp.job.network import Network, Ranks
+from gradcomp.job.launch import Launch, Ranks, discover
+from gradcomp.job.network import Network
 from gradcomp.job.rendezvous import connect
 from gradcomp.transport.torch import TorchControl, TorchTransport
 

@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.analysis.kept import Kept
-from gradcomp.analysis.recording import Floats, Sampling, matching, read, sample, write
+from gradcomp.analysis.recording import Floats, Kept, Sampling, matching, read, sample, write
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.engine import Exchanger
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.request_group import Call
+from gradcomp.job.all_or_none import together_of
 from gradcomp.job.channel import channel_of
-from gradcomp.job.network import Ranks
+from gradcomp.job.launch import Ranks
 from gradcomp.job.report import Readers
-from gradcomp.job.together import together_of
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
-from gradcomp.pipeline import Submission
-from gradcomp.pipeline.calls import Call
 
 logger = logging.getLogger("gradcomp")
 
@@ -110,7 +109,7 @@ def record_gradients(
 class GradientRecorder:
     """Records gradients until it is closed; :func:`record_gradients` makes it. Usable in a ``with`` statement.
 
-    Implements :class:`gradcomp.engine.Recorder`.
+    Implements :class:`gradcomp.exchange.exchanger.Recorder`.
     """
 
     def __init__(

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gradcomp.core.errors import TransportError
-from gradcomp.job.addresses import interface_address, with_interface
-from gradcomp.job.jobstore import Deadline, Meeting, first_line, open_store
+from gradcomp.job.jobstore import Deadline, Meeting, first_line, interface_address, open_store, with_interface
 from gradcomp.job.launch import Launch
 
 _met: Meeting | None = None

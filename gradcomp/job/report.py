@@ -1,22 +1,103 @@
-"""Logs how training goes: a line now and then, and a verdict after 50 steps. Answers users' questions about it."""
+"""Log lines: what runs at the start, a line now and then, and a verdict after 50 steps."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from typing import TYPE_CHECKING
 
+from gradcomp import kernels
 from gradcomp.core.config import Config
 from gradcomp.core.plan import Plan
-from gradcomp.core.statistics import Statistics
-from gradcomp.core.trace import Span
-from gradcomp.engine import Exchanger
-from gradcomp.engine.links import PROBE_BYTES
-from gradcomp.job.verdict import Measured, verdict
-from gradcomp.pipeline.layout import compressors_of
+from gradcomp.core.trace import Span, Statistics
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.layout import compressors_of
+from gradcomp.exchange.reports import PROBE_BYTES
+from gradcomp.job.state import Runtime
+from gradcomp.version import __version__
+
+if TYPE_CHECKING:
+    from gradcomp.job.start import Proposal
+
+
+#: Exposed communication below this share of a step is not worth another setting.
+_WORTH = 0.05
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Holds averages of one step: its seconds, what a rank sent, and how long it waited for the exchange.
+
+    ``half_bytes``, ``half_exposed_seconds``: the same for a bfloat16 wire, predicted at ``seconds_per_byte``.
+    ``latency_seconds``: the time of a small message.
+    """
+
+    step_seconds: float
+    sent_bytes: float
+    exposed_seconds: float
+    half_bytes: float
+    half_exposed_seconds: float
+    seconds_per_byte: float
+    latency_seconds: float
+
+    @property
+    def exposed(self) -> str:
+        """Return as text how much of a step is exposed communication."""
+        return f"{1e3 * self.exposed_seconds:.1f} of {1e3 * self.step_seconds:.1f} ms a step are exposed communication"
+
+    @property
+    def worth(self) -> bool:
+        """Return whether fewer bytes could shorten the step by a share that is worth it."""
+        return min(self.exposed_seconds, self._bytes_seconds) > _WORTH * self.step_seconds
+
+    @property
+    def leave_it(self) -> str:
+        """Return the advice where it is not worth it; what is exposed all the same has other causes than bytes."""
+        advice = "fewer bytes would hardly shorten it, leave it so"
+        if self.exposed_seconds <= _WORTH * self.step_seconds:
+            return advice
+        return (
+            f"the bytes take {1e3 * self._bytes_seconds:.2f} of them, the rest is latency "
+            f"({1e3 * self.latency_seconds:.2f} ms a message) and waiting for other ranks; {advice}, and exchange less "
+            "often: larger batches, or gradients of several added up"
+        )
+
+    @property
+    def _bytes_seconds(self) -> float:
+        return self.sent_bytes * self.seconds_per_byte
+
+
+def verdict(measured: Measured, compressed: bool) -> str:
+    """Return as text what was found, and what to do."""
+    if not compressed:
+        return f"uncompressed; {measured.exposed}: " + (
+            'compare with compression="quantize:bits=4", or let compression="auto" choose'
+            if measured.worth
+            else measured.leave_it
+        )
+    half = f"a bfloat16 wire would send {measured.half_bytes / 1e6:.3f} MB"
+    if measured.sent_bytes >= 0.95 * measured.half_bytes:
+        return f"{half}; {measured.exposed}: " + (
+            'compare with compression="quantize:bits=4"' if measured.worth else measured.leave_it
+        )
+    gain_ms = 1e3 * (measured.half_exposed_seconds - measured.exposed_seconds)
+    if gain_ms <= 0:
+        return (
+            f"{half}; compression gains nothing against it here; {measured.exposed}, but fewer bytes do not "
+            f"shorten it (a message has {1e3 * measured.latency_seconds:.2f} ms of latency): compare with "
+            'compression="bf16" and "none"'
+        )
+    return (
+        f"{half}; about {gain_ms:.1f} ms a step are gained against it (estimate at "
+        f"{8e-9 / measured.seconds_per_byte:.2f} Gbit/s); {measured.exposed}: "
+        + ("a higher ratio may gain more" if measured.worth else "keep it")
+    )
+
 
 logger = logging.getLogger("gradcomp")
 
@@ -166,3 +247,89 @@ class Reporter:
             if span.name == "ready":
                 ready.setdefault(span.step, []).append(span.end)
         return median([max(ends) - min(ends) for ends in ready.values()]) if ready else 0.0
+
+
+def announce_job(runtime: Runtime) -> None:
+    """Log once, on rank 0, what runs and which settings were changed. All settings are logged at level debug."""
+    if runtime.rank != 0:
+        return
+    config, hosts = runtime.config, len(runtime.topology.leaders)
+    changed = {name: value for name, value in config.changed().items() if name != "transport"}
+    logger.info(
+        "version %s, %d ranks on %d host%s by %s, transport %s%s",
+        __version__,
+        runtime.size,
+        hosts,
+        "s" * (hosts > 1),
+        runtime.launch.launcher,
+        config.transport,
+        f", settings {_listed(changed)}" if changed else "",
+    )
+    if runtime.size == 1:
+        logger.info("a world of one rank: nothing is exchanged, compression is bypassed")
+    logger.debug(
+        "interface %s, %s, kernels %s",
+        runtime.launch.interface or "chosen by the system",
+        runtime.network.describe(),
+        kernels.body(),
+    )
+    logger.debug("settings in force: %s", _listed(config.settings()))
+
+
+def _listed(settings: dict[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def announce_compression(exchanger: Exchanger, proposal: Proposal) -> None:
+    """Log once, on rank 0, how much is compressed, and warn of what was probably not intended."""
+    pipeline, policy = exchanger.pipeline, proposal.policy
+    if pipeline.transport.rank != 0:
+        return
+    excluded = policy.excluded(pipeline.layers)
+    total = sum(layer.nbytes for layer in pipeline.layers) or 1
+    compressed = sum(layer.nbytes for layer in pipeline.layers if layer.name not in excluded)
+    why = ", ".join(f"{count} {reason}" for reason, count in Counter(excluded.values()).items()) or "none"
+    if policy.compresses:
+        logger.info(
+            "%s: %.1f%% of %.2f MB in %d layers %s; %s: %s",
+            _title(proposal),
+            100 * compressed / total,
+            total / 1e6,
+            len(pipeline.layers),
+            "may be compressed" if proposal.chooses_by_times else "compressed",
+            "exact" if policy.exact == "float32" else policy.exact,
+            why,
+        )
+    else:
+        logger.info("%s: %.2f MB in %d layers, uncompressed", policy.brief, total / 1e6, len(pipeline.layers))
+    if policy.compresses and not compressed:
+        logger.warning(
+            "nothing is compressed: every layer is excluded (%s). Policy(filter=Filter(...)) says which to compress",
+            why,
+        )
+    for pattern in policy.unmatched(pipeline.layers):
+        logger.warning(
+            "the policy's pattern %r matches no layer; the first are %s",
+            pattern,
+            ", ".join(layer.name for layer in pipeline.layers[:3]),
+        )
+    _explain(exchanger)
+
+
+def _title(proposal: Proposal) -> str:
+    title, controller = proposal.policy.brief, proposal.controller
+    return title if controller is None or controller.name == title else f"{title} under {controller.name}"
+
+
+def _explain(exchanger: Exchanger) -> None:
+    """Log the memory of the state and compressors' remarks on layers."""
+    pipeline = exchanger.pipeline
+    logger.debug(
+        "state %.2f MB; %d buckets",
+        (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,
+        len(pipeline.layout.buckets),
+    )
+    compressors = compressors_of(pipeline.layers, pipeline.plan)
+    for layer, compressor in zip(pipeline.layers, compressors, strict=True):
+        if remark := compressor.remark(layer):
+            logger.debug("%s: %s", layer.name, remark)

@@ -1,4 +1,4 @@
-"""Starts and ends this process's part in a job, and tells its rank."""
+"""Starts and ends this process's part in a job, tells its rank, and records a timeline between two calls."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from gradcomp import kernels
 from gradcomp.core.config import Config, unknown_variables
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.scheme import AUTO
-from gradcomp.engine.background import finish_background
-from gradcomp.job import ending
-from gradcomp.job.banner import announce_job
-from gradcomp.job.farewell import describe, part
-from gradcomp.job.introduction import introduce, set_of
-from gradcomp.job.launch import Launch
-from gradcomp.job.launcher import watch_launcher
+from gradcomp.exchange.thread import finish_background
+from gradcomp.job import process_end
+from gradcomp.job.launch import Launch, Ranks
 from gradcomp.job.logs import start_logging
-from gradcomp.job.network import Network, Ranks
+from gradcomp.job.membership import describe, introduce, part, set_of
+from gradcomp.job.network import Network
+from gradcomp.job.process_end import watch_launcher
+from gradcomp.job.report import announce_job
 from gradcomp.job.state import Runtime
 
 logger = logging.getLogger("gradcomp")
@@ -70,7 +69,7 @@ def begin(
         _release(runtime, orderly=True)
         raise
     _runtime = runtime
-    ending.observe()
+    process_end.observe()
     atexit.register(shutdown)
     announce_job(runtime)
 
@@ -88,8 +87,8 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if os.getpid() != runtime.process:
         return  # a forked child has nothing of its own to leave
-    failed = ending.uncaught()
-    ending.stop_observing()
+    failed = process_end.uncaught()
+    process_end.stop_observing()
     reason = None if failed is None else f"rank {runtime.rank} ended with {describe(failed)}"
     orderly = part(runtime, reason) if runtime.size > 1 else reason is None
     runtime.engine.stop()
@@ -192,3 +191,41 @@ def _choose_kernels(config: Config) -> None:
             _native.set_isa(config.isa)
     except ValueError as error:
         raise ConfigError(f"kernels={config.kernels}, isa={config.isa}: {error}") from error
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Record the phases of every exchange bucket in a file of Chrome trace JSON, for chrome://tracing or Perfetto.
+
+    Rows are exchange buckets, and times are microseconds from this call on. Phases: ready (until the last gradient
+    came), queue, compress, send, reduce, decompress, feedback. Kernels that compress write the next residual too, so
+    feedback is what is beside it: the new residuals accepted, and their rounding to bfloat16. The file grows twice a
+    second, and is valid JSON after every write.
+
+    Local: ranks need not agree. ``shutdown`` ends the recording.
+
+    Args:
+        file_path: the file that rank 0 writes; other ranks record nothing. With ``{rank}`` in it every rank writes its
+            own.
+        mark_cycles: whether to mark where each step begins. There are no cycles here: an exchange bucket leaves once it
+            is complete.
+
+    Raises:
+        ConfigError: if the file cannot be made.
+        StateError: before ``init``, and while a timeline is being recorded.
+    """
+    state = current()
+    if state.timeline is not None:
+        raise StateError("a timeline is being recorded; call stop_timeline() first")
+    state.start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End what :func:`start_timeline` began; do nothing where this rank records nothing.
+
+    Raises:
+        StateError: before ``init``.
+    """
+    state = current()
+    timeline, state.timeline = state.timeline, None
+    if timeline is not None:
+        timeline.close()

@@ -1,35 +1,56 @@
-"""Validates the arguments of wrappers on all ranks together, and starts what they exchange."""
+"""Validates the arguments of wrappers on all ranks together, starts the exchange, and changes its compression."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from gradcomp.compress import Policy
 from gradcomp.compress.policy import Automatic
 from gradcomp.control import Controller, controller_from_string
 from gradcomp.control.auto import Auto
+from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
-from gradcomp.engine import Controlled, Exchanger, Terms
-from gradcomp.engine.agreement import agree
-from gradcomp.job.adapter import Adapter
-from gradcomp.job.banner import announce_compression
-from gradcomp.job.checkpoint_manager import CheckpointManager
-from gradcomp.job.learning import refusal
-from gradcomp.job.meeting import meet
-from gradcomp.job.network import Ranks
+from gradcomp.exchange.agreement import agree
+from gradcomp.exchange.checkpoint_manager import CheckpointManager
+from gradcomp.exchange.driver import Adapter, StepDriver
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.layout import compressors_of
+from gradcomp.exchange.settings import Controlled, Settings
+from gradcomp.job.launch import Ranks
+from gradcomp.job.membership import meet
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
-from gradcomp.job.report import Reporter
+from gradcomp.job.report import Reporter, announce_compression
 from gradcomp.job.state import Runtime
-from gradcomp.job.step_driver import StepDriver
 from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.transport.base import Transport
+
+
+def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0) -> ConfigError | None:
+    """Return why a compressor cannot learn what it has to, or None if it can or none of them learns.
+
+    ``device`` holds the gradients. The compressor would begin in ``step``.
+    """
+    learning = [c for c in policy.compressors if c.traits.learns]
+    why = ""
+    if not learning:
+        return None
+    if device.driver is not None:
+        why = "it works on gradients in the host's memory, not on a GPU"
+    elif step and any(c.at_step(step).traits.learns for c in learning):
+        why = f"its steps are counted from step 0, and this is step {step}: wrap it in gc.Warmup(..., steps={step})"
+    elif config.deterministic and any(c.traits.by_times for c in learning):
+        why = (
+            "deterministic=True: by default its train_share depends on measured times: set train_share to 1/m"
+        )
+    return ConfigError(f"{learning[0].to_string()}: {why}") if why else None
+
 
 logger = logging.getLogger("gradcomp")
 
@@ -116,19 +137,6 @@ def propose(
     return Proposal(policy, layers, policy.plan(layers, step=step), controller)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Holds the choices of frontends and of their users. ``arguments``: see :class:`Terms`."""
-
-    op: ReduceOp = Average
-    predivide: float = 1.0
-    agrees: bool = False
-    order_step: int = 0
-    reduction: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    device: Device = HOST
-
-
 def start(
     state: Runtime,
     ranks: Ranks,
@@ -136,16 +144,23 @@ def start(
     proposal: Proposal,
     adapter: Adapter,
     shapes: Sequence[tuple[int, ...]],
-    setup: Setup,
+    *,
+    op: ReduceOp = Average,
+    predivide: float = 1.0,
+    agrees: bool = False,
+    order_step: int = 0,
+    reduction: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    device: Device = HOST,
 ) -> StepDriver:
     """Make an exchanger on the runtime's engine, which the banner announces, and return the driver of its steps.
 
     Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``
-    are those of the gradients in the framework.
+    are those of the gradients in the framework. The ranks compare ``arguments``, which are the frontend's.
     """
-    config, op = state.config, setup.op
-    if setup.reduction is not None:
-        config = replace(config, reduction=setup.reduction)
+    config = state.config
+    if reduction is not None:
+        config = replace(config, reduction=reduction)
     exchanger = None
     if transport is not None:
         exchanger = Exchanger(
@@ -156,22 +171,22 @@ def start(
             state.watchdog,
             config,
             adapter.allocate,
-            Terms(
+            Settings(
                 name=state.name(ranks),
                 average=op is Average,
                 listener=adapter.listener,
-                order_step=setup.order_step,
+                order_step=order_step,
                 schedule=proposal.policy.scheduled(proposal.layers),
                 topology=state.topology.among(ranks),
-                arguments={**setup.arguments, **_schedule_of(proposal.policy)},
+                arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
                 controlled=proposal.controlled,
                 compression=proposal.policy.title,
-                device=setup.device,
+                device=device,
                 digests=adapter.begin_digests,
                 fingerprint=adapter.fingerprint,
                 roster=state.roster(ranks),
                 advice=adapter.words.unequal_steps,
-                problem=refusal(config, proposal.policy, setup.device),
+                problem=refusal(config, proposal.policy, device),
             ),
         )
         exchanger.before_exchange = Reporter(exchanger, config, proposal.chooses_by_times).after_steps
@@ -182,7 +197,7 @@ def start(
         proposal.plan,
         state.config,
         exchanger,
-        unit=setup.predivide,
+        unit=predivide,
         ranks=ranks,
         digests=adapter.digests,
     )
@@ -192,7 +207,7 @@ def start(
         adapter,
         shapes,
         divisor=float(len(ranks)) if op is Average else 1.0,
-        agrees=setup.agrees,
+        agrees=agrees,
         rank=state.rank,
     )
 
@@ -209,3 +224,34 @@ def _schedule_of(policy: Policy) -> dict[str, Any]:
     """Return what ranks compare in addition to the first plan, where a later plan differs from it."""
     changing = [c for c in policy.compressors if c.changes]
     return {"schedule": [c.to_string() for c in changing]} if changing else {}
+
+
+def set_compression(
+    checkpoint_manager: CheckpointManager,
+    exchanger: Exchanger | None,
+    layers: Sequence[LayerSpec],
+    policy: Policy,
+) -> None:
+    """Change to ``policy`` on all ranks: see ``set_compression`` of what was wrapped. Local.
+
+    In a world of one nothing is exchanged, and the policy is only checked. ConfigError for one that is impossible,
+    StateError in the middle of a step.
+    """
+    if isinstance(policy, Automatic):
+        raise ConfigError(
+            'set_compression("auto"): a controller begins with the optimizer, not in mid-run; name a compressor'
+        )
+    checkpoint_manager.finish_step()
+    step = checkpoint_manager.step
+    plan = policy.plan(layers, step=step)
+    compressors_of(layers, plan)
+    if exchanger is None:
+        return
+    pipeline = exchanger.pipeline
+    config = pipeline.config
+    if problem := refusal(config, policy, pipeline.device, step):
+        raise problem
+    changes = sorted({change for c in policy.compressors for change in c.changes if change > step})
+    pipeline.set_compression(plan, {later: policy.plan(layers, step=later) for later in changes})
+    if pipeline.transport.rank == 0:
+        logger.info("step %d: compression changes to %s", step, policy.title)

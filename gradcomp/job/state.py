@@ -11,12 +11,14 @@ from typing import Protocol
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError
-from gradcomp.core.timeline import Timeline
 from gradcomp.core.topology import Topology
-from gradcomp.engine import Engine, Exchanger, Watchdog
-from gradcomp.engine.watch import Roster
-from gradcomp.job.launch import Launch
-from gradcomp.job.network import Network, Ranks
+from gradcomp.core.trace import Timeline
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.members import Roster
+from gradcomp.exchange.thread import Engine
+from gradcomp.exchange.watchdog import Watchdog
+from gradcomp.job.launch import Launch, Ranks
+from gradcomp.job.network import Network
 from gradcomp.job.signing import Seal, SignedControl
 from gradcomp.transport.base import Transport
 from gradcomp.transport.control import ControlChannel

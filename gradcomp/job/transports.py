@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.job.network import Ranks
+from gradcomp.job.launch import Ranks
 from gradcomp.job.state import Runtime
 from gradcomp.transport.base import Transport
 
@@ -68,7 +68,7 @@ def _shared_memory(state: Runtime, ranks: Ranks) -> Transport:
 
 
 def _nccl(state: Runtime, ranks: Ranks) -> Transport:
-    from gradcomp.transport.nccl_cupy import nccl_transport
+    from gradcomp.transport.nccl import nccl_transport
 
     with _meeting(state, ranks) as meeting:
         return nccl_transport(

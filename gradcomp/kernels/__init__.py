@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from gradcomp.kernels import bodies, reference, reference_checksum, reference_compact
-from gradcomp.kernels.bodies import body, use
+from gradcomp.kernels import dispatch, reference, reference_bits, reference_checksum
 from gradcomp.kernels.devices import Device
-from gradcomp.kernels.pending import DONE, Pending
-from gradcomp.kernels.routines import Routine
+from gradcomp.kernels.dispatch import body, use
+from gradcomp.kernels.replayed_calls import DONE, Pending, Routine
 from gradcomp.kernels.segments import (
     BF16,
     BFLOAT16,
@@ -107,15 +106,15 @@ __all__ = [
 ]
 
 
-encode = bodies.kernel(reference.encode)
-decode = bodies.kernel(reference.decode)
-decode_add = bodies.kernel(reference.decode_add)
-reduce = bodies.kernel(reference.reduce)
-nonzero = bodies.kernel(reference.nonzero)
-crc32c = bodies.kernel(reference_checksum.crc32c)
-sample = bodies.kernel(reference_checksum.sample)
-compact = bodies.kernel(reference_compact.compact)
-restore = bodies.kernel(reference_compact.restore)
+encode = dispatch.kernel(reference.encode)
+decode = dispatch.kernel(reference.decode)
+decode_add = dispatch.kernel(reference.decode_add)
+reduce = dispatch.kernel(reference.reduce)
+nonzero = dispatch.kernel(reference.nonzero)
+crc32c = dispatch.kernel(reference_checksum.crc32c)
+sample = dispatch.kernel(reference_checksum.sample)
+compact = dispatch.kernel(reference_bits.compact)
+restore = dispatch.kernel(reference_bits.restore)
 
 
 def together(device: Device, routine: Routine | None = None) -> AbstractContextManager[Pending]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.vectors import Zeros, host_zeros
-from gradcomp.kernels import bodies
+from gradcomp.kernels import dispatch
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.cuda.vectors import DeviceVector
@@ -135,5 +135,5 @@ def on(name: str, driver: Driver) -> Device:
     from gradcomp.kernels.cuda.body import CudaKernels
 
     kernels = CudaKernels(driver)
-    bodies.bring(name, kernels, driver.reaches)
+    dispatch.bring(name, kernels, driver.reaches)
     return Device(name, partial(DeviceVector.zeros, driver), driver, kernels)

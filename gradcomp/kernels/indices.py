@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels import reference_indices as reference
-from gradcomp.kernels.bodies import kernel
 from gradcomp.kernels.codings import (
     ALL,
     BITMAP,
@@ -21,6 +20,7 @@ from gradcomp.kernels.codings import (
     index_bytes,
     smallest_coding,
 )
+from gradcomp.kernels.dispatch import kernel
 from gradcomp.kernels.segments import Bytes, SegmentTable
 
 __all__ = [

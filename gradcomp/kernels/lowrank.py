@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels import bodies, philox
+from gradcomp.kernels import dispatch, philox
 from gradcomp.kernels import reference_lowrank as reference
 from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
-from gradcomp.kernels.bodies import kernel
+from gradcomp.kernels.dispatch import kernel
 from gradcomp.kernels.segments import OWNER_RANK, SegmentTable
 
 __all__ = [
@@ -62,15 +62,15 @@ def numpy_multiplies(rank: int) -> bool:
     order of sums, and so the last bits of results, then depend on the alignment of the matrices; and :func:`project`
     takes 5 bytes of memory for an element of the longest layer.
     """
-    native = bodies.body() == "native"
-    return not native or (rank > BASELINE_RANKS and bodies.named("native").isa() == "baseline")
+    native = dispatch.body() == "native"
+    return not native or (rank > BASELINE_RANKS and dispatch.named("native").isa() == "baseline")
 
 
-def _multiplier(arguments: Sequence[Any]) -> bodies.Body:
+def _multiplier(arguments: Sequence[Any]) -> dispatch.Backend:
     """Returns the host's body for products whose order of sums is free."""
     (shapes,) = (each for each in arguments if isinstance(each, Shapes))
-    name = "reference" if numpy_multiplies(int(np.max(shapes.ranks, initial=0))) else bodies.body()
-    return bodies.named(name)
+    name = "reference" if numpy_multiplies(int(np.max(shapes.ranks, initial=0))) else dispatch.body()
+    return dispatch.named(name)
 
 
 project = kernel(reference.project, _multiplier)
@@ -81,7 +81,7 @@ subtract = kernel(reference.subtract)
 
 def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor, *, beside: SegmentTable | None = None) -> None:
     """Runs `reference_lowrank.orthogonalise` where the layers ``beside`` are; the bytes are the same everywhere."""
-    body = (bodies.of(beside) if beside is not None else None) or bodies.active()
+    body = (dispatch.of(beside) if beside is not None else None) or dispatch.active()
     body.orthogonalise(rows, ranks, p)
 
 
@@ -96,7 +96,7 @@ def keep(
     beside: SegmentTable,
 ) -> None:
     """Runs `reference_lowrank.keep` where the layers ``beside`` are; the bytes are the same everywhere."""
-    body = bodies.of(beside) or bodies.named("reference")
+    body = dispatch.of(beside) or dispatch.named("reference")
     body.keep(sides, ranks, factor, kept, before, after)
 
 

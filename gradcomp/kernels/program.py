@@ -16,7 +16,7 @@ import sys
 import numpy as np
 
 from gradcomp.kernels import reference_program as reference
-from gradcomp.kernels.bodies import kernel
+from gradcomp.kernels.dispatch import kernel
 from gradcomp.kernels.reference_program import MAX_CHOICES, MAX_REACH, NEVER, Doubles, Steps, check_choices
 from gradcomp.kernels.segments import check_array
 

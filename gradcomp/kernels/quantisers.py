@@ -25,7 +25,7 @@ from gradcomp.kernels.formats import (
     ScaleFormat,
     rounded_up,
 )
-from gradcomp.kernels.reference_sums import ordered_sum
+from gradcomp.kernels.reference_memory import ordered_sum
 from gradcomp.kernels.segments import (
     CODEBOOK_L2,
     CODEBOOK_LINF,

@@ -27,9 +27,9 @@ from gradcomp.kernels.reference_memory import (
     gradient_of,
     memory_at,
     next_residual_of,
+    ordered_sum,
     residual_of,
 )
-from gradcomp.kernels.reference_sums import ordered_sum
 from gradcomp.kernels.segments import (
     DTYPES,
     FLOAT64,

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.reference_indices import check_aligned
-from gradcomp.kernels.reference_memory import gradient_of, next_residual_of, residual_of
-from gradcomp.kernels.reference_sums import ordered_sum
+from gradcomp.kernels.reference_memory import gradient_of, next_residual_of, ordered_sum, residual_of
 from gradcomp.kernels.segments import (
     FLOAT64,
     SEGMENT,

@@ -1,24 +1,14 @@
-"""Sparse selections of whole layers; `reference_selection` and `reference_adacomp` define and document the kernels."""
+"""Sparse selections of whole layers, and random indices; `reference_*` define and document the kernels."""
 
 from __future__ import annotations
 
 from gradcomp.kernels import reference_adacomp
 from gradcomp.kernels import reference_selection as reference
-from gradcomp.kernels.bodies import kernel
-from gradcomp.kernels.reference_selection import MAX_LAYER_ELEMENTS
+from gradcomp.kernels.dispatch import kernel
+from gradcomp.kernels.philox import draw_indices as _definition
 
-__all__ = [
-    "MAX_LAYER_ELEMENTS",
-    "contribute",
-    "put",
-    "sample_thresholds",
-    "select_above",
-    "select_adacomp",
-    "select_top",
-    "squares",
-    "tail",
-    "take",
-]
+draw_indices = kernel(_definition)
+
 
 contribute = kernel(reference.contribute)
 squares = kernel(reference.squares)

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from gradcomp import kernels
-from gradcomp.kernels import bodies, lowrank
+from gradcomp.kernels import dispatch, lowrank
 from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.segments import FP32, Bytes, SegmentTable
@@ -97,7 +97,7 @@ def _one_call(on_host: Callable[Concatenate[Layers, P], None]) -> Callable[Conca
 
     @wraps(on_host)
     def call(layers: Layers, /, *arguments: P.args, **settings: P.kwargs) -> None:
-        device = bodies.of(layers.inputs)
+        device = dispatch.of(layers.inputs)
         (on_host if device is None else getattr(device, name))(layers, *arguments, **settings)
 
     return call

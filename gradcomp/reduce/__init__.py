@@ -4,10 +4,8 @@
 from gradcomp.reduce.base import Binding, Part, Reduction
 from gradcomp.reduce.registry import make, register
 from gradcomp.reduce.sra import ScatterReduceAllgather
-from gradcomp.reduce.ring import Ring
-from gradcomp.reduce.tree import Tree
-from gradcomp.reduce.all_to_all import AllToAllBroadcast
-from gradcomp.reduce.gather import GatherAndSum
+from gradcomp.reduce.sums import Ring, Tree
+from gradcomp.reduce.gather import AllToAllBroadcast, GatherAndSum
 from gradcomp.reduce.parameter_server import ParameterServer
 from gradcomp.reduce.hierarchical import Hierarchical
 

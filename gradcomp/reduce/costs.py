@@ -17,8 +17,8 @@ from gradcomp.reduce.base import Part
 from gradcomp.reduce.chunks import Chunks
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.model import Cost, Load, Network
-from gradcomp.reduce.partial import carried
 from gradcomp.reduce.registry import of
+from gradcomp.reduce.sums import carried
 
 
 def load_of(scheme: Scheme, parts: Sequence[Part], layers: int) -> Load:

@@ -30,12 +30,12 @@ from gradcomp.reduce.base import (
     exchange,
 )
 from gradcomp.reduce.chunks import Chunks, Mean, encode
+from gradcomp.reduce.halves import Roles
 from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to, to_owners
-from gradcomp.reduce.partial import carried, contribute
-from gradcomp.reduce.reduce_scatter import Roles
 from gradcomp.reduce.registry import register
 from gradcomp.reduce.sra import ScatterReduceAllgather
+from gradcomp.reduce.sums import carried, contribute
 from gradcomp.reduce.whole import as_float32, floats
 from gradcomp.transport.base import Exchange
 

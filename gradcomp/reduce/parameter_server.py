@@ -9,8 +9,8 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.reduce.base import HOST_MEMORY, Memory, Part
+from gradcomp.reduce.halves import Roles
 from gradcomp.reduce.model import Cost, Load
-from gradcomp.reduce.reduce_scatter import Roles
 from gradcomp.reduce.registry import register
 from gradcomp.reduce.sra import ScatterReduceAllgather, served
 

@@ -9,12 +9,11 @@ import numpy as np
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.all_gather import AllGather
 from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Part, Reduction, Rounds, Waits
 from gradcomp.reduce.chunks import Chunks, Mean
+from gradcomp.reduce.halves import AllGather, ReduceScatter, Roles
 from gradcomp.reduce.header import BucketFlags
 from gradcomp.reduce.model import Cost, Load, to_owners
-from gradcomp.reduce.reduce_scatter import ReduceScatter, Roles
 from gradcomp.reduce.registry import register
 from gradcomp.reduce.varying import Compact, VaryingGather, VaryingScatter, varies
 

@@ -19,8 +19,8 @@ from gradcomp.kernels.codec import Codec, Sizes
 from gradcomp.kernels.segments import MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR
 from gradcomp.reduce.base import Bytes, Message, Move, Part, Waits, exchange
 from gradcomp.reduce.chunks import Chunks
+from gradcomp.reduce.halves import Roles
 from gradcomp.reduce.header import ByteHeader, padded
-from gradcomp.reduce.reduce_scatter import Roles
 from gradcomp.transport.base import AllGather, AllToAll
 
 _STEPS = 16

@@ -10,8 +10,8 @@ import numpy as np
 
 from gradcomp.compress import Identity, Quantize
 from gradcomp.core.layers import LayerSpec
-from gradcomp.pipeline import checkpoint
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.exchange import checkpoint
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.cases import CAP, CONV, LARGE, LAYERS, ODD, WORLDS, Row, check, simulated
 from gradcomp.testing.simulation import Gradients, Outcome, Simulation, plan_for, same_bytes, true_mean
 

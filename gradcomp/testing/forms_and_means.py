@@ -182,10 +182,8 @@ def a_sum_that_overflows_is_seen_by_all(row: Row) -> None:
     before = ranks.state()
     gradients = ranks.gradients()
     for rank in gradients:
-        rank[CONV][::2], rank[CONV][1::2] = (
-            3e38,
-            -3e38,
-        )  # in all elements, so that a mean of magnitudes overflows too
+        # In all elements, so that a mean of magnitudes overflows too.
+        rank[CONV][::2], rank[CONV][1::2] = (3e38, -3e38)
     outcome = ranks.step(gradients)
     assert outcome.result.nonfinite.tolist() == [i == CONV for i in range(len(LAYERS))]
     assert outcome.committed == [False] * 3

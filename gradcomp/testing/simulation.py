@@ -24,9 +24,12 @@ from gradcomp.control.base import Background, at_once
 from gradcomp.core.scheme import parse
 from gradcomp.core.state import Range
 from gradcomp.core.topology import Topology
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.fingerprint import NOTHING
+from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.settings import Settings
+from gradcomp.exchange.step import StepResult
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.pipeline import Options, Pipeline, StepResult, Submission
-from gradcomp.pipeline.fingerprint import NOTHING
 from gradcomp.reduce.model import Network
 from gradcomp.testing.device_memory import shared
 from gradcomp.testing.recording import RecordingTransport
@@ -121,13 +124,13 @@ class Rank:
     plan: Plan
     transport: Any  # a Transport; a recording one has ``sent``
     config: Config
-    options: Options
+    settings: Settings
     outputs: dict[int, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.device = self.options.device
+        self.device = self.settings.device
         self.pipeline = Pipeline(
-            self.layers, self.plan, self.transport, self.config, self._allocate, self.options
+            self.layers, self.plan, self.transport, self.config, self._allocate, self.settings
         )
 
     def _allocate(self, layer: int) -> int:
@@ -139,7 +142,7 @@ class Rank:
     def submit(self, layer: int, gradient: Gradient) -> None:
         """Submits one layer; the mean replaces a copy of the gradient, in place."""
         if gradient is None or isinstance(gradient, str):
-            self.pipeline.registry.submit_absent(layer, sparse=gradient == SPARSE)
+            self.pipeline.arrivals.submit_absent(layer, sparse=gradient == SPARSE)
             return
         assert gradient.dtype == DTYPES[self.layers[layer].dtype]
         assert gradient.ndim == 1
@@ -147,7 +150,7 @@ class Rank:
         out[:] = gradient
         self.outputs[layer] = out
         event = self.device.mark(layer)
-        self.pipeline.registry.submit(Submission(layer, out.ctypes.data, out.ctypes.data, out, event))
+        self.pipeline.arrivals.submit(Submission(layer, out.ctypes.data, out.ctypes.data, out, event))
 
     def _room(self, layer: int) -> Any:
         spec = self.layers[layer]
@@ -233,7 +236,7 @@ class Simulation:
                 )
                 for r in range(world)
             ]
-        common = Options(average=average, schedule=schedule, topology=topology, network=network)
+        common = Settings(average=average, schedule=schedule, topology=topology, network=network)
         self.ranks = [
             Rank(self.layers, compression, transport, config, replace(common, controller=run, device=device))
             for transport, run, device in zip(transports, running, places, strict=True)

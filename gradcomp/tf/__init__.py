@@ -31,24 +31,42 @@ from gradcomp.job.runtime import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
-from gradcomp.job.timeline import start_timeline, stop_timeline
-from gradcomp.tf import callbacks, refused
+from gradcomp.tf import callbacks, local
 from gradcomp.tf.bridge import typed_errors
-from gradcomp.tf.engines import gloo_built
-from gradcomp.tf.joining import join
-from gradcomp.tf.moves import allgather, alltoall, barrier, broadcast, grouped_allgather
-from gradcomp.tf.objects import allgather_object, broadcast_object, broadcast_object_fn
+from gradcomp.tf.collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    reducescatter,
+    size_op,
+)
+from gradcomp.tf.objects import (
+    allgather_object,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from gradcomp.tf.optimizer import DistributedOptimizer
-from gradcomp.tf.questions import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
-from gradcomp.tf.reductions import allreduce, grouped_allreduce, grouped_reducescatter, reducescatter
-from gradcomp.tf.runtime import init
+from gradcomp.tf.runtime import gloo_built, init, join
 from gradcomp.tf.saving import CompressionState, load_model
 from gradcomp.tf.sync_batch_norm import SyncBatchNormalization
 from gradcomp.tf.tape import DistributedGradientTape, PartialDistributedGradientTape
-from gradcomp.tf.variables import broadcast_, broadcast_global_variables, broadcast_variables
 
-__getattr__ = refused.refusing(__name__, refused.TF)
+__getattr__ = local.refusing(__name__, local.TF)
 
 __all__ = [
     "Adasum",

@@ -11,13 +11,11 @@ import tensorflow as tf
 from gradcomp.core.errors import ConfigError
 from gradcomp.job import collectives, runtime
 from gradcomp.job.collectives import splits_of
-from gradcomp.job.network import Ranks
-from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp
-from gradcomp.job.reducing import shares
-from gradcomp.tf.begun import Begun, Called, call
+from gradcomp.job.launch import Ranks
+from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, shares
+from gradcomp.tf.async_calls import Begun, Called, call, descriptors
+from gradcomp.tf.bridge import Array, bytes_of
 from gradcomp.tf.ordered import plain
-from gradcomp.tf.tensors import Array, bytes_of
-from gradcomp.tf.wire import descriptors
 
 Tensors = Sequence[Any]
 

@@ -12,28 +12,24 @@ import tensorflow as tf
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import StateError
-from gradcomp.engine import Exchanger
+from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import joining, runtime
 from gradcomp.job.momentum import Group
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.start import (
     Proposal,
-    Setup,
     check_arguments,
     propose,
     say_what_is_bypassed,
+    set_compression,
     start,
     validate_together,
 )
-from gradcomp.job.switching import set_compression
 from gradcomp.tf import bridge
-from gradcomp.tf.call import Gradients, Site, groups_of
-from gradcomp.tf.devices import place_of
-from gradcomp.tf.layers import specs
-from gradcomp.tf.memory import DeviceMemory, HostMemory, Memory
+from gradcomp.tf.layers import place_of, specs
 from gradcomp.tf.ordered import plain, refuse_graph, the_turn
-from gradcomp.tf.steps import Steps
+from gradcomp.tf.steps import DeviceMemory, Gradients, HostMemory, Memory, Site, Steps, groups_of
 
 
 class Exchange:
@@ -44,7 +40,7 @@ class Exchange:
     by it after. ``scalars`` returns the optimizer's settings without its learning rate, which ranks compare. ``names``
     are the layers' names, for variables whose names differ from those in a saved compression state. ``momentum``
     returns the optimizer's, if there is an optimizer. If all variables are on one GPU, gradients are exchanged there,
-    else on the host, see :func:`gradcomp.tf.devices.place_of`.
+    else on the host, see :func:`gradcomp.tf.layers.place_of`.
 
     Every exchange commits when its means are returned, because they are applied at once; one with a value that is not
     finite does not. In some steps the ranks compare the variables at the beginning of the next exchange.
@@ -99,13 +95,11 @@ class Exchange:
             proposal,
             self._steps,
             self._shapes,
-            Setup(
-                op=op,
-                predivide=predivide,
-                reduction=reduction,
-                arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
-                device=self._memory.device,
-            ),
+            op=op,
+            predivide=predivide,
+            reduction=reduction,
+            arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
+            device=self._memory.device,
         )
         self._steps.attach(self._driver)
         #: The exchanger, with the pipeline and the compression state; None in a world of one.

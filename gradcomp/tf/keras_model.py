@@ -53,8 +53,7 @@ def _default_strategy() -> Any:
 
 def _compile(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``compile``: refuse XLA, whose clusters cannot call Python, and put loss scaling outside the exchange."""
-    from gradcomp.tf.core import core_of
-    from gradcomp.tf.optimizer import turn_inside_out
+    from gradcomp.tf.optimizer import core_of, turn_inside_out
 
     signature = inspect.signature(method)
 

@@ -1,4 +1,4 @@
-"""``init`` for TensorFlow: the ranks meet through MPI alone, or through torch.distributed if torch is installed."""
+"""``init`` and ``join`` for TensorFlow: ranks meet through MPI alone, or through torch.distributed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,50 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import AUTO
-from gradcomp.job import runtime
-from gradcomp.job.communicator import ranks_of
-from gradcomp.job.launch import Launch, discover
-from gradcomp.job.network import Alone, Network, Ranks
+from gradcomp.job import joining, runtime
+from gradcomp.job.launch import Launch, Ranks, discover, ranks_of
+from gradcomp.job.network import Alone, Network
+from gradcomp.tf.bridge import Array
+from gradcomp.tf.ordered import plain, run
+
+
+def gloo_built() -> bool:
+    """Return True if PyTorch is installed with Gloo, through which ranks may meet.
+
+    It imports PyTorch. Needs no ``init``.
+    """
+    if not is_there("torch"):
+        return False
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_gloo_available()
+
+
+@plain
+def join() -> Any:
+    """Tell the ranks that this one is out of data, wait until all are, and return the rank with most steps.
+
+    Until then the others' steps and allreduces go on: to a step this rank adds no gradient, to an allreduce
+    it adds zeros, and means are still divided by N. Its variables do not change, so broadcast from the rank
+    that is returned, an integer; inside a tf.function an int32 scalar. Any other collective of the others
+    raises a ConfigError there. Raises StateError before ``init``,
+    TransportError if a rank fails. Wire: as the others' exchanges, and for each exchange a small value in the
+    job's store.
+    """
+    if tf.executing_eagerly() or runtime.size() == 1:
+        return joining.join()
+
+    def wait() -> list[Array]:
+        return [np.asarray(joining.join(), np.int32)]
+
+    return run("join", wait, [], [tf.int32])[0]
+
 
 MPI, TORCH = "mpi", "torch"
 
@@ -54,9 +91,9 @@ def _join(config: Config, chosen: Ranks | None) -> tuple[Launch, Network]:
         return launch, Alone()
     engine = choose(launch.launcher, config.transport, _installed())
     if engine == MPI:
-        from gradcomp.job import over_mpi
+        from gradcomp.job import network
 
-        return over_mpi.join(config.timeout_seconds)
+        return network.join(config.timeout_seconds)
     from gradcomp.job import over_torch
 
     return over_torch.join(config.timeout_seconds)

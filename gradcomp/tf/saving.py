@@ -12,15 +12,14 @@ import tensorflow as tf
 
 from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.exchange import checkpoint, checkpoint_directory
+from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import load
-from gradcomp.job.checkpoint_manager import checkpoint_manager_of
-from gradcomp.job.plain import from_plain, to_plain
 from gradcomp.job.process_sets import Members, members
-from gradcomp.pipeline import checkpoint, history
-from gradcomp.tf.core import Arguments
+from gradcomp.job.state_dict import from_plain, to_plain
 from gradcomp.tf.objects import broadcast_object, decode, encode
-from gradcomp.tf.optimizer import distribute
+from gradcomp.tf.optimizer import Arguments, distribute
 
 
 def load_model(
@@ -72,7 +71,7 @@ def _names_in(directory: Path, process_set: Members) -> list[str] | None:
     names = None
     if runtime.rank() == ranks[0]:
         with suppress(StateError):
-            last = directory / history.last(directory)
+            last = directory / checkpoint_directory.last(directory)
             names = list(checkpoint.Manifest.from_text(checkpoint.read_manifest(last)).shared.layers)
     found: list[str] | None = broadcast_object(names, ranks[0], process_set=process_set)
     return found

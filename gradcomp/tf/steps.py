@@ -5,29 +5,286 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from gradcomp import kernels
-from gradcomp.core.errors import StateError
+from gradcomp.core.errors import GradcompError, StateError
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.driver import StepDriver, Words
+from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFingerprint, Digests, Fingerprint
+from gradcomp.exchange.layout import Bucket, Layout
 from gradcomp.job import momentum
-from gradcomp.job.adapter import Words
 from gradcomp.job.momentum import Group
-from gradcomp.job.step_driver import StepDriver
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import DTYPE_NUMBERS
-from gradcomp.pipeline import Submission
-from gradcomp.pipeline.digests import CRC32C, NO_SAY, Digests
-from gradcomp.pipeline.fingerprint import NOTHING, Fingerprint, SoonFingerprint
-from gradcomp.tf.bridge import Array, lent
-from gradcomp.tf.call import Site
-from gradcomp.tf.landing import Landing
-from gradcomp.tf.memory import Memory
-from gradcomp.tf.tensors import bytes_of
+from gradcomp.tf import bridge
+from gradcomp.tf.bridge import Array, bytes_of, lent
+from gradcomp.tf.layers import Place, address_of
+
+#: For each variable a tensor, ``tf.IndexedSlices``, or None.
+Gradients = list[Any]
+
+
+class Site:
+    """A call of ``exchange``: layers by number, and the groups in which they are submitted.
+
+    ``absent`` lists layers without a gradient, ``sparse`` those with ``tf.IndexedSlices``, in the order of
+    the groups.
+    """
+
+    def __init__(self, gradients: Gradients, groups: Sequence[Sequence[int]]) -> None:
+        self._tensors = {i: _tensors_of(g) for i, g in enumerate(gradients) if g is not None}
+        self._counts = {layer: len(tensors) for layer, tensors in self._tensors.items()}
+        self.groups = [list(group) for group in groups]
+        self.absent = [i for i, gradient in enumerate(gradients) if gradient is None]
+        self.sparse = [i for group in self.groups for i in group if self._counts[i] == 2]
+
+    def dense(self, number: int) -> list[int]:
+        return [layer for layer in self.groups[number] if self._counts[layer] == 1]
+
+    def inputs(self, number: int) -> tuple[list[Any], list[Any]]:
+        """Return the tensors of the group's sparse gradients, and of its dense ones; drops the references to them."""
+        rows, dense = (
+            [
+                tensor
+                for layer in self.groups[number]
+                if self._counts[layer] == count
+                for tensor in self._tensors.pop(layer)
+            ]
+            for count in (2, 1)
+        )
+        return rows, dense
+
+    def take(self, number: int, values: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
+        """Yield the group's layers with the values of their tensors, which are in the order of :meth:`inputs`."""
+        row, gradient = 0, 2 * sum(self._counts[layer] == 2 for layer in self.groups[number])
+        for layer in self.groups[number]:
+            if self._counts[layer] == 2:
+                yield layer, values[row : row + 2]
+                row += 2
+            else:
+                yield layer, values[gradient : gradient + 1]
+                gradient += 1
+
+
+def groups_of(gradients: Gradients, shapes: Sequence[Sequence[int]], group_elements: int) -> list[list[int]]:
+    """Group layers in the order in which the graph makes their gradients.
+
+    A group ends once it has ``group_elements`` elements. There is at least one group, because one must open
+    the exchange.
+    """
+    place = _places([gradient for gradient in gradients if gradient is not None])
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    groups: list[list[int]] = [[]]
+    elements = 0
+    for layer in sorted(present, key=lambda i: place[id(gradients[i])]):
+        if elements >= group_elements:
+            groups.append([])
+            elements = 0
+        groups[-1].append(layer)
+        elements += math.prod(shapes[layer])
+    return groups
+
+
+def _places(gradients: Gradients) -> dict[int, tuple[int, int]]:
+    """Return by the gradient's id the depth of the graph that makes it, and its op's number there."""
+    places = {}
+    depth: dict[Any, int] = {}
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph not in depth:
+        depth[graph] = -len(depth)
+        graph = getattr(graph, "outer_graph", None)
+    numbers = {graph: {op: i for i, op in enumerate(graph.get_operations())} for graph in depth}
+    for gradient in gradients:
+        tensor = _tensors_of(gradient)[-1]
+        if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph"):
+            made_in = tensor.graph
+            places[id(gradient)] = (depth.get(made_in, 0), numbers.get(made_in, {}).get(tensor.op, 0))
+        else:
+            places[id(gradient)] = (-len(depth), 0)
+    return places
+
+
+def _tensors_of(gradient: Any) -> list[Any]:
+    if isinstance(gradient, tf.IndexedSlices):
+        return [gradient.indices, gradient.values]
+    return [gradient]
+
+
+class Landing:
+    """A :class:`gradcomp.exchange.settings.Listener` on which several threads may wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._slices = np.zeros(0, dtype=np.int64)  # by layer: number of slices without a mean
+        self._error: GradcompError | None = None
+        self._waiting = 0
+        self._since = 0.0
+        self.waited_seconds = 0.0  # time of the open step in which at least one thread waited
+
+    def open(self, layout: Layout) -> None:
+        """Begin a step whose layers lie in exchange buckets as ``layout`` says."""
+        self._slices = np.array([len(buckets) for buckets in layout.buckets_of], dtype=np.int64)
+        self.waited_seconds = 0.0
+
+    def wait(self, layers: Sequence[int]) -> None:
+        """Block until the means of these layers are there; raises the error of a failed exchange."""
+        rows = np.array(layers, dtype=np.int64)
+        with self._changed:
+            if not self._waiting:
+                self._since = perf_counter()
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._error is not None or not self._slices[rows].any())
+            self._waiting -= 1
+            if not self._waiting:
+                self.waited_seconds += perf_counter() - self._since
+            if self._error is not None:
+                raise self._error
+
+    def bucket_complete(self, bucket: Bucket) -> None:
+        with self._changed:
+            self._slices[bucket.layers] -= 1
+            self._changed.notify_all()
+
+    def failed(self, error: GradcompError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+
+_SOMEWHERE = np.zeros(1)
+
+
+class Memory(Protocol):
+    """Converts tensors to values that the engine reads and writes: arrays, or eager tensors on the GPU."""
+
+    @property
+    def device(self) -> Device:
+        """The device whose kernels work on this memory."""
+        ...
+
+    def op(
+        self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
+    ) -> list[Any]:
+        """Return the outputs of an op in the traced function that calls ``function``.
+
+        Its arguments are the head, as arrays, and the tensors, as values. It returns a list of values of
+        these dtypes, or an array for one dtype. See :func:`gradcomp.tf.bridge.op`.
+        """
+        ...
+
+    def value(self, given: Any) -> Any:
+        """Return the value of an op's argument, or of a tensor in eager mode; do not write to it."""
+        ...
+
+    def address(self, value: Any) -> int:
+        """Return a value's address, valid while the value is referred to; never 0."""
+        ...
+
+    def allocate(self, layer: int) -> Any:
+        """Return a value for the layer's mean that nothing else uses."""
+        ...
+
+    def tensor(self, value: Any) -> Any:
+        """Return the tensor that a value becomes in eager mode."""
+        ...
+
+
+class HostMemory:
+    """Arrays that TensorFlow lends and takes over, see :class:`Memory`."""
+
+    device = HOST
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> None:
+        self._pool = bridge.Pool(shapes, [dtype.as_numpy_dtype for dtype in dtypes])
+
+    def op(
+        self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
+    ) -> list[Any]:
+        with tf.device("CPU:0"):
+            return bridge.op(function, [*head, *tensors], dtypes)
+
+    def value(self, given: Any) -> Any:
+        return bridge.lent(given)
+
+    def address(self, value: Any) -> int:
+        """Return the array's address; any address for an empty one, which may have no memory."""
+        return int(value.ctypes.data or _SOMEWHERE.ctypes.data)
+
+    def allocate(self, layer: int) -> Any:
+        return self._pool.take(layer)
+
+    def tensor(self, value: Any) -> Any:
+        return bridge.taken_over(value)
+
+
+class DeviceMemory:
+    """Tensors of a GPU, all in TensorFlow's own memory, see :class:`Memory`."""
+
+    def __init__(self, place: Place, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> None:
+        self.device = place.device
+        self._place = place.name
+        self._dtypes = dtypes
+        with tf.init_scope():
+            with tf.device("CPU:0"):
+                self._shapes = [tf.constant(shape, tf.int32) for shape in shapes]
+            with tf.device(self._place):
+                self._zeros = {dtype: tf.zeros((), dtype) for dtype in set(dtypes)}
+
+    def op(
+        self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
+    ) -> list[Any]:
+        """Make two calls: one on the host, which takes the head if there is one, then one on the GPU.
+
+        So the head is not copied to the GPU and back. The turn keeps the calls of another step from running
+        between the two.
+        """
+        if not head:
+            with tf.device(self._place):
+                return bridge.eager_op(function, tensors, dtypes)
+        taken: list[tuple[Any, ...]] = []
+
+        def take(*values: Any) -> Any:
+            taken[:] = [values]
+            return np.zeros((), dtype=np.int64)
+
+        def call(_: Any, *values: Any) -> Any:
+            return function(*taken.pop(), *values)
+
+        with tf.device("CPU:0"):
+            token = bridge.op(take, head, [tf.int64])[0]
+        with tf.device(self._place):
+            return bridge.eager_op(call, [token, *tensors], dtypes)
+
+    def value(self, given: Any) -> Any:
+        """Return the tensor, copied to this GPU if it was computed elsewhere."""
+        if given.backing_device == self._place:
+            return given
+        with tf.device(self._place):
+            return tf.identity(given)
+
+    def address(self, value: Any) -> int:
+        """Return the tensor's address; some address on the device for an empty one, which may have no memory."""
+        found = address_of(value) or address_of(self._zeros[value.dtype])
+        driver = self.device.driver
+        if driver is not None and not driver.reaches(found):
+            raise StateError(f"a tensor on {value.backing_device} is not in the memory of {self.device.name}")
+        return found
+
+    def allocate(self, layer: int) -> Any:
+        """Allocate by ``tf.fill``, because TensorFlow's ``Empty`` does not exist for all dtypes."""
+        with tf.device(self._place):
+            return tf.fill(self._shapes[layer], self._zeros[self._dtypes[layer]])
+
+    def tensor(self, value: Any) -> Any:
+        return value
 
 
 class _Step:
@@ -42,7 +299,7 @@ class _Step:
 class Steps:
     """Makes steps: groups of gradients are submitted, then groups of means collected, then the step is finished.
 
-    Implements :class:`gradcomp.job.adapter.Adapter` and :class:`gradcomp.job.joining.Joinable`. Submits may
+    Implements :class:`gradcomp.exchange.driver.Adapter` and :class:`gradcomp.job.joining.Joinable`. Submits may
     come from any threads, in any order; so may collects. :meth:`attach` must be called first.
     ``optimizers_momentum`` returns the optimizer's momentum, if there is an optimizer.
     """
@@ -202,7 +459,7 @@ class Steps:
             ]
             return [*rows, np.zeros((), dtype=np.int64)]
 
-    # -- gradcomp.job.adapter.Adapter -----------------------------------------------------------------------------
+    # -- gradcomp.exchange.driver.Adapter -----------------------------------------------------------------------------
 
     def allocate(self, layer: int) -> int:
         """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread)."""
@@ -224,7 +481,7 @@ class Steps:
         future.set_result(NO_SAY if self._stands_in else self.digests())
         return future
 
-    def fingerprint(self, turn: int) -> SoonFingerprint:
+    def fingerprint(self, turn: int) -> DeferredFingerprint:
         """Sample at once, for the same reason as :meth:`begin_digests`; a rank in ``join()`` contributes nothing."""
         if self._stands_in:
             return NOTHING

@@ -10,8 +10,8 @@ import tensorflow as tf
 from gradcomp.core.errors import ConfigError
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Sum
+from gradcomp.tf.collectives import allreduce
 from gradcomp.tf.ordered import plain
-from gradcomp.tf.reductions import allreduce
 
 
 @keras.saving.register_keras_serializable(package="gradcomp")

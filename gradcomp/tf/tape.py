@@ -16,12 +16,11 @@ from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.state import Runtime
+from gradcomp.tf.collectives import grouped_allreduce
 from gradcomp.tf.exchange import Exchange
-from gradcomp.tf.horovod_arguments import check_ignored
 from gradcomp.tf.layers import specs
-from gradcomp.tf.local import Local
+from gradcomp.tf.local import Local, check_ignored
 from gradcomp.tf.ordered import plain
-from gradcomp.tf.reductions import grouped_allreduce
 
 Tape = TypeVar("Tape", bound="tf.GradientTape")
 

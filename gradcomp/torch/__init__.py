@@ -28,15 +28,23 @@ from gradcomp.job.runtime import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
-from gradcomp.job.timeline import start_timeline, stop_timeline
-from gradcomp.torch.ddp import ddp_comm_hook
-from gradcomp.torch.engines import gloo_built
-from gradcomp.torch.handles import Handle, poll, synchronize
-from gradcomp.torch.joining import join
-from gradcomp.torch.moves import (
+from gradcomp.torch.async_calls import Handle, poll, synchronize
+from gradcomp.torch.broadcast_state import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from gradcomp.torch.collectives import (
     allgather,
     allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
     alltoall,
     alltoall_async,
     barrier,
@@ -46,14 +54,6 @@ from gradcomp.torch.moves import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-)
-from gradcomp.torch.optimizer import DistributedOptimizer
-from gradcomp.torch.post_momentum import PostMomentumSGD
-from gradcomp.torch.reductions import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
@@ -62,17 +62,14 @@ from gradcomp.torch.reductions import (
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
-from gradcomp.torch.runtime import init
+from gradcomp.torch.ddp import ddp_comm_hook
+from gradcomp.torch.optimizer import DistributedOptimizer
+from gradcomp.torch.post_momentum import PostMomentumSGD
+from gradcomp.torch.runtime import gloo_built, init, join
 from gradcomp.torch.saving import load, save
 from gradcomp.torch.sharded import ShardedCompression, compress_fsdp
-from gradcomp.torch.sparse_reduction import sparse_allreduce_async
-from gradcomp.torch.states import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
 from gradcomp.torch.sync_batch_norm import SyncBatchNorm
 
 #: Horovod's names that gradcomp lacks, with the advice that the error gives.

@@ -3,7 +3,7 @@
     x_{t+1} = x_t + Adasum over ranks of delta_i,    delta_i = step_i(x_t, g_i) - x_t
 
 g_i is rank i's own gradient and step_i its own optimizer, whose state (momentum, for example) differs between
-ranks. Each parameter is a vector of its own. :mod:`gradcomp.job.adasum` defines the sum. The definition is
+ranks. Each parameter is a vector of its own. :mod:`gradcomp.job.reduce_op` defines the sum. The definition is
 Horovod's; unlike Horovod, ``step()`` does all of the work, so what a script does to gradients between
 ``backward()`` and ``step()`` has an effect.
 """
@@ -17,19 +17,15 @@ from typing import Any
 import torch
 
 from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.exchange.request_group import Call
 from gradcomp.job import runtime
 from gradcomp.job.channel import channel_of
 from gradcomp.job.collectives import refuse
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Adasum, ScaledOp
-from gradcomp.pipeline.calls import Call
-from gradcomp.torch.adoption import Adopted, adopt, check_plain
-from gradcomp.torch.arguments import Arguments
-from gradcomp.torch.begin import begin_allreduce
-from gradcomp.torch.compression import coder_of
-from gradcomp.torch.core import NamedParameters
+from gradcomp.torch.async_calls import begin_allreduce, coder_of, descriptors
+from gradcomp.torch.distributed_state import Adopted, Arguments, NamedParameters, adopt, check_plain
 from gradcomp.torch.layers import name_parameters
-from gradcomp.torch.wire import descriptors
 
 _HOW = ScaledOp(Adasum)
 

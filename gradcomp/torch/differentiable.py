@@ -16,7 +16,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum
-from gradcomp.torch.begin import (
+from gradcomp.torch.async_calls import (
     begin_allgather,
     begin_allreduce,
     begin_alltoall,

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from gradcomp import kernels
-from gradcomp.engine.background import in_background
+from gradcomp.exchange.fingerprint import DeferredFingerprint, Fingerprint
+from gradcomp.exchange.thread import in_background
 from gradcomp.kernels import SEGMENT
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.reference_checksum import Words, sampled_elements, value_of_sample
 from gradcomp.kernels.segments import DTYPE_NUMBERS
-from gradcomp.pipeline.fingerprint import Fingerprint, SoonFingerprint
 from gradcomp.torch.layers import Named
 from gradcomp.torch.streams import streams_of
 from gradcomp.torch.tensors import Form, dtype_name
@@ -36,7 +36,7 @@ class ParameterSamples:
         self._table = np.zeros(len(named), dtype=SEGMENT)
         self._table["dtype"] = [DTYPE_NUMBERS[dtype_name(parameter.dtype)] for parameter in self._parameters]
 
-    def take(self, turn: int, scalars: str) -> SoonFingerprint:
+    def take(self, turn: int, scalars: str) -> DeferredFingerprint:
         """Return the fingerprint of exchange number ``turn``, or on a GPU a future of it."""
         addresses = np.fromiter(
             map(torch.Tensor.data_ptr, self._parameters), np.uint64, len(self._parameters)

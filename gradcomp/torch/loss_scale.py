@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.engine import Exchanger
-from gradcomp.pipeline import Number, Pipeline
-from gradcomp.torch.live import live
-from gradcomp.torch.soon import number_of
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.waiting import Number
+from gradcomp.torch.modules import live
+from gradcomp.torch.streams import number_of
 
 logger = logging.getLogger("gradcomp")
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.job import momentum
 from gradcomp.job.momentum import LOOKS_AHEAD, NO_SUM, Group
-from gradcomp.pipeline import Pipeline
 from gradcomp.torch.layers import Named
 
 

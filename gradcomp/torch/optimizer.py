@@ -14,22 +14,31 @@ from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import GradcompError, StateError
-from gradcomp.engine import Exchanger
+from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, ProcessSet, ranks_of
 from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
 from gradcomp.job.report import Readers
-from gradcomp.job.switching import set_compression
+from gradcomp.job.start import set_compression
 from gradcomp.torch.adasum_steps import begin_adasum_steps
-from gradcomp.torch.adoption import Adopted, adopt, check_plain
-from gradcomp.torch.arguments import Arguments
-from gradcomp.torch.core import Core, NamedParameters, build, check_averages, check_rate, rebuild
-from gradcomp.torch.grouping import groups_of
+from gradcomp.torch.distributed_state import (
+    Adopted,
+    Arguments,
+    Core,
+    NamedParameters,
+    adopt,
+    build,
+    check_averages,
+    check_plain,
+    check_rate,
+    groups_of,
+    rebuild,
+)
+from gradcomp.torch.hooks import Finish, OnSkip
 from gradcomp.torch.layers import name_parameters, spec
 from gradcomp.torch.loss_scale import Scaler
-from gradcomp.torch.plain import load_state, state_of
-from gradcomp.torch.step_watch import refuse_inside_backward
-from gradcomp.torch.timing import Finish, OnSkip
+from gradcomp.torch.modules import refuse_inside_backward
+from gradcomp.torch.state_dict import load_state, state_of
 
 _SYNCHRONIZED = (
     "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). gradcomp uses the "

@@ -1,18 +1,37 @@
-"""``init`` for PyTorch: the ranks meet through torch.distributed."""
+"""``init`` and ``join`` for PyTorch: the ranks meet through torch.distributed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed
 from torch.distributed import ProcessGroup
 
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.job import runtime
-from gradcomp.job.communicator import ranks_of
-from gradcomp.job.over_torch import join
+from gradcomp.job import joining, over_torch, runtime
+from gradcomp.job.launch import ranks_of
 from gradcomp.torch import profiler
 from gradcomp.torch.sharded.absence import explain_failures
+
+
+def gloo_built() -> bool:
+    """Return True if this PyTorch was built with Gloo. Local; needs no ``init``."""
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
+    """Tell the ranks that this one is out of data, wait until all are, and return the rank that joined last.
+
+    Until then the others' steps and allreduces go on: to a step this rank adds no gradient, to an allreduce it adds
+    zeros, and means are still divided by N. Its parameters and gradients do not change, so broadcast from the rank that
+    is returned: the one with most steps, of several the one that called collectives last, else the highest. Any other
+    collective of the others raises a ConfigError there; after it they may go on, and join. ``device`` is Horovod's
+    argument and has no effect. Raises ConfigError
+    beside ``ddp_comm_hook`` and sharded training, StateError before ``init``, TransportError if a
+    rank fails. Wire: as the others' exchanges, and for each optimizer a small value in the job's store.
+    """
+    return joining.join()
 
 
 def init(
@@ -54,5 +73,7 @@ def init(
     profiler.show_ranges()
     explain_failures()
     runtime.begin(
-        lambda config: join(config.timeout_seconds, process_group, chosen), process_sets or (), settings
+        lambda config: over_torch.join(config.timeout_seconds, process_group, chosen),
+        process_sets or (),
+        settings,
     )

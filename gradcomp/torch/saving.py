@@ -11,8 +11,8 @@ from typing import IO, Any, cast
 import torch
 
 from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.exchange.checkpoint import Sink, Writer
 from gradcomp.job.checkpoint import KEEP, Found, load_with, save_with
-from gradcomp.pipeline.checkpoint import Sink, Writer
 from gradcomp.torch.ddp import HookState
 from gradcomp.torch.modules import bare
 from gradcomp.torch.optimizer import Distributed

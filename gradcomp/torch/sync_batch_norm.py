@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Sum
-from gradcomp.torch.moves import allgather
-from gradcomp.torch.reductions import allreduce
+from gradcomp.torch.collectives import allgather, allreduce
 
 
 class SyncBatchNorm(_BatchNorm):

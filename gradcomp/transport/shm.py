@@ -45,7 +45,7 @@ import numpy.typing as npt
 
 from gradcomp import _native
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, TransportError
-from gradcomp.core.text import printable
+from gradcomp.core.strings import printable
 from gradcomp.transport.base import Bytes, Messages, Transport
 
 #: A collective, blocking function of this rank's bytes that returns those of every rank, in rank order.

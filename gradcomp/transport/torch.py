@@ -21,8 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from gradcomp.core.errors import TransportError
 from gradcomp.transport.base import Bytes, Transport, parts_of
-from gradcomp.transport.control import ControlChannel, StoreSilentError
-from gradcomp.transport.sockets import cut, hung_up, open_sockets
+from gradcomp.transport.control import ControlChannel, StoreSilentError, cut, hung_up, open_sockets
 
 #: Gloo's deadline is this much later than the engine's, so that the engine reports what happened.
 GROUP_TIMEOUT_MARGIN_SECONDS = 30.0

@@ -102,7 +102,7 @@ def test_the_figure_has_a_row_of_panels_for_every_pair(tmp_path: Path):
     from matplotlib.image import imread
 
     from gradcomp.plots import draw_information
-    from gradcomp.plots.canvas import COLOURS, REFERENCE_COLOUR
+    from gradcomp.plots.figures import COLOURS, REFERENCE_COLOUR
 
     planes = [information_plane(recording(), pair, shuffles=1) for pair in ((0, 2), (0, 1))]
     draw_information(planes[:1], tmp_path / "one.png")

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp.analysis.kept import Kept
-from gradcomp.analysis.recording import Recording, read, sample, write
+from gradcomp.analysis.recording import Kept, Recording, read, sample, write
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 

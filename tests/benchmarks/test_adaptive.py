@@ -117,12 +117,8 @@ def test_a_row_is_compared_with_its_familys_uniform_level_seed_by_seed():
         run("gravac-topk-0.7", 0, 0.31, 20.0, factors={"1": 10, "10": 30}, fewer_floats=3.25),
     ]
     rows = {row["row"]: row for row in evaluate("resnet", runs)}
-    assert rows.keys() == {
-        "none",
-        "density-uniform",
-        "density-lgreco",
-        "gravac-topk-0.7",
-    }  # kmeans has no pair
+    # Kmeans has no pair.
+    assert rows.keys() == {"none", "density-uniform", "density-lgreco", "gravac-topk-0.7"}
     lgreco = rows["density-lgreco"]
     assert lgreco["seeds"] == [0, 1]
     assert lgreco["fewer"] == pytest.approx((2 + 2.5) / 2)

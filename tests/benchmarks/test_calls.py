@@ -15,10 +15,12 @@ from null_device import NullTransport, NullWorld, null_device
 
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
 from gradcomp.compress.sparse.payload import SparseFormat
-from gradcomp.kernels.cuda import source
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.settings import Settings
+from gradcomp.kernels.cuda import modules as modules_module
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.devices import Device
-from gradcomp.pipeline import Options, Pipeline, Submission
 
 LAYERS = bench.gpt(64, 2, 3000, 32)
 TOP_K = TopK(0.01, zeros=True)
@@ -44,7 +46,7 @@ def test_a_phase_of_a_bucket_is_one_call_with_one_event_and_nothing_blocks(name:
 
 
 def test_the_driver_finds_the_counts_where_the_kernel_writes_them() -> None:
-    (fields,) = re.findall(r"struct SelectParams {(.*?)};", source.flat("select.cu"), re.S)
+    (fields,) = re.findall(r"struct SelectParams {(.*?)};", modules_module.flat("select.cu"), re.S)
     names = re.findall(r"(\w+)[,;]", re.sub(r"//.*", "", fields))
     places = null_device_module.ROW_COUNT, null_device_module.WANTED, null_device_module.FOUND
     assert [names[place] for place in places] == ["row_count", "wanted", "found"]
@@ -96,7 +98,7 @@ class Ranks:
         self.plan = Policy(compressor).plan(layers)
         config = Config(reorder=False, reduction=reduction)
         self.pipelines = [
-            Pipeline(layers, self.plan, NullTransport(world, rank), config, int, Options(device=device))
+            Pipeline(layers, self.plan, NullTransport(world, rank), config, int, Settings(device=device))
             for rank in range(2)
         ]
 
@@ -111,10 +113,10 @@ class Ranks:
         self.written, before = 0, self.loads()
         for pipeline in self.pipelines:
             for layer in range(len(pipeline.layers)):
-                pipeline.registry.submit(
+                pipeline.arrivals.submit(
                     Submission(layer, 256 * (layer + 1), 256 * (layer + 1), None, self.device.mark(1))
                 )
-            pipeline.registry.flush()
+            pipeline.arrivals.flush()
         while any(pipeline.is_open for pipeline in self.pipelines):
             for pipeline in self.pipelines:
                 pipeline.poll()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradcomp import LGC, Filter, LayerSpec, Policy
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 # In the order of a model: the norm and the bias are excluded by the filter.

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradcomp.compress.learned import products
-from gradcomp.compress.learned.autoencoder import Autoencoder
-from gradcomp.compress.learned.decoders import Decoders
-from gradcomp.compress.learned.products import exact_product
+from gradcomp.compress.learned import autoencoder as autoencoder_module
+from gradcomp.compress.learned.autoencoder import Autoencoder, exact_product
+from gradcomp.compress.learned.server import Decoders
 
 TOLERANCE = 1e-5
 
@@ -207,7 +206,7 @@ def test_products_do_not_depend_on_the_order_of_their_sums(terms: int):
 @pytest.mark.parametrize(("rows", "columns"), [(1, 3000), (3000, 1), (129, 67), (700, 1100)])
 def test_products_in_blocks_are_the_products(rows: int, columns: int, threads: int, monkeypatch):
     """The last is computed in one piece; all are where the BLAS has one thread."""
-    monkeypatch.setattr(products, "_threads", lambda: lambda: threads)
+    monkeypatch.setattr(autoencoder_module, "_threads", lambda: lambda: threads)
     generator = np.random.default_rng(rows)
     a = generator.integers(-9, 9, (rows, 130)).astype(np.float32)
     b = generator.integers(-9, 9, (130, columns)).astype(np.float32)
@@ -233,6 +232,6 @@ def test_zeros_and_the_smallest_numbers_pass():
 
 
 def test_the_threads_of_numpys_blas_are_known(monkeypatch):
-    assert products._threads()() >= 0
-    monkeypatch.setattr(products.ctypes, "CDLL", lambda path: object())
-    assert products._threads.__wrapped__()() == 0
+    assert autoencoder_module._threads()() >= 0
+    monkeypatch.setattr(autoencoder_module.ctypes, "CDLL", lambda path: object())
+    assert autoencoder_module._threads.__wrapped__()() == 0

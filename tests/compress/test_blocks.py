@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from exchange.test_requests import Ranked, inputs_of
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline.test_requests import Ranked, inputs_of
 from tiers import examples
 
 from gradcomp import (
@@ -29,7 +29,7 @@ from gradcomp import (
 from gradcomp.compress import at_level, from_string
 from gradcomp.compress.blocks import LEAST_BUCKETS, borders, count_for
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, Request
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, Request
 from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gradcomp import ConfigError, GlobalTopK, LayerSpec, WireFormatError
+from gradcomp.exchange.layout import build_layout
 from gradcomp.kernels import selection
-from gradcomp.pipeline.layout import build_layout
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation, plan_for

@@ -7,8 +7,8 @@ import pytest
 from compress.learning import LAYERS, A, B, job, largest, support, without_momentum
 
 from gradcomp import CLTk, Compressor, ConfigError, StateError
-from gradcomp.compress.sparse.kept import KEPT
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.compress.sparse.payload import KEPT
+from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.testing.simulation import Simulation, true_mean
 
 KINDS = {

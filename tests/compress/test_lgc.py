@@ -43,10 +43,9 @@ from gradcomp import (
 )
 from gradcomp.compress import as_policy, from_string
 from gradcomp.compress.learned.autoencoder import Autoencoder
-from gradcomp.job.learning import refusal
-from gradcomp.job.start import propose
+from gradcomp.exchange.snapshot import merge, restore, snapshot
+from gradcomp.job.start import propose, refusal
 from gradcomp.kernels.devices import HOST
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation, true_mean
@@ -83,9 +82,8 @@ def test_steps_that_are_skipped_count_teach_nothing_and_spoil_no_other_layer():
     ranks.step(commit=False)
     assert ranks.state() == state
     np.testing.assert_array_equal(weights_of(ranks), before)
-    assert (
-        "train_steps=0" in ranks.pipelines[1].plan.by_layer["a"].compressor
-    )  # 5 steps have passed all the same
+    # 5 steps have passed all the same.
+    assert "train_steps=0" in ranks.pipelines[1].plan.by_layer["a"].compressor
     assert ranks.step().committed == [True] * 2
     gradients = ranks.gradients()
     gradients[0][B][7] = np.inf

@@ -25,9 +25,9 @@ from compress.learning import (
 
 from gradcomp import LGC, ConfigError, LayerSpec, StateError, WireFormatError
 from gradcomp.compress import from_string
-from gradcomp.compress.learned.decoders import Decoders
+from gradcomp.compress.learned.server import Decoders
 from gradcomp.compress.messages import Reply
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation, true_mean

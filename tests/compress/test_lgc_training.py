@@ -10,10 +10,10 @@ from compress.learning import A, job, weights_of, without_momentum
 
 from gradcomp import LGC, Config, ConfigError, Policy
 from gradcomp.compress import from_string
-from gradcomp.compress.learned import training
-from gradcomp.compress.learned.training import MEASURED, Stopwatch, every
-from gradcomp.job.learning import refusal
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.compress.learned import form
+from gradcomp.compress.learned.form import MEASURED, Stopwatch, every
+from gradcomp.exchange.snapshot import merge, restore, snapshot
+from gradcomp.job.start import refusal
 
 EVERY = "shared_trained_every"
 
@@ -134,7 +134,7 @@ def test_a_share_is_one_part_of_a_whole_number(share):
 
 
 def test_runs_that_repeat_need_a_fixed_share():
-    assert LGC().train_share == training.AUTO == from_string("lgc:train_share=auto").train_share
+    assert LGC().train_share == form.AUTO == from_string("lgc:train_share=auto").train_share
     repeats = Config(deterministic=True)
     assert "train_share" in str(refusal(repeats, Policy(LGC())))
     assert refusal(repeats, Policy("lgc:train_share=0.25")) is None

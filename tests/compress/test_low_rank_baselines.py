@@ -16,8 +16,7 @@ from gradcomp import (
     UnbiasedRank,
     WireFormatError,
 )
-from gradcomp.compress.lowrank.spectral import SpectralFormat
-from gradcomp.compress.lowrank.spectral_atomo import draws, probabilities
+from gradcomp.compress.lowrank.spectral import SpectralFormat, draws, probabilities
 from gradcomp.kernels.codec import Draw
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import announced_payload, payload_of

@@ -11,8 +11,7 @@ from tiers import examples
 
 from gradcomp import TopK
 from gradcomp.compress.sparse.base import elements_at
-from gradcomp.compress.sparse.narrow import narrow
-from gradcomp.compress.sparse.payload import Selection
+from gradcomp.compress.sparse.payload import Selection, narrow
 
 DENSITIES = [1.0, 0.4, 0.1, 0.01, 0.001]
 LENGTHS = [0, 1, 2, 57, 1000, 0]

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from gradcomp.compress.sparse.random_indices import INDEX_RANK, random_blocks, random_indices
-from gradcomp.kernels.draws import strata
-from gradcomp.kernels.philox import philox4x32
+from gradcomp.compress.sparse.drawn import INDEX_RANK, random_blocks, random_indices
+from gradcomp.kernels.philox import philox4x32, strata
 from gradcomp.kernels.segments import MAX_ELEMENTS, OWNER_RANK
 
 row = st.tuples(st.integers(0, 300), st.floats(0, 1), st.integers(0, 2**32 - 1)).map(

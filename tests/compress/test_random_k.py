@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradcomp import ConfigError, LayerSpec, RandomBlock, RandomK
-from gradcomp.kernels.draws import strata
+from gradcomp.kernels.philox import strata
 from gradcomp.testing.simulation import Simulation, true_mean
 
 LAYERS = [LayerSpec("a", (100,)), LayerSpec("empty", (0,)), LayerSpec("b", (7, 9))]

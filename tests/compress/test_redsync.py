@@ -9,7 +9,7 @@ import pytest
 from compress.selecting import samples, select
 
 from gradcomp import ConfigError, RedSync
-from gradcomp.compress.sparse.redsync import PASSES
+from gradcomp.compress.sparse.threshold import PASSES
 from gradcomp.kernels import selection
 
 SIZE = 20_000

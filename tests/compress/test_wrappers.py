@@ -15,7 +15,7 @@ from gradcomp import (
     TopK,
 )
 from gradcomp.compress.base import MOMENTUM
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import DTYPES, Simulation, plan_for, same_bytes
 
 FOUR = [LayerSpec("w", (4,))]
@@ -194,10 +194,8 @@ def test_shares_are_clipped_to_the_norm_over_the_root_of_n(average, world, expec
     outcome = ranks.step([list(rank) for rank in gradients * world], scale=scale)
     np.testing.assert_allclose(outcome.mean(0) / scale, expected * np.array([3, 0, 4, 0]), rtol=1e-6)
     total = 1 if average else world
-    assert (outcome.mean(1) / scale).tolist() == [
-        0.125 * total,
-        0.25 * total,
-    ]  # of another layer: not clipped
+    # Of another layer: not clipped.
+    assert (outcome.mean(1) / scale).tolist() == [0.125 * total, 0.25 * total]
 
 
 @pytest.mark.parametrize("inner", [TopK(0.25, values=Quantize(4, 16)), ROUGH, Identity()])

@@ -22,10 +22,10 @@ import numpy as np
 
 from gradcomp import LayerSpec, Quantize, TopK
 from gradcomp.compress.policy import Automatic
-from gradcomp.control import controller_from_string, rates
+from gradcomp.control import codec_speed, controller_from_string
 from gradcomp.control.forecast import Rates
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline.snapshot import Snapshot, restore, snapshot
+from gradcomp.exchange.snapshot import Snapshot, restore, snapshot
 from gradcomp.reduce.model import Network
 from gradcomp.testing.simulation import Simulation
 
@@ -233,7 +233,7 @@ def fixed_rates(compressor: Any) -> Rates:
 
 def main() -> None:
     """Write the file."""
-    rates.measure_rates = fixed_rates
+    codec_speed.measure_rates = fixed_rates
     golden = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.is_file() else {}
     for name in sys.argv[1:] or CASES:
         moments = {}

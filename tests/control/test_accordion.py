@@ -11,8 +11,8 @@ from control.observed import chosen, environment, seen_by
 from loudest import LAYERS, levels
 
 from gradcomp import ConfigError, LayerSpec, PowerSGD, Quantize, TopK, Warmup
-from gradcomp.control.accordion import NEVER, Accordion, critical, remembered
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.control.two_levels import NEVER, Accordion, critical, remembered
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 RULE = Accordion(8, 2, every_steps=3)

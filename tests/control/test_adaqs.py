@@ -8,7 +8,7 @@ from control.observed import chosen, environment, seen_by
 from loudest import LAYERS, levels
 
 from gradcomp import ConfigError, LayerSpec, Quantize, TopK
-from gradcomp.control.adaqs import AdaQS
+from gradcomp.control.two_levels import AdaQS
 from gradcomp.testing.simulation import Simulation
 
 RULE = AdaQS(8, 2, every_steps=3)

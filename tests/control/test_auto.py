@@ -14,14 +14,13 @@ from late import Late
 
 from gradcomp import ConfigError, LayerSpec, Policy, Quantize, StateError, Warmup
 from gradcomp.compress.policy import AUTO_CHOICES, Automatic, as_policy
-from gradcomp.control import rates
-from gradcomp.control.auto import Auto
-from gradcomp.control.auto_run import SETTLING_STEPS, AutoRun
+from gradcomp.control import codec_speed
+from gradcomp.control.auto import SETTLING_STEPS, Auto, AutoRun
 from gradcomp.control.forecast import Rates
 from gradcomp.control.phased import Phase
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.exchange.checkpoint import Manifest, read_rank, write_rank
+from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.reduce.model import Network
 from gradcomp.testing.simulation import Simulation
 
@@ -66,7 +65,7 @@ def times(monkeypatch) -> Times:
 
     monkeypatch.setattr(AutoRun, "begin", timed_begin)
     monkeypatch.setattr(AutoRun, "finish", timed_finish)
-    monkeypatch.setattr(rates, "measure_rates", lambda c: Rates(SPEEDS[c.name], SPEEDS[c.name]))
+    monkeypatch.setattr(codec_speed, "measure_rates", lambda c: Rates(SPEEDS[c.name], SPEEDS[c.name]))
     return shown
 
 
@@ -487,8 +486,8 @@ def test_shares_that_cannot_be(name, value):
 def test_rates_are_measured_of_any_compressor(text, monkeypatch):
     from gradcomp.compress import from_string
 
-    monkeypatch.setattr(rates, "_REPEATS", 1)
-    found = rates.measure_rates(from_string(text))
+    monkeypatch.setattr(codec_speed, "_REPEATS", 1)
+    found = codec_speed.measure_rates(from_string(text))
     assert 1e5 < found.encode < 1e13
     assert 1e5 < found.decode < 1e13
 

@@ -15,9 +15,9 @@ from loudest import LAYERS, Loudest
 import gradcomp.torch as gc
 from gradcomp import Quantize
 from gradcomp.control.phased import Phase
-from gradcomp.engine import terms
-from gradcomp.engine.background import in_background
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.exchange import agreement
+from gradcomp.exchange.snapshot import restore, snapshot
+from gradcomp.exchange.thread import in_background
 from gradcomp.testing.simulation import Simulation
 
 NEAREST = Quantize(4, 32, rounding="nearest")
@@ -126,7 +126,7 @@ class Slow:
 
 def make(controller, seed: int):
     """A model and its optimizer; gradients are those of a pass that any rank can repeat."""
-    terms.in_background = Slow(10 * seed + gc.rank())
+    agreement.in_background = Slow(10 * seed + gc.rank())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Tanh(), torch.nn.Linear(64, 5))
     policy = gc.Policy(gc.Quantize(4, 64), filter=gc.Filter(min_elements=0, exclude_kinds=()))

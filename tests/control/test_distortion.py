@@ -156,9 +156,8 @@ def test_choices_of_one_code_and_of_several_keep_their_order():
         NUQSGD(3), BestRank(2), TopK(0.01), Cast("float16"), Quantize(4, rounding="nearest"), OneBit(None),
     ]  # fmt: skip
     alone = [lost(MATRIX, values, choice)[0] for choice in choices]
-    np.testing.assert_allclose(
-        lost(MATRIX, values, *choices), alone, rtol=2e-2
-    )  # PowerSGD's depends on the others
+    # PowerSGD's depends on the others.
+    np.testing.assert_allclose(lost(MATRIX, values, *choices), alone, rtol=2e-2)
     np.testing.assert_allclose(lost(MATRIX, values, *choices[::-1])[::-1], alone, rtol=2e-2)
     exactly = [i for i, choice in enumerate(choices) if not isinstance(choice, PowerSGD | BestRank)]
     np.testing.assert_allclose(lost(MATRIX, values, *choices)[exactly], np.array(alone)[exactly], rtol=1e-12)

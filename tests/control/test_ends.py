@@ -13,11 +13,10 @@ from late import Late
 from loudest import levels
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
-from gradcomp.control.candidates import default_levels, make_candidates
-from gradcomp.control.ends import crowded_ends, goes_on
+from gradcomp.control.candidates import crowded_ends, default_levels, goes_on, make_candidates
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec("sparse", (100, 100)), LayerSpec("dense", (40, 40))]
@@ -133,9 +132,8 @@ def test_others_than_l_greco_say_nothing(caplog):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_widen_alike_whatever_takes_how_long(world):
     found, _ = run(LGreCo(5), steps=80, world=world, background=Late(world))
-    assert (
-        world == 1 or min(plan[0] for plan in found) < 0.01
-    )  # alone, a rank sends nothing that it could save
+    # Alone, a rank sends nothing that it could save.
+    assert world == 1 or min(plan[0] for plan in found) < 0.01
 
 
 def test_resumed_is_uninterrupted_before_and_after():

@@ -11,7 +11,7 @@ from loudest import LAYERS, levels
 
 from gradcomp import Assignment, ConfigError, LayerSpec, Plan, Quantize, TopK, Warmup
 from gradcomp.control import Environment, controller_from_string
-from gradcomp.control.fixed_plan import FixedPlan
+from gradcomp.control.schedule import FixedPlan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.testing.simulation import Simulation

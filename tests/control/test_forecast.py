@@ -32,7 +32,8 @@ from gradcomp.control.forecast import (
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline import Pipeline, Submission
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.reduce.costs import predict
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.model import Load, Network
@@ -228,10 +229,10 @@ def run(layers, compressors, order, ready, world, alpha, beta, slice_elements, s
             layer = left.pop(0)
             for pipeline, arrays in zip(pipelines, gradients, strict=True):
                 address = arrays[layer].ctypes.data
-                pipeline.registry.submit(Submission(layer, address, address))
+                pipeline.arrivals.submit(Submission(layer, address, address))
             if not left:
                 for pipeline in pipelines:
-                    pipeline.registry.flush()
+                    pipeline.arrivals.flush()
         observed = None
         while observed != (
             observed := [(p.position, p.advances, p.is_open, p.transport._number) for p in pipelines]

@@ -13,14 +13,13 @@ from loudest import levels
 
 from gradcomp import Accordion, BlockFloat, KMeans, LayerSpec, LGreCo, Linear, MomentumCorrection, Quantize
 from gradcomp.control import controller_from_string
-from gradcomp.control.candidates import default_levels, make_candidates
+from gradcomp.control.candidates import crowded_ends, default_levels, make_candidates
 from gradcomp.control.distortion.errors import errors
-from gradcomp.control.ends import crowded_ends
 from gradcomp.core.levels import histogram
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec("quiet", (64, 96)), LayerSpec("b", (300, 20)), LayerSpec("loud", (40, 500))]

@@ -28,12 +28,11 @@ from gradcomp import (
     Warmup,
 )
 from gradcomp.compress import at_level
-from gradcomp.control.gravac import GraVAC
-from gradcomp.control.gravac_run import GraVACRun
+from gradcomp.control.base import to_plain
+from gradcomp.control.gravac import GraVAC, GraVACRun
 from gradcomp.control.gravac_search import Search
-from gradcomp.control.saving import to_plain
-from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.exchange.checkpoint import Manifest, read_rank, write_rank
+from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.testing.simulation import SPARSE, Simulation, true_mean
 
 LAYERS = [
@@ -44,9 +43,8 @@ LAYERS = [
     LayerSpec("double", (9,), "float64"),
 ]
 SMALL = GraVAC(2, 16, epsilon=0.8, window=7, omega=0.05)
-RESTLESS = replace(
-    SMALL, epsilon=0.6, gain="energy"
-)  # under gradients as drawn below its choices change often
+# Under gradients as drawn below its choices change often.
+RESTLESS = replace(SMALL, epsilon=0.6, gain="energy")
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gradcomp import ConfigError, Quantize
-from gradcomp.control.kmeans import KMeans, kmeans
+from gradcomp.control.grouped import KMeans, kmeans
 from gradcomp.control.levels import total_bytes, total_error
 
 

@@ -16,7 +16,7 @@ from gradcomp.control.candidates import make_candidates
 from gradcomp.control.lgreco import seconds_per_byte
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 LAYERS = [

@@ -7,8 +7,8 @@ import pytest
 from control.observed import chosen, seen_by
 
 from gradcomp import ConfigError, PowerSGD
+from gradcomp.control.grouped import Linear
 from gradcomp.control.levels import total_error
-from gradcomp.control.linear import Linear
 
 
 def test_levels_follow_the_order_of_norm_by_size():

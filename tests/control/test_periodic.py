@@ -12,7 +12,7 @@ from loudest import LAYERS, Loudest, levels
 
 from gradcomp import ConfigError, PowerSGD, Quantize, StateError, TopK, Warmup
 from gradcomp.control import Decision
-from gradcomp.control.accumulators import share_out
+from gradcomp.control.measurement import share_out
 from gradcomp.testing.simulation import Simulation
 
 

@@ -10,11 +10,10 @@ import pytest
 from loudest import LAYERS, Loudest, levels
 
 from gradcomp import Quantize
-from gradcomp.control.periodic_run import PeriodicRun
+from gradcomp.control.periodic import PeriodicRun
 from gradcomp.control.phased import Phase
-from gradcomp.pipeline.checkpoint import Manifest, read_rank, write_rank
-from gradcomp.pipeline.shared_state import Shared
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.exchange.checkpoint import Manifest, read_rank, write_rank
+from gradcomp.exchange.snapshot import Shared, merge, restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 NEAREST = Quantize(4, 32, rounding="nearest")

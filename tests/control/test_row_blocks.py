@@ -24,15 +24,15 @@ from gradcomp.compress import at_level
 from gradcomp.compress.blocks import borders
 from gradcomp.control import Environment, PeriodObservations
 from gradcomp.control.candidates import CandidateLevels, layer_bytes
-from gradcomp.control.distortion.block_errors import block_errors
+from gradcomp.control.distortion.code_errors import block_errors
 from gradcomp.control.distortion.errors import errors
-from gradcomp.control.layer_statistics import COLUMNS, measure
-from gradcomp.control.periodic_run import PeriodicRun
+from gradcomp.control.measurement import COLUMNS, measure
+from gradcomp.control.periodic import PeriodicRun
 from gradcomp.control.phased import Phase
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.core.vectors import HostVector
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.testing.simulation import Simulation, true_mean
 
 SRA, PAIR = Scheme("sra"), Topology.one_host(2)

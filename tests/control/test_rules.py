@@ -18,17 +18,14 @@ from loudest import LAYERS as SMALL
 from loudest import levels
 
 from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
-from gradcomp.control.accordion import Accordion
-from gradcomp.control.adaqs import AdaQS
 from gradcomp.control.bayes import Bayes
-from gradcomp.control.fixed_plan import FixedPlan
-from gradcomp.control.kmeans import KMeans
+from gradcomp.control.grouped import KMeans, Linear
 from gradcomp.control.lgreco import LGreCo
-from gradcomp.control.linear import Linear
-from gradcomp.control.periodic_run import PeriodicRun
+from gradcomp.control.periodic import PeriodicRun
 from gradcomp.control.registry import BUILT_IN
-from gradcomp.control.schedule import Schedule
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.control.schedule import FixedPlan, Schedule
+from gradcomp.control.two_levels import Accordion, AdaQS
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 LAYERS = [*SMALL, LayerSpec("f", (40, 50))]

@@ -13,16 +13,14 @@ from loudest import LAYERS, Loudest, levels
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.compress import at_level
-from gradcomp.control.accumulators import share_out
 from gradcomp.control.candidates import CandidateLevels, layer_bytes
 from gradcomp.control.distortion.budget import Budget
 from gradcomp.control.distortion.errors import errors
 from gradcomp.control.distortion.magnitudes import rest_norms
-from gradcomp.control.layer_statistics import COLUMNS
-from gradcomp.control.sampling import folded, sample_steps
+from gradcomp.control.measurement import COLUMNS, folded, sample_steps, share_out
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
-from gradcomp.pipeline.snapshot import restore, snapshot
+from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 FOUR = Quantize(4, 32, rounding="nearest")

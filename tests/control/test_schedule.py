@@ -10,7 +10,7 @@ from loudest import LAYERS, levels
 
 from gradcomp import ConfigError, Quantize, StateError, TopK, Warmup
 from gradcomp.control.schedule import Schedule
-from gradcomp.pipeline.snapshot import merge, restore, snapshot
+from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 STEPS = Schedule({0: 8, 3: {"a": 2, "[bd]": "topk:density=0.1"}, 7: {"*": Quantize(3, 64)}})

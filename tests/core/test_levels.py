@@ -6,7 +6,7 @@ import pytest
 
 import gradcomp as gc
 from gradcomp import Assignment, Plan
-from gradcomp.core.levels import MOST_LEVELS, histogram, level_kind, level_text, names, printable, short_name
+from gradcomp.core.levels import MOST_LEVELS, histogram, level_kind, level_text, names, readable, short_name
 
 QUANTIZE = gc.Quantize(4).family_string()
 SMALL = gc.Quantize(4, 128).family_string()
@@ -121,4 +121,4 @@ def test_a_plan_of_nothing_has_an_empty_histogram():
 
 
 def test_control_characters_are_escaped():
-    assert printable("a\nb\x1b[31m\ud800é") == "a\\nb\\x1b[31m\\ud800é"
+    assert readable("a\nb\x1b[31m\ud800é") == "a\\nb\\x1b[31m\\ud800é"

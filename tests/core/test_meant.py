@@ -16,7 +16,7 @@ from gradcomp.compress import from_string
 from gradcomp.compress.registry import registered
 from gradcomp.control import controller_from_string
 from gradcomp.control.registry import BUILT_IN
-from gradcomp.core.meant import closest
+from gradcomp.core.strings import closest
 
 COMPRESSORS = {
     "quantise:": "quantize:bits=4",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradcomp.core.statistics import Statistics
+from gradcomp.core.trace import Statistics
 
 
 def test_the_mean_over_ranks_reads_back():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradcomp.core.text import printable
+from gradcomp.core.strings import printable
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import time
 import pytest
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.timeline import Timeline
-from gradcomp.core.trace import WHOLE_STEP, Trace
+from gradcomp.core.trace import WHOLE_STEP, Timeline, Trace
 
 
 def written(trace: Trace, path) -> list[dict]:

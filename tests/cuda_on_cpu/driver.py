@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from cuda_on_cpu import parameters
-from gradcomp.kernels.cuda import source
+from gradcomp.kernels.cuda import modules
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.layout import Layout
 from gradcomp.kernels.cuda.modules import holding
@@ -132,9 +132,9 @@ class CpuDriver:
             for first, each in list(self._pinned.items())
         ), "copied from memory that is not pinned, or to such"
 
-    def upload(self, address: int, source: np.ndarray) -> None:
-        self._check_pinned(source)
-        ctypes.memmove(address, source.ctypes.data, source.nbytes)
+    def upload(self, address: int, modules: np.ndarray) -> None:
+        self._check_pinned(modules)
+        ctypes.memmove(address, modules.ctypes.data, modules.nbytes)
 
     def download(self, target: np.ndarray, address: int) -> None:
         self._check_pinned(target)
@@ -254,8 +254,8 @@ _compiling = threading.Lock()  # ranks may be threads
 def compiled(folder: Path, name: str, defines: Mapping[str, object]) -> ctypes.CDLL:
     """The shared object of a source; kept in `folder` for the next run."""
     shim = HERE / "cuda_on_cpu.hpp"
-    text = f'#include "{shim}"\n#line 1 "{name}"\n{source.flat(name)}'
-    defined = [option for option in source.options(defines) if option.startswith("-D")]
+    text = f'#include "{shim}"\n#line 1 "{name}"\n{modules.flat(name)}'
+    defined = [option for option in modules.options(defines) if option.startswith("-D")]
     command = [
         os.environ.get("CXX", "c++"),
         "-std=c++20",

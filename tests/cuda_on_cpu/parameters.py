@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.kernels.cuda import source
+from gradcomp.kernels.cuda import modules
 from gradcomp.kernels.cuda.layout import Integer, Parameter, Part, Real, Ref
 
 _KERNEL = re.compile(r"KERNEL\([^)]*\)+ (\w+)\(const (\w+) __grid_constant__ \w+\)")
@@ -25,7 +25,7 @@ _FITTING: Any = {
 @cache
 def kinds_of(name: str, kernel: str) -> tuple[str, ...]:
     """The types of a kernel's parameters, in order."""
-    text = re.sub(r"//.*", "", source.flat(name))
+    text = re.sub(r"//.*", "", modules.flat(name))
     structs = dict(_KERNEL.findall(text))
     body = re.search(rf"struct {structs[kernel]} {{(.*?)}};", text, re.S)
     assert body is not None

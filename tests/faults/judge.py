@@ -86,9 +86,8 @@ def _of_rank(trial: Trial, number: int, one: Ended, died: bool) -> tuple[str, st
         return "untyped", f"rank {number}: status {one.status}; {one.stderr[-400:]}"
     if error["typed"]:
         return "typed", text
-    if (
-        victim and "InjectedFault" in error["kind"] + one.stderr
-    ):  # TensorFlow raises an error of its own about it
+    if victim and "InjectedFault" in error["kind"] + one.stderr:
+        # TensorFlow raises an error of its own about it.
         return "own", ""
     return "untyped", text
 

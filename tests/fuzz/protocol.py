@@ -15,8 +15,8 @@ from fuzz.mutations import mutate
 from reduce.schemes import PARTIAL, REDUCTIONS, fits, topologies
 
 from gradcomp import Compressor, GradcompError, LayerSpec, LGreCo, Quantize, Signum
+from gradcomp.exchange.fingerprint import Fingerprint
 from gradcomp.kernels import crc32c
-from gradcomp.pipeline.fingerprint import Fingerprint
 from gradcomp.reduce.header import FIXED, MAGIC, ByteHeader, padded
 from gradcomp.testing.simulation import Simulation, same_bytes
 

@@ -9,13 +9,13 @@ import pytest
 
 from gradcomp import ConfigError, DeviceError, StateError
 from gradcomp.kernels import devices, segments
-from gradcomp.kernels.cuda import pools
+from gradcomp.kernels.cuda import driver as driver_module
 from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.mirrors import fill, mirror
 
 torch: Any = pytest.importorskip("torch")
-TorchPool: Any = pytest.importorskip("gradcomp.torch.pool").TorchPool
+TorchPool: Any = pytest.importorskip("gradcomp.torch.devices").TorchPool
 
 
 def nonzero(driver: Any, tensor: Any) -> bool:
@@ -78,7 +78,7 @@ def test_gradients_of_a_stream_that_is_captured_are_refused(driver: Any) -> None
 
 
 def test_memory_that_torch_lends_is_counted_by_torch(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "_lent", {0: TorchPool(0)})
+    monkeypatch.setattr(driver_module, "_lent", {0: TorchPool(0)})
     before = torch.cuda.memory_allocated()
     block = driver.allocate(1 << 20)
     assert driver.reaches(block.address)

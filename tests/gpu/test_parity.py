@@ -11,13 +11,13 @@ from kernels.layers import Layer
 from kernels.layers import Layers as Selections
 from kernels.lent import back, there
 
-from gradcomp.kernels import bodies, indices, reference, segments, wire_bytes
+from gradcomp.kernels import dispatch, indices, reference, segments, wire_bytes
 from gradcomp.kernels.arguments import Draw, Factor, Shapes
 from gradcomp.kernels.indices import index_bytes
 
 # The compiled body is quicker, and gives the reference's bytes: tests/kernels shows it.
-QUICK: Any = bodies.named("native" if "native" in bodies._bodies else "reference")
-LONG = 4_000_003 if "native" in bodies._bodies else 1_000_003
+QUICK: Any = dispatch.named("native" if "native" in dispatch._bodies else "reference")
+LONG = 4_000_003 if "native" in dispatch._bodies else 1_000_003
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
@@ -274,9 +274,8 @@ def test_products_are_close(dtype: int, body: Any) -> None:
     (p, q, next_residual), (p_there, q_there, next_residual_there) = results
     assert next_residual_there == next_residual
     np.testing.assert_allclose(p_there, p, rtol=1e-4, atol=1e-2)
-    np.testing.assert_allclose(
-        q_there, q, rtol=1e-4, atol=20
-    )  # sums of some thousand products of some hundreds
+    # Sums of some thousand products of some hundreds.
+    np.testing.assert_allclose(q_there, q, rtol=1e-4, atol=20)
 
 
 def test_moments(body: Any) -> None:

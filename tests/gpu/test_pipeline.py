@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pipeline.test_devices import CASES, COMPRESSORS, INEXACT, LAYERS, TOPOLOGY, assert_alike
+from exchange.test_devices import CASES, COMPRESSORS, INEXACT, LAYERS, TOPOLOGY, assert_alike
 
 from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
 from gradcomp.kernels import devices
-from gradcomp.kernels.cuda import pools
+from gradcomp.kernels.cuda import driver as driver_module
 from gradcomp.kernels.devices import HOST
 from gradcomp.testing.simulation import Simulation
 
@@ -44,7 +44,7 @@ def test_launches_of_a_step_do_not_grow_with_the_layers(
 def test_the_pool_stops_growing(
     driver: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "_lent", {})
+    monkeypatch.setattr(driver_module, "_lent", {})
     layers = [LayerSpec(f"{i}.weight", (1000, 500), "float32", "weight") for i in range(4)]
     ranks = Simulation(layers, Quantize(4), 2, devices=[devices.cuda(0), HOST])
     taken = []

@@ -12,9 +12,9 @@ import torch
 from gpu_job import on_two_ranks
 
 import gradcomp.torch as gc
-from gradcomp.torch import core, ddp
+from gradcomp.torch import ddp, distributed_state
 from gradcomp.torch.devices import device_of
-from gradcomp.torch.staging import staged
+from gradcomp.torch.streams import staged
 
 COMPRESSIONS = ["quantize:bits=4,bucket_size=64", "topk:density=0.1", "none"]
 ELEMENTS = 1 << 22
@@ -35,7 +35,7 @@ def trained(
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with pytest.MonkeyPatch.context() as patch, torch.cuda.stream(stream):
-        for frontend in (core, ddp):
+        for frontend in (distributed_state, ddp):
             patch.setattr(frontend, "device_of", where)
         opt: Any = torch.optim.SGD(model.parameters(), lr=2.0**-4)
         if hook:
@@ -75,7 +75,7 @@ def test_backward_waits_for_no_number_of_the_device(where):
     rate = torch.tensor(0.5, device="cuda:0")
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "device_of", where)
+        patch.setattr(distributed_state, "device_of", where)
         opt = gc.DistributedOptimizer(
             torch.optim.SGD([weight], lr=rate),
             [("w", weight)],

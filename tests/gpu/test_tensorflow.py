@@ -17,8 +17,8 @@ pytest.importorskip("torch")  # through which the ranks meet
 from gradcomp import Filter, Policy
 from gradcomp.job import runtime
 from gradcomp.kernels import devices
-from gradcomp.tf.devices import address_of, place_of
 from gradcomp.tf.exchange import Exchange
+from gradcomp.tf.layers import address_of, place_of
 
 GPUS = tf.config.list_physical_devices("GPU")
 for each in GPUS:

@@ -11,10 +11,10 @@ import pytest
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, PlanMismatchError, WireFormatError
-from gradcomp.engine.watchdog import Watchdog
+from gradcomp.exchange.request_group import Call
+from gradcomp.exchange.watchdog import Watchdog
+from gradcomp.job.call_matching import inline_bytes
 from gradcomp.job.channel import Channel
-from gradcomp.job.matching import inline_bytes
-from gradcomp.pipeline.calls import Call
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
 

@@ -18,7 +18,7 @@ import tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import gradcomp.torch as gc
-from gradcomp.engine import deadlock, keys
+from gradcomp.exchange import deadlock, watchdog
 from gradcomp.job import runtime
 from gradcomp.transport.control import count_of
 
@@ -170,7 +170,7 @@ for program in (
 ):
     program()
 gc.barrier()
-questions = count_of(runtime.current().watchdog.control.lookup(keys.QUESTION))
+questions = count_of(runtime.current().watchdog.control.lookup(watchdog.QUESTION))
 print("all went on, and were asked", "often" if questions > 7 else f"{questions} times", flush=True)
 in_set(*((0, 1), (1, 2), (0, 2))[rank])
 """

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gradcomp.core.errors import ConfigError, PlanMismatchError, WireFormatError
-from gradcomp.job import matching
-from gradcomp.job.matching import Match, inline_bytes, match
-from gradcomp.pipeline.calls import Call, Inline
+from gradcomp.exchange.request_group import Call, Inline
+from gradcomp.job import call_matching
+from gradcomp.job.call_matching import Match, inline_bytes, match
 
 
 def together(
@@ -149,7 +149,7 @@ def test_ranks_that_all_wait_hear_what_each_waits_for():
 )  # fmt: skip
 def test_what_is_no_list_is_a_wire_format_error(text: bytes):
     with pytest.raises(WireFormatError, match="malformed"):
-        matching._List.of(text)
+        call_matching._List.of(text)
 
 
 def test_lists_of_impossible_lengths_are_refused():

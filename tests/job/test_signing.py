@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.job.hostsocket import HostSocket
-from gradcomp.job.signing import Seal, SignedControl, agree_on_seal
+from gradcomp.job.signing import HostSocket, Seal, SignedControl, agree_on_seal
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
 

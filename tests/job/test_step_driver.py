@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from gradcomp import ConfigError, LayerSpec, StateError, TransportError
-from gradcomp.core.statistics import Statistics
-from gradcomp.job.adapter import Words
-from gradcomp.job.step_driver import StepDriver
-from gradcomp.job.step_phases import TRANSITIONS, Phase, Verb
-from gradcomp.pipeline import StepResult, Submission
+from gradcomp.core.trace import Statistics
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.driver import TRANSITIONS, Phase, StepDriver, Verb, Words
+from gradcomp.exchange.step import StepResult
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 
 LAYERS = [LayerSpec("dense", (4, 3)), LayerSpec("rows", (10, 2)), LayerSpec("others", (10, 2), "float64")]

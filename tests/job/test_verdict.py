@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradcomp.job.verdict import Measured, verdict
+from gradcomp.job.report import Measured, verdict
 
 #: 1 Gbit/s.
 SLOW = 8e-9

@@ -7,7 +7,7 @@ import pytest
 from launching import run_ranks
 
 from gradcomp import ConfigError, WireFormatError
-from gradcomp.job.introduction import _introduction
+from gradcomp.job.membership import _introduction
 from gradcomp.reduce.header import PROTOCOL
 
 
@@ -15,9 +15,9 @@ def test_ranks_with_another_protocol_are_refused_by_all():
     source = """
         import os
         import gradcomp.torch as gc
-        from gradcomp.job import introduction
+        from gradcomp.job import membership
 
-        introduction.PROTOCOL += int(os.environ["RANK"])
+        membership.PROTOCOL += int(os.environ["RANK"])
         try:
             gc.init(timeout_seconds=20)
         except gc.ConfigError as error:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gradcomp.kernels import bodies
+from gradcomp.kernels import dispatch
 
-COMPILED = "native" in bodies._bodies
+COMPILED = "native" in dispatch._bodies
 
 
 class _Absent:
@@ -22,7 +22,7 @@ class _Absent:
         pytest.skip("needs the compiled module")
 
 
-NATIVE: Any = bodies.named("native") if COMPILED else _Absent()
+NATIVE: Any = dispatch.named("native") if COMPILED else _Absent()
 
 
 def available_isas() -> list[str]:

@@ -14,7 +14,7 @@ from cuda_on_cpu.driver import CpuDriver
 from kernels import gpu
 from kernels.carried import Carried
 
-from gradcomp.kernels import bodies, devices
+from gradcomp.kernels import devices, dispatch
 from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.segments import is_table
@@ -78,7 +78,7 @@ class _Strict:
         return call
 
 
-class _Unmixed(bodies._Routed):
+class _Unmixed(dispatch._Routed):
     """Refuses tables of which some addresses are the device's and others are not, whoever they are for.
 
     The stand-in's memory is the host's too, so that a kernel of the host would take a gradient of the device.
@@ -122,12 +122,12 @@ def lists_for_kernels_alone() -> Iterator[None]:
 def device(name: str = "stand-in", order: int = 0) -> Iterator[tuple[Device, Any]]:
     """A device of the stand-in, and its kernels, which note in ``called`` what ran; its memory is ``zeros`` only."""
     driver = CpuDriver(FOLDER, order)
-    before, bodies._routed = bodies._routed, _Unmixed(driver)
+    before, dispatch._routed = dispatch._routed, _Unmixed(driver)
     try:
         place = devices.on(name, driver)
         strict = _Strict(place.kernels, driver)
-        bodies.bring(name, strict, driver.reaches)
+        dispatch.bring(name, strict, driver.reaches)
         with lists_for_kernels_alone():
             yield replace(place, kernels=strict), strict
     finally:
-        bodies._routed = before
+        dispatch._routed = before

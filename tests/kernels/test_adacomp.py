@@ -14,9 +14,9 @@ from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
 from tiers import examples
 
-from gradcomp.kernels import bodies, segments
+from gradcomp.kernels import dispatch, segments
 
-BODIES: dict[str, Any] = {"reference": bodies.named("reference"), "native": NATIVE}
+BODIES: dict[str, Any] = {"reference": dispatch.named("reference"), "native": NATIVE}
 BODIES |= {name: cuda_body(order) for name, order in ORDERS.items()}
 OTHERS = [name for name in BODIES if name != "reference"]
 EXACT = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -3.0, 1e-45, 3e38, np.inf, np.nan]) | st.floats(width=32)

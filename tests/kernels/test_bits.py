@@ -12,13 +12,13 @@ from kernels.groups import Group, Segment
 from tiers import examples
 
 from gradcomp import kernels
-from gradcomp.kernels import bodies, reference, reference_bits, segments
+from gradcomp.kernels import dispatch, reference, reference_bits, segments
 
 pytest.importorskip("gradcomp._native")
 
 BYTES, ERROR = segments.MINMAX_LEAST_BYTES, segments.MINMAX_LEAST_ERROR
 BODIES = pytest.mark.parametrize(
-    "body", [bodies.named("reference"), bodies.named("native")], ids=["reference", "native"]
+    "body", [dispatch.named("reference"), dispatch.named("native")], ids=["reference", "native"]
 )
 SIZE = 64
 

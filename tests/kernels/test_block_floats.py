@@ -10,7 +10,7 @@ import pytest
 from kernels.groups import Group, Segment
 
 from gradcomp import BlockFloat, ConfigError, LayerSpec
-from gradcomp.kernels import bodies, reference, segments
+from gradcomp.kernels import dispatch, reference, segments
 
 pytest.importorskip("gradcomp._native")
 
@@ -19,7 +19,7 @@ FORMATS = {
     "fp8_e5m2": (segments.E5M2, ml_dtypes.float8_e5m2, 57344.0),
     "fp4_e2m1": (segments.E2M1, ml_dtypes.float4_e2m1fn, 6.0),
 }
-BODIES = [reference, bodies.named("native")]
+BODIES = [reference, dispatch.named("native")]
 
 
 def coded(values: Any, name: str, body: Any, block: int = 32, **options: Any) -> tuple[Any, Any, Any]:

@@ -10,9 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from gradcomp.kernels.cuda import built, cubins, nvrtc
-from gradcomp.kernels.cuda.built import whole
-from gradcomp.kernels.cuda.modules import Module, holding
+from gradcomp.kernels.cuda import cubins, modules, nvrtc
+from gradcomp.kernels.cuda.modules import Module, holding, whole
 
 DRAWS = holding("draws.cu", "draw_indices", {})
 CUDA_13 = 13000
@@ -21,10 +20,10 @@ CUDA_13 = 13000
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(built, "PACKAGED", tmp_path / "cubins")
-    built._folder.cache_clear()
+    monkeypatch.setattr(modules, "PACKAGED", tmp_path / "cubins")
+    modules._folder.cache_clear()
     yield tmp_path / "kept"
-    built._folder.cache_clear()
+    modules._folder.cache_clear()
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def none() -> None:
         raise ImportError("no compiler")
 
-    monkeypatch.setattr(built, "installed", none)
+    monkeypatch.setattr(modules, "installed", none)
     return tmp_path / "cubins"
 
 
@@ -47,7 +46,7 @@ def end_of_tables(code: bytes) -> int:
 
 
 def test_a_device_newer_than_the_compiler_gets_ptx() -> None:
-    text = built.built(DRAWS, 999, CUDA_13).read_text()
+    text = modules.built(DRAWS, 999, CUDA_13).read_text()
     assert ".entry" in text
     assert ".ftz" not in text
     assert "fma.rn.f32" not in text
@@ -55,12 +54,12 @@ def test_a_device_newer_than_the_compiler_gets_ptx() -> None:
 
 
 def test_a_file_ends_where_its_header_says() -> None:
-    code = built.built(DRAWS, 90, CUDA_13).read_bytes()
+    code = modules.built(DRAWS, 90, CUDA_13).read_bytes()
     assert len(code) == end_of_tables(code)
 
 
 def test_a_file_without_its_last_byte_is_not_whole() -> None:
-    code = built.built(DRAWS, 90, CUDA_13).read_bytes()
+    code = modules.built(DRAWS, 90, CUDA_13).read_bytes()
     assert whole(code)
     assert not whole(code[:-1])
     assert not whole(code[:40])
@@ -68,24 +67,24 @@ def test_a_file_without_its_last_byte_is_not_whole() -> None:
 
 
 def test_ptx_without_its_end_is_not_whole() -> None:
-    text = built.built(DRAWS, 999, CUDA_13).read_bytes()
+    text = modules.built(DRAWS, 999, CUDA_13).read_bytes()
     assert whole(text)
     assert not whole(text[: len(text) // 2])
 
 
 def test_a_known_device_gets_its_own_code_once(folder: Path) -> None:
-    first = built.built(DRAWS, 90, CUDA_13)
+    first = modules.built(DRAWS, 90, CUDA_13)
     written = first.stat().st_mtime_ns
-    assert built.built(DRAWS, 90, CUDA_13) == first
+    assert modules.built(DRAWS, 90, CUDA_13) == first
     assert first.stat().st_mtime_ns == written
     assert [each.name for each in folder.iterdir()] == [first.name]
 
 
 def test_a_kept_file_that_is_not_whole_is_built_again() -> None:
-    kept = built.built(DRAWS, 90, CUDA_13)
+    kept = modules.built(DRAWS, 90, CUDA_13)
     code = kept.read_bytes()
     kept.write_bytes(code[:-1])
-    assert built.built(DRAWS, 90, CUDA_13).read_bytes() == code
+    assert modules.built(DRAWS, 90, CUDA_13).read_bytes() == code
 
 
 def test_code_that_is_not_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,13 +96,13 @@ def test_code_that_is_not_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", shortened)
     with pytest.raises(RuntimeError, match=r"draws.cu: NVRTC gave \d+ bytes for sm_90"):
-        built.built(DRAWS, 90, CUDA_13)
+        modules.built(DRAWS, 90, CUDA_13)
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compilers_words() -> None:
     wrong = Module("draws.cu", ("draw_indices",), (("draw_indices", "1"),))
     with pytest.raises(RuntimeError, match=r"(?s)draws.cu: does not compile.*error"):
-        built.built(wrong, 90, CUDA_13)
+        modules.built(wrong, 90, CUDA_13)
 
 
 def test_where_the_folder_cannot_be_written_the_file_is_in_memory(
@@ -112,14 +111,14 @@ def test_where_the_folder_cannot_be_written_the_file_is_in_memory(
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "below"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    built._folder.cache_clear()
-    assert whole(built.built(DRAWS, 80, CUDA_13).read_bytes())
+    modules._folder.cache_clear()
+    assert whole(modules.built(DRAWS, 80, CUDA_13).read_bytes())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(("capability", "architecture"), [(90, "sm_90"), (80, "sm_80"), (86, "sm_80")])
 def test_the_packages_code_needs_no_compiler(packaged: Path, capability: int, architecture: str) -> None:
-    found = built.built(DRAWS, capability, CUDA_13)
+    found = modules.built(DRAWS, capability, CUDA_13)
     assert found == packaged / "13.0" / f"{DRAWS.digest(architecture, (13, 0))}.cubin"
 
 
@@ -128,23 +127,23 @@ def test_the_packages_code_needs_no_compiler(packaged: Path, capability: int, ar
 )
 def test_other_devices_and_older_drivers_do_not_get_it(packaged: Path, capability: int, cuda: int) -> None:
     with pytest.raises(ImportError, match="no compiler"):
-        built.built(DRAWS, capability, cuda)
+        modules.built(DRAWS, capability, cuda)
 
 
 def test_a_changed_source_does_not_get_it(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = DRAWS.text()
     monkeypatch.setattr(Module, "text", lambda module: text + "\n")
     with pytest.raises(ImportError, match="no compiler"):
-        built.built(DRAWS, 90, CUDA_13)
+        modules.built(DRAWS, 90, CUDA_13)
 
 
 def test_the_packages_code_is_not_used_if_it_is_damaged(
     packaged: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = built.built(DRAWS, 90, CUDA_13)
+    found = modules.built(DRAWS, 90, CUDA_13)
     found.write_bytes(found.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING, "gradcomp"), pytest.raises(ImportError, match="no compiler"):
-        built.built(DRAWS, 90, CUDA_13)
+        modules.built(DRAWS, 90, CUDA_13)
     assert "is damaged" in caplog.text
 
 

@@ -211,9 +211,8 @@ def test_reduced_votes_are_the_majority(ranks: int) -> None:
     reduced = groups[0].reduce(kernels, [group.encode(kernels).payload for group in groups])
     (majority,) = groups[0].values(reduced.payload)
     votes = sum(np.sign(gradient[:600]) for gradient in gradients)
-    np.testing.assert_array_equal(
-        majority[:600], np.where(votes < 0, -1, 1)
-    )  # without draws, ties are positive
+    # Without draws, ties are positive.
+    np.testing.assert_array_equal(majority[:600], np.where(votes < 0, -1, 1))
     assert not majority[600:].any()
 
 

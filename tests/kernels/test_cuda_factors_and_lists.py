@@ -10,10 +10,10 @@ from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER, cuda_body
 from kernels.test_lowrank import DTYPES, Layers, assert_close
 
-from gradcomp.kernels import bodies, reference_indices
+from gradcomp.kernels import dispatch, reference_indices
 from gradcomp.kernels.codings import ALL, BITMAP, PACKED, RAW, index_bytes
 from gradcomp.kernels.cuda.body import CudaKernels
-from gradcomp.kernels.cuda.places import described
+from gradcomp.kernels.cuda.call import described
 
 CALLS = ("project", "back_project", "orthogonalise", "expand", "subtract")
 
@@ -67,7 +67,7 @@ def test_matrices_of_whole_vectors(rank: int, dtype: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_whole_vectors(rank: int, dtype: int) -> None:
     results = []
-    for body in (bodies.named("reference"), cuda_body()):
+    for body in (dispatch.named("reference"), cuda_body()):
         layers = Aligned([(8, 4), (64, 64), (300, 8), (36, 132), (4, 1028)], rank, dtype)
         layers.expand(body, divisor=3.0, scale=0.7)
         layers.subtract(body)
@@ -103,7 +103,7 @@ def test_more_columns_than_fit_at_a_time(rank: int) -> None:
 def test_columns_are_orthogonalised_the_same_in_any_order_of_threads() -> None:
     shapes = [(1, 3), (900, 3), (3000, 3), (15, 3)]
     expected = Layers(shapes, 5)
-    expected.orthogonalise(bodies.named("reference"))
+    expected.orthogonalise(dispatch.named("reference"))
     for order in range(3):
         layers = Layers(shapes, 5)
         layers.orthogonalise(cuda_body(order))
@@ -122,7 +122,7 @@ def test_sums_of_many_parts(shape: tuple[int, int]) -> None:
 
 def test_layers_of_several_ranks_in_a_call() -> None:
     results = []
-    for body in (bodies.named("reference"), cuda_body()):
+    for body in (dispatch.named("reference"), cuda_body()):
         layers = Layers([(20, 30)] * 5, 12)
         layers.ranks[:] = (1, 4, 12, 0, 7)
         layers.project(body)
@@ -139,7 +139,7 @@ def test_layers_of_several_ranks_in_a_call() -> None:
 def test_whole_numbers_are_factors_too() -> None:
     results = []
     for body, (decay, divisor, scale) in (
-        (bodies.named("reference"), (1.0, 3.0, 2.0)),
+        (dispatch.named("reference"), (1.0, 3.0, 2.0)),
         (cuda_body(), (1, 3, 2)),
     ):
         layers = Layers([(20, 30)], 3)

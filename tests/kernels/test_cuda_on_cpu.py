@@ -13,7 +13,7 @@ from cuda_on_cpu import driver as cpu
 from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER
 
-from gradcomp.kernels.cuda import source
+from gradcomp.kernels.cuda import modules
 from gradcomp.kernels.cuda.call import Call
 
 SOURCE = """
@@ -44,7 +44,7 @@ PRELUDE = '#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(
 
 @pytest.fixture(autouse=True)
 def sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "flat", lambda name: PRELUDE + SOURCE)
+    monkeypatch.setattr(modules, "flat", lambda name: PRELUDE + SOURCE)
     monkeypatch.setattr(cpu, "holding", lambda *_: None)  # they are in no module
 
 
@@ -121,9 +121,9 @@ def test_parameters_are_not_copied_to_the_device() -> None:
     """They go with the launch: a kernel waits for no load of its own parameters."""
 
     class Noting(CpuDriver):
-        def upload(self, address: int, source: np.ndarray) -> None:
-            self.uploaded = source.tobytes()
-            super().upload(address, source)
+        def upload(self, address: int, modules: np.ndarray) -> None:
+            self.uploaded = modules.tobytes()
+            super().upload(address, modules)
 
     driver = Noting(FOLDER)
     call = Call(driver)
@@ -137,7 +137,7 @@ def test_parameters_are_not_copied_to_the_device() -> None:
 
 def sanitized(i: int) -> None:
     """What the process of a test does."""
-    source.flat = lambda name: PRELUDE + SOURCE  # type: ignore[assignment]
+    modules.flat = lambda name: PRELUDE + SOURCE  # type: ignore[assignment]
     cpu.holding = lambda *_: None  # type: ignore[assignment]
     run("copy", i)
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp.kernels import indices, routines
+from gradcomp.kernels import indices, replayed_calls
 from gradcomp.kernels.devices import HOST
-from gradcomp.kernels.routines import Phase
+from gradcomp.kernels.replayed_calls import Phase
 
 
 class Lists:
@@ -28,7 +28,7 @@ class Lists:
 
     def encode(self, key: int = 0) -> None:
         with self.phase.collecting() as started:
-            routines.run(
+            replayed_calls.run(
                 key, (self.indices, self.payload), lambda: self._code(indices.encode_indices, self.indices)
             )
         started.start()
@@ -60,7 +60,7 @@ def test_a_large_array_is_copied_anew_and_tables_around_it_stay(gpu: Any) -> Non
         expected = np.arange(step, step + count, dtype=np.uint32)
         payload.view(np.uint32)[:] = expected
         with phase.collecting() as started:
-            routines.run(
+            replayed_calls.run(
                 0,
                 (payload,),
                 lambda: gpu.kernels.decode_indices(
@@ -101,12 +101,12 @@ def test_on_the_host_kernels_are_asked_for_every_time() -> None:
     phase = Phase(HOST)
     for _ in range(2):
         with phase.collecting() as call:
-            routines.run(0, (), lambda: asked.append("work"), lambda: asked.append("after"))
+            replayed_calls.run(0, (), lambda: asked.append("work"), lambda: asked.append("after"))
         call.start()
     assert asked == ["work", "after"] * 2
 
 
 def test_outside_of_a_routine_it_is_done_at_once() -> None:
     asked: list[str] = []
-    routines.run(0, (), lambda: asked.append("work"), lambda: asked.append("after"))
+    replayed_calls.run(0, (), lambda: asked.append("work"), lambda: asked.append("after"))
     assert asked == ["work", "after"]

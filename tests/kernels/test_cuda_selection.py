@@ -11,10 +11,10 @@ from cuda_on_cpu.driver import CpuDriver
 from kernels.layers import Layer, Layers
 from kernels.standin import FOLDER
 
-from gradcomp.kernels import bodies, segments
+from gradcomp.kernels import dispatch, segments
 from gradcomp.kernels.cuda.body import CudaKernels
 
-reference = bodies.named("reference")
+reference = dispatch.named("reference")
 
 
 class DeviceArray(np.ndarray):

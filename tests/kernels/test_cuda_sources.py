@@ -9,10 +9,10 @@ import pytest
 from kernels import nvrtc
 from tiers import every_value
 
-from gradcomp.kernels.cuda import source
+from gradcomp.kernels.cuda import modules as modules_module
 from gradcomp.kernels.cuda.modules import Module, holding, modules
 
-FOLDER = Path(source.__file__).parent
+FOLDER = Path(modules_module.__file__).parent
 ARCHITECTURE = 75
 """The oldest that gradcomp is for. Instructions of newer ones convert numbers; nothing else differs in our sources."""
 
@@ -100,7 +100,7 @@ def test_the_next_tile_is_fetched(source: str, kernel: str) -> None:
 def test_whole_warps_wait_for_each_other() -> None:
     """A mask that depends on a thread, or on who is there, makes the compiler look for threads at every exchange."""
     waits = re.compile(r"__\w+_sync\((\w+)|__syncwarp\((\w*)")
-    texts = {path.name: source.flat(path.name) for path in FOLDER.glob("*.cu")}
+    texts = {path.name: modules_module.flat(path.name) for path in FOLDER.glob("*.cu")}
     found = {(name, "".join(masks)) for name, text in texts.items() for masks in waits.findall(text)}
     assert ("encode.cu", "whole_warp") in found
     assert {mask for _, mask in found} <= {"", "whole_warp", "0xFFFFFFFF"}
@@ -108,7 +108,7 @@ def test_whole_warps_wait_for_each_other() -> None:
 
 
 def test_a_source_is_one_text() -> None:
-    text = source.flat("encode.cu")
+    text = modules_module.flat("encode.cu")
     assert "#include" not in text
     assert text.count("class MinMax {") == 1
 

@@ -12,12 +12,12 @@ from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER, cuda_body, device
 
 from gradcomp import LayerSpec, PowerSGD
-from gradcomp.kernels import bodies
+from gradcomp.kernels import dispatch
 from gradcomp.kernels.arguments import Factor
 from gradcomp.kernels.cuda.body import CudaKernels
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.devices import HOST
-from gradcomp.kernels.reference_sums import CHUNK
+from gradcomp.kernels.reference_memory import CHUNK
 from gradcomp.testing.simulation import Simulation
 
 SIDES = [3 * CHUNK + 5, 7, CHUNK, CHUNK + 1, 2 * CHUNK]
@@ -53,7 +53,7 @@ def test_blocks_share_the_chunks_of_a_long_column() -> None:
     driver = CpuDriver(FOLDER)
     given = columns_of(SIDES, 4)
     found = orthonormal(CudaKernels(driver), given)
-    assert found == orthonormal(bodies.named("reference"), given)
+    assert found == orthonormal(dispatch.named("reference"), given)
     assert dict(driver.launched)["orthogonalise"] == 4 + 1 + 1 + 2 + 2
     assert len(driver.launched) == 2
     assert driver.synchronized == 1
@@ -62,20 +62,20 @@ def test_blocks_share_the_chunks_of_a_long_column() -> None:
 def test_a_matrix_has_so_many_blocks_at_most() -> None:
     driver = CpuDriver(FOLDER)
     given = columns_of([70 * CHUNK], 1)
-    assert orthonormal(CudaKernels(driver), given) == orthonormal(bodies.named("reference"), given)
+    assert orthonormal(CudaKernels(driver), given) == orthonormal(dispatch.named("reference"), given)
     assert dict(driver.launched)["orthogonalise"] == 64
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_special_columns_of_several_chunks(order: int) -> None:
     given = special_columns()
-    assert orthonormal(cuda_body(order), given) == orthonormal(bodies.named("reference"), given)
+    assert orthonormal(cuda_body(order), given) == orthonormal(dispatch.named("reference"), given)
 
 
 @pytest.mark.parametrize("given", [columns_of(SIDES, 5), special_columns()], ids=["plain", "special"])
 def test_blocks_that_run_side_by_side_wait_for_each_other(given: Any) -> None:
     """In whatever order they come; the stand-in's others run one after another, so that the first does it all."""
-    expected = orthonormal(bodies.named("reference"), given)
+    expected = orthonormal(dispatch.named("reference"), given)
     body = CudaKernels(CpuDriver(FOLDER, parallel=True))
     for _ in range(3):
         assert orthonormal(body, given) == expected
@@ -99,7 +99,7 @@ def test_columns_are_kept_as_the_reference_has_it() -> None:
     factor[11:16] = [3e38, -1e-40, 2.0, 0.25, -3.4e38]
     factor[16:2516][7] = np.inf
     kept = rng.standard_normal(10200).astype(np.float32)
-    expected = kept_by(bodies.named("reference"), factor, kept)
+    expected = kept_by(dispatch.named("reference"), factor, kept)
     assert kept_by(cuda_body(2), factor, kept).tobytes() == expected.tobytes()
     changed = np.flatnonzero(expected != kept)
     assert changed.min() >= 5100

@@ -13,7 +13,7 @@ from kernels.groups import CODECS, Group, Segment
 from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
 
-from gradcomp.kernels import bodies, reference, segments
+from gradcomp.kernels import dispatch, reference, segments
 from gradcomp.kernels.cuda.modules import Module, holding
 
 MINMAX = {"GRADCOMP_CLASS": "MinMax"}
@@ -129,7 +129,7 @@ def test_half_precision_contributes_as_by_the_reference(dtype: int, order: int) 
             )
             next_places.append(len(layers) % 3 == 2)
     found = []
-    for body in (bodies.named("reference"), cuda_body(order)):
+    for body in (dispatch.named("reference"), cuda_body(order)):
         own = Layers(layers)
         nexts = [
             lying(np.zeros(layer.length, np.float32), int(odd))

@@ -12,12 +12,12 @@ from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.standin import ORDERS, cuda_body
 from tiers import examples
 
-from gradcomp.kernels import draws, reference_draws
+from gradcomp.kernels import philox
 
 native = NATIVE
 CUDA = [cuda_body(order) for order in ORDERS.values()]
-BODY = pytest.mark.parametrize("body", [reference_draws, native, *CUDA], ids=["reference", "native", *ORDERS])
-LARGEST = draws.MAX_DRAWN_FROM
+BODY = pytest.mark.parametrize("body", [philox, native, *CUDA], ids=["reference", "native", *ORDERS])
+LARGEST = philox.MAX_DRAWN_FROM
 GUARD = 0xDEADBEEF
 
 rows = st.tuples(
@@ -49,7 +49,7 @@ def draw(body: Any, table: list[tuple[int, int, int]], seed: int, step: int, ran
 def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
     with instruction_set(isa):
         got = draw(native, table, seed, step, rank)
-    np.testing.assert_array_equal(got, draw(reference_draws, table, seed, step, rank))
+    np.testing.assert_array_equal(got, draw(philox, table, seed, step, rank))
     assert np.count_nonzero(got == GUARD) >= 3 * len(table) + 3
 
 
@@ -59,7 +59,7 @@ def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
 @given(st.lists(rows, max_size=5), st.integers(0, 2**64 - 1))
 @examples(40)
 def test_a_gpu_draws_the_same(body: Any, table, seed: int):
-    expected = draw(reference_draws, table, seed, 2**32 - 1, 3)
+    expected = draw(philox, table, seed, 2**32 - 1, 3)
     np.testing.assert_array_equal(draw(body, table, seed, 2**32 - 1, 3), expected)
 
 
@@ -68,7 +68,7 @@ def test_a_gpu_draws_the_same(body: Any, table, seed: int):
 @pytest.mark.parametrize("body", [native, cuda_body(), *CUDA], ids=["native", "ascending", *ORDERS])
 def test_long_rows_are_drawn_the_same(body: Any, length: int, count: int):
     table = [(length, count, 77)]
-    expected = draw(reference_draws, table, 5, 6, 7)
+    expected = draw(philox, table, 5, 6, 7)
     np.testing.assert_array_equal(draw(body, table, 5, 6, 7), expected)
 
 

@@ -117,9 +117,8 @@ def test_state_on_a_device_is_that_of_the_host(driver: Any) -> None:
         residuals = Residuals([10, 6], zeros)
         residuals.own([Range(0, 2, 6)], 3)
         residuals.second.set(0, np.arange(6, dtype=np.float32))
-        residuals.own(
-            [Range(0, 0, 4), Range(1, 6, 0)], 3
-        )  # what is no longer owned goes to the first residual
+        # What is no longer owned goes to the first residual.
+        residuals.own([Range(0, 0, 4), Range(1, 6, 0)], 3)
         residuals.first.store(np.array([1]), np.ones(6, np.float32))
         residuals.first.commit(np.array([False, True]))
         residuals.grow([10, 20])

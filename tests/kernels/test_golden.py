@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of
 
-from gradcomp.kernels import bodies, reference, segments
+from gradcomp.kernels import dispatch, reference, segments
 
 pytest.importorskip("gradcomp._native")
-native = bodies.named("native")
+native = dispatch.named("native")
 GOLDEN = Path(__file__).parent / "golden" / "payloads.json"
 
 

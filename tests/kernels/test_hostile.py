@@ -10,10 +10,10 @@ import pytest
 from kernels.groups import magnitudes_of
 
 from gradcomp import kernels
-from gradcomp.kernels import bodies, reference, segments
+from gradcomp.kernels import dispatch, reference, segments
 
 pytest.importorskip("gradcomp._native")
-native = bodies.named("native")
+native = dispatch.named("native")
 BODY = pytest.mark.parametrize("body", [reference, native], ids=["reference", "native"])
 
 

@@ -11,7 +11,7 @@ from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.standin import ORDERS, cuda_body, device
 
 from gradcomp import kernels
-from gradcomp.kernels import bodies, lowrank, philox, segments
+from gradcomp.kernels import dispatch, lowrank, philox, segments
 from gradcomp.kernels.arguments import Factor, Shapes
 from gradcomp.testing.device_memory import shared
 
@@ -30,7 +30,7 @@ def body(request: Any) -> Iterator[Any]:
     """Run a test once per body of the kernels."""
     if request.param == "reference":
         with kernels.use("reference"):
-            yield bodies.active()
+            yield dispatch.active()
     elif request.param in ORDERS:
         yield cuda_body(ORDERS[request.param])
     else:
@@ -262,7 +262,7 @@ PARITY += [(name, dtype, 0, 4) for name in ORDERS for dtype in DTYPES[1:]]
 @pytest.mark.parametrize(("body", "dtype", "shift", "rank"), PARITY, indirect=["body"])
 def test_bodies_give_the_bytes_of_the_reference(body: Any, rank: int, dtype: int, shift: int) -> None:
     results = []
-    for each in (bodies.named("reference"), body):
+    for each in (dispatch.named("reference"), body):
         layers = Layers([*shapes_for(rank), (0, 5), (5, 0), (0, 0)], rank, dtype, shift)
         layers.subtract(each)
         layers.expand(each)
@@ -626,7 +626,7 @@ def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
 def test_numpy_multiplies_where_it_is_faster() -> None:
     results = []
     with instruction_set("baseline"):
-        for body in (lowrank, bodies.named("reference")):
+        for body in (lowrank, dispatch.named("reference")):
             layers = Layers([(64, 650)], lowrank.BASELINE_RANKS + 1)
             layers.project(body)
             layers.back_project(body)

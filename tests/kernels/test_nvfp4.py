@@ -10,12 +10,12 @@ import pytest
 from kernels.groups import Group, Segment
 
 from gradcomp import BlockFloat, ConfigError, LayerSpec
-from gradcomp.kernels import bodies, reference, segments
+from gradcomp.kernels import dispatch, reference, segments
 from gradcomp.kernels.formats import rounded_up
 
 pytest.importorskip("gradcomp._native")
 
-BODIES = pytest.mark.parametrize("body", [reference, bodies.named("native")], ids=["reference", "native"])
+BODIES = pytest.mark.parametrize("body", [reference, dispatch.named("native")], ids=["reference", "native"])
 BLOCK = 16
 NUMBERS = np.arange(0x7F).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """Those of E4M3 that are finite and have no sign."""
@@ -82,7 +82,7 @@ def test_draws_are_unbiased_and_as_far_off_as_said(octaves: int) -> None:
     draws = 600
     decoded = np.stack(
         [
-            each.values(each.encode(bodies.named("native"), stochastic=True, step=s).payload)[0]
+            each.values(each.encode(dispatch.named("native"), stochastic=True, step=s).payload)[0]
             for s in range(draws)
         ]
     ).astype(np.float64)

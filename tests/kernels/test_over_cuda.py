@@ -15,14 +15,15 @@ from kernels.groups import CODECS, Group, Segment, nearest_level
 
 from gradcomp.core.errors import ConfigError, DeviceError, StateError
 from gradcomp.kernels import reference
-from gradcomp.kernels.cuda import over_cuda, pools
+from gradcomp.kernels.cuda import driver as driver_module
+from gradcomp.kernels.cuda import over_cuda
 from gradcomp.kernels.cuda.body import CudaKernels
 
 
 @pytest.fixture(params=[fake_cupy, fake_bindings], ids=["cupy", "bindings"])
 def made(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
     """A driver of device 1, in a program whose threads begin on device 0."""
-    monkeypatch.setattr(pools, "_lent", {})
+    monkeypatch.setattr(driver_module, "_lent", {})
     with request.param.installed() as (fake, driver):
         yield fake, driver(1)
 
@@ -35,7 +36,7 @@ def by_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fake_cupy.Fake, A
 
 @pytest.fixture
 def by_bindings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fake_bindings.Fake, Any]]:
-    monkeypatch.setattr(pools, "_lent", {})
+    monkeypatch.setattr(driver_module, "_lent", {})
     with fake_bindings.installed() as (fake, driver):
         yield fake, driver(1)
 
@@ -189,7 +190,7 @@ class Lent:
 def test_memory_comes_from_the_framework_that_lends_it(made: Any) -> None:
     fake, driver = made
     pool = Lent(100, 0)
-    pools.lend(1, pool)
+    driver_module.lend(1, pool)
     fake.free = 0
     assert driver.allocate(64).address == 512
     assert pool.asked == [(64, driver.stream)]
@@ -198,7 +199,7 @@ def test_memory_comes_from_the_framework_that_lends_it(made: Any) -> None:
 def test_what_a_framework_keeps_and_does_not_use_is_given_back_once(made: Any) -> None:
     _, driver = made
     pool = Lent(100, 1000)
-    pools.lend(1, pool)
+    driver_module.lend(1, pool)
     assert driver.allocate(500).address == 512
     with pytest.raises(DeviceError, match=r"no memory for 5000 bytes.*Framework holds 1100 bytes"):
         driver.allocate(5000)
@@ -207,7 +208,7 @@ def test_what_a_framework_keeps_and_does_not_use_is_given_back_once(made: Any) -
 
 def test_memory_of_another_device_is_not_taken(made: Any) -> None:
     _, driver = made
-    pools.lend(0, Lent(0, 0))
+    driver_module.lend(0, Lent(0, 0))
     assert driver.allocate(64).address % 256 == 0
 
 

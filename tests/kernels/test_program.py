@@ -13,7 +13,7 @@ import pytest
 from kernels.isas import instruction_set
 
 from gradcomp import kernels
-from gradcomp.kernels import bodies, program
+from gradcomp.kernels import dispatch, program
 from gradcomp.kernels.program import NEVER
 
 extension = pytest.importorskip("gradcomp._native")
@@ -257,7 +257,7 @@ def test_other_types(body: str, steps: Any, costs: Any, budget: Any) -> None:
 
 @pytest.mark.parametrize("name", ["reference", "native"])
 def test_the_target_is_checked_and_untouched_unless_something_is_found(name: str) -> None:
-    kernel = bodies.named(name).cheapest
+    kernel = dispatch.named(name).cheapest
     with pytest.raises(ValueError, match="chosen has 3 items for 2 layers"):
         kernel(STEPS, COSTS, np.zeros(3, np.int32), budget=9)
     for wrong in (np.zeros(2, np.int64), np.zeros((2, 1), np.int32), np.zeros(4, np.int32)[::2], None):

@@ -17,10 +17,10 @@ from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
 from tiers import examples
 
-from gradcomp.kernels import bodies, reference_selection, segments, selection
+from gradcomp.kernels import dispatch, reference_selection, segments, selection
 
 native = NATIVE
-reference = bodies.named("reference")
+reference = dispatch.named("reference")
 
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 
@@ -375,7 +375,7 @@ def test_put_then_take(body: Any) -> None:
 def test_public_functions_call_the_body_in_use() -> None:
     layer = Layer(np.array([1, -3, 2], np.float32))
     for name in ("reference", "native"):
-        with bodies.use(name):  # type: ignore[arg-type]
+        with dispatch.use(name):  # type: ignore[arg-type]
             layers = Layers([layer])
             assert layers.select_top(selection, [2])[1] == [[1, 2]]
             assert layers.select_above(selection, [2.0], [3])[:2] == ([2], [[1, 2]])

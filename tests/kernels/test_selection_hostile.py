@@ -10,7 +10,7 @@ import pytest
 from kernels.isas import NATIVE
 from kernels.standin import ORDERS, cuda_body
 
-from gradcomp.kernels import bodies, segments
+from gradcomp.kernels import dispatch, segments
 
 BODY = pytest.mark.parametrize("name", ["reference", "native", *ORDERS])
 
@@ -22,7 +22,7 @@ NEXT_RESIDUAL = np.zeros(LENGTH, np.float32)
 def body_of(name: str) -> Any:
     if name in ORDERS:
         return cuda_body(ORDERS[name])
-    return NATIVE if name == "native" else bodies.named(name)
+    return NATIVE if name == "native" else dispatch.named(name)
 
 
 class Arguments:

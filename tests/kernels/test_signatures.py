@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import gradcomp
-from gradcomp.kernels import bodies, reference, subspace
+from gradcomp.kernels import dispatch, reference, subspace
 from gradcomp.kernels.cuda import body as cuda_body
 
 STUB = Path(gradcomp.__file__).parent / "_native.pyi"
@@ -39,7 +39,7 @@ RECORDS = {
 
 DEFINED: dict[str, Callable[..., Any]] = {
     name: member
-    for module in bodies.DEFINITIONS
+    for module in dispatch.DEFINITIONS
     for name, member in vars(module).items()
     if inspect.isfunction(member) and member.__module__ == module.__name__
 }
@@ -142,6 +142,6 @@ def test_the_device_kernel_has_the_arguments_of_its_definition(name: str) -> Non
 
 
 def test_what_callers_see_is_the_definition() -> None:
-    seen = bodies.kernel(reference.encode)
+    seen = dispatch.kernel(reference.encode)
     assert inspect.signature(seen) == inspect.signature(reference.encode)
     assert seen.__doc__ == reference.encode.__doc__

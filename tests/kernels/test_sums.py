@@ -12,9 +12,9 @@ from kernels.isas import instruction_set
 from kernels.layers import Layer, Layers
 from kernels.standin import ORDERS, cuda_body
 
-from gradcomp.kernels import bodies, reference, segments
+from gradcomp.kernels import dispatch, reference, segments
 from gradcomp.kernels.arguments import Factor
-from gradcomp.kernels.reference_sums import CHUNK, ordered_sum
+from gradcomp.kernels.reference_memory import CHUNK, ordered_sum
 
 extension = pytest.importorskip("gradcomp._native")
 
@@ -29,11 +29,11 @@ def body(request: pytest.FixtureRequest) -> Any:
         yield reference_body()
     else:
         with instruction_set(request.param):
-            yield bodies.named("native")
+            yield dispatch.named("native")
 
 
 def reference_body() -> Any:
-    return bodies.named("reference")
+    return dispatch.named("reference")
 
 
 def squares(body: Any, gradient: Any) -> float:

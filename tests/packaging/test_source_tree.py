@@ -12,7 +12,7 @@ import pytest
 
 import gradcomp
 from gradcomp import _native
-from gradcomp.kernels.compiled import digest
+from gradcomp.kernels.dispatch import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(gradcomp.__file__).parents[1]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from gradcomp import Cast, Compressor, Identity, LayerSpec, OneBit, Quantize, ScaledSign
 from gradcomp.core.topology import Topology
+from gradcomp.exchange.layout import build_layout
 from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, SEGMENT
-from gradcomp.pipeline import build_layout
 from gradcomp.reduce import Part
 from gradcomp.reduce.chunks import Chunks
 from gradcomp.testing.simulation import DTYPES, Simulation

@@ -20,8 +20,8 @@ from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import Reduction, make
+from gradcomp.reduce.base import framed
 from gradcomp.reduce.costs import cheapest, cost, load_of, predict
-from gradcomp.reduce.framing import framed
 from gradcomp.reduce.header import APPLIED, PRESENT, READY, BucketFlags, ByteHeader, HeaderId, Received
 from gradcomp.reduce.model import Cost, Load, Network
 from gradcomp.testing.simulation import Simulation, plan_for

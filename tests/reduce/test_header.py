@@ -106,9 +106,8 @@ class TestByteHeader:
 
     @given(st.integers(0, 79), st.integers(1, 255), st.integers(0, 9))
     def test_a_checksum_finds_a_changed_byte(self, at: int, change: int, extra: int):
-        buffer = np.append(
-            message(header_id=CHECKED), np.zeros(extra, np.uint8)
-        )  # what is behind does not count
+        # What is behind does not count.
+        buffer = np.append(message(header_id=CHECKED), np.zeros(extra, np.uint8))
         header(CHECKED).read(buffer, CHUNK, sender=2)
         buffer[at] ^= change
         with pytest.raises((WireFormatError, PlanMismatchError)):

@@ -147,9 +147,8 @@ def test_layers_keep_their_own_bits_in_a_fused_bucket(reduction: str):
 
     few, many = run(2), run(8)
     same = [same_bytes(a, b) for a, b in zip(few, many, strict=True)]
-    if (
-        reduction == "ring"
-    ):  # other chunk borders, another order of addition, for all but the first one's layers
+    if reduction == "ring":
+        # Other chunk borders, another order of addition, for all but the first one's layers.
         assert not same[1]
     else:
         assert same == [True, False, True, True]

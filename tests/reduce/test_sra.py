@@ -19,9 +19,9 @@ from gradcomp import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.exchange.layout import build_layout
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
-from gradcomp.pipeline import build_layout
 from gradcomp.reduce import ScatterReduceAllgather
 from gradcomp.reduce.header import NONFINITE, PRESENT, ByteHeader
 from gradcomp.testing.simulation import DTYPES, Simulation, plan_for, same_bytes
@@ -190,9 +190,8 @@ def test_a_message_from_the_last_step_is_refused(number: int):
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
 def test_a_scale_or_value_that_is_not_finite_is_flagged_on_every_rank(compressor, dtype: str, bad: float):
     """The owner decodes it, so all ranks see its mean."""
-    first_owner = (
-        1 if compressor == Cast("float16") else 0
-    )  # two blocks of float16 leave rank 0 without a chunk
+    # Two blocks of float16 leave rank 0 without a chunk.
+    first_owner = 1 if compressor == Cast("float16") else 0
     change = overwritten(HEADER, np.full(4, bad, DTYPES[dtype]).tobytes())
     tamper = Tamper(change, source=2, destination=first_owner)
     ranks = Simulation(LAYERS, compressor, 3, tamper=tamper, reorder=False)

@@ -532,7 +532,7 @@ import sys
 import keras
 from keras_checks import data, fit, model
 import gradcomp.tf as gc
-from gradcomp.engine import deadlock
+from gradcomp.exchange import deadlock
 
 deadlock.PROOF_SECONDS = 1.0
 gc.init(timeout_seconds=60)

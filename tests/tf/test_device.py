@@ -28,15 +28,15 @@ pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
 import gradcomp.kernels.cuda
 from gradcomp import Filter, Policy
 from gradcomp.core.errors import ConfigError, StateError, TransportError
+from gradcomp.exchange.arrivals import Submission
 from gradcomp.job import runtime
-from gradcomp.kernels import bodies
 from gradcomp.kernels import devices as kernel_devices
+from gradcomp.kernels import dispatch
 from gradcomp.kernels.devices import HOST
-from gradcomp.pipeline.gradient_registry import Submission
-from gradcomp.tf import bridge, devices
-from gradcomp.tf.devices import Place, address_of, place_of
+from gradcomp.tf import bridge, layers
 from gradcomp.tf.exchange import Exchange
-from gradcomp.tf.memory import DeviceMemory
+from gradcomp.tf.layers import Place, address_of, place_of
+from gradcomp.tf.steps import DeviceMemory
 
 ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TWO_CPUS_ONE_THREAD": "1"}
 if "TWO_CPUS_ONE_THREAD" in os.environ:
@@ -69,12 +69,12 @@ def on_device(here: bool = True) -> Iterator[Any]:
     device = kernel_devices.on("cuda:0", driver)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
-        patch.setattr(devices, "_is_gpu", lambda name: name.endswith("CPU:1"))
+        patch.setattr(layers, "_is_gpu", lambda name: name.endswith("CPU:1"))
         patch.setattr(kernel_devices, "cuda_at", lambda address: device)
         try:
             yield driver
         finally:
-            bodies.take_away("cuda:0")
+            dispatch.take_away("cuda:0")
 
 
 def variables(shapes: Any = SHAPES, dtype: str = "float32", where: str = "CPU:1") -> list[Any]:
@@ -344,12 +344,12 @@ def test_variables_on_several_devices_are_exchanged_on_the_host() -> None:
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        devices.logger.addHandler(handler)
+        layers.logger.addHandler(handler)
         for _ in range(2):
             exchange = Exchange(mixed)
             assert inside(exchange).pipeline.device is HOST
             assert len(exchange.exchange(draw(0, [(5,), (5,)]))) == 2
-        devices.logger.removeHandler(handler)
+        layers.logger.removeHandler(handler)
     (one,) = [text for text in said if "exchanged on the CPU" in text]
     assert "CPU:0, " in one
 
@@ -366,9 +366,9 @@ def test_without_cupy_and_bindings_gradients_are_exchanged_on_the_host(
     assert place_of(given) is None
     assert not caplog.messages
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: [kind])
-    monkeypatch.setattr(devices, "_is_gpu", lambda name: True)
-    monkeypatch.setattr(devices.logger, "propagate", True)
-    devices._warn.cache_clear()
+    monkeypatch.setattr(layers, "_is_gpu", lambda name: True)
+    monkeypatch.setattr(layers.logger, "propagate", True)
+    layers._warn.cache_clear()
     for _ in range(2):
         assert place_of(given) is None
     (text,) = caplog.messages

@@ -30,13 +30,13 @@ if not preloaded.HAS_TORCH:
 
 from gradcomp import LGC, PowerSGD, Quantize, TopK
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, TransportError, WireFormatError
+from gradcomp.exchange.driver import mean_of_rows
 from gradcomp.job import runtime
 from gradcomp.job.reduce_op import Sum
-from gradcomp.job.sparse import mean_of_rows
 from gradcomp.tf import bridge
-from gradcomp.tf.call import groups_of
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.layers import specs
+from gradcomp.tf.steps import groups_of
 
 THREADS = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 ONE_THREAD = {**THREADS, "ONE_INTER_OP_THREAD": "1"}

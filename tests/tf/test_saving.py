@@ -140,9 +140,9 @@ def test_a_loaded_model_trains_on() -> None:
     from keras_checks import assert_alike, compression, data, fit, model, shared_directory
 
     from gradcomp.core.errors import ConfigError
+    from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
     from gradcomp.job import runtime
     from gradcomp.job.checkpoint import save
-    from gradcomp.job.checkpoint_manager import checkpoint_manager_of
     from gradcomp.tf.objects import broadcast_object
     from gradcomp.tf.optimizer import Distributed, DistributedOptimizer
     from gradcomp.tf.saving import load_model

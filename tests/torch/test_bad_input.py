@@ -244,7 +244,7 @@ def test_different_arguments_are_refused_by_all_and_named(arguments):
 
 @on_ranks(2)
 def test_different_versions_are_refused_by_all():
-    from gradcomp.engine import agreement
+    from gradcomp.exchange import agreement
 
     before = agreement.__version__
     if gc.rank() == 1:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp.torch as gc
 from gradcomp.control.base import at_once
 from gradcomp.core.journal import read
-from gradcomp.engine import terms
+from gradcomp.exchange import agreement
 from gradcomp.torch.ddp import ddp_comm_hook
 
 EVERYTHING = gc.Filter(min_elements=0, min_dimensions=2, exclude_kinds=())
@@ -105,7 +105,7 @@ def test_plans_change_and_agree(name):
 @on_ranks(3)
 def test_resumed_is_uninterrupted_bit_for_bit(family):
     # Background work at once, so that plans change in the same steps.
-    terms.in_background = at_once
+    agreement.in_background = at_once
     directory = gc.broadcast_object(tempfile.mkdtemp() if gc.rank() == 0 else None, 0)
     controller = gc.LGreCo(5, alpha=3)
     model, optimizer = make(controller, family)

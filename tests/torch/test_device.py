@@ -21,11 +21,13 @@ from kernels.standin import FOLDER
 import gradcomp.kernels.cuda
 import gradcomp.torch as gc
 from gradcomp.analysis import read
-from gradcomp.engine.background import in_background
-from gradcomp.kernels import bodies, devices
-from gradcomp.torch import core, ddp, fingerprint, soon, staging, start
+from gradcomp.exchange.thread import in_background
+from gradcomp.kernels import devices, dispatch
+from gradcomp.torch import ddp, distributed_state, fingerprint
 from gradcomp.torch import devices as torch_devices
-from gradcomp.torch.ddp_steps import BucketSteps
+from gradcomp.torch import layers as layers_module
+from gradcomp.torch import streams as streams_module
+from gradcomp.torch.ddp import BucketSteps
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.streams import streams_of
 from gradcomp.torch.tensors import Form
@@ -63,18 +65,18 @@ def on_device() -> Iterator[_Everything]:
     driver = _Everything(FOLDER, order=2)
     device = devices.on("cuda:0", driver)
     try:
-        with replaced("device_of", lambda named: device, core, ddp):
+        with replaced("device_of", lambda named: device, distributed_state, ddp):
             yield driver
     finally:
-        bodies.take_away("cuda:0")
+        dispatch.take_away("cuda:0")
 
 
 @contextmanager
 def through_host() -> Iterator[FakeStreams]:
     """Optimizers that are made inside have their gradients on a device without kernels."""
     streams = FakeStreams()
-    device = staging.Staged("cuda:0", streams=streams)
-    with replaced("device_of", lambda named: device, core, ddp):
+    device = streams_module.Staged("cuda:0", streams=streams)
+    with replaced("device_of", lambda named: device, distributed_state, ddp):
         yield streams
 
 
@@ -248,7 +250,7 @@ def test_without_cupy_and_bindings_gradients_of_a_gpu_go_through_the_host_with_o
     monkeypatch.setattr(torch_devices.logger, "propagate", True)
     parameter: Any = SimpleNamespace(device=torch.device("cuda:7"))
     found = [device_of([("weight", parameter)]) for _ in range(3)]
-    assert all(isinstance(device, staging.Staged) and device.name == "cuda:7" for device in found)
+    assert all(isinstance(device, streams_module.Staged) and device.name == "cuda:7" for device in found)
     [said] = [record.getMessage() for record in caplog.records]
     assert "pip install 'gradcomp[cuda13]'" in said
     assert "pinned memory" in said
@@ -279,7 +281,7 @@ def test_a_copy_to_the_host_is_behind_the_gradient_and_beside_the_scripts_stream
     streams = FakeStreams()
     script = streams.another()
     gradient = torch.zeros(3)
-    way = staging.ThroughHost(streams)
+    way = streams_module.ThroughHost(streams)
     with streams.on(script):
         script.held.append(lambda: gradient.fill_(5.0))  # backward has not come to it
         handed = way.hand_in(gradient)
@@ -292,7 +294,7 @@ def test_a_copy_to_the_host_is_behind_the_gradient_and_beside_the_scripts_stream
 def test_means_come_back_in_the_order_of_the_current_stream() -> None:
     streams = FakeStreams()
     script, form = streams.another(), Form.of(torch.zeros(2, 3).t())
-    way = staging.ThroughHost(streams)
+    way = streams_module.ThroughHost(streams)
     room = way.allocate(form, None)
     room.tensor.copy_(torch.arange(6.0))
     with streams.on(script):
@@ -310,7 +312,7 @@ def test_what_the_engines_thread_begins_is_in_the_order_of_the_stream_that_train
     streams = FakeStreams()
     script = streams.another()
     with (
-        replaced("streams_of", lambda device: streams, staging, start, fingerprint),
+        replaced("streams_of", lambda device: streams, streams_module, layers_module, fingerprint),
         streams.on(script),
         on_device() as driver,
     ):
@@ -338,11 +340,11 @@ def test_parameters_are_compared_as_they_are_in_the_order_of_the_scripts_stream(
     script = streams.another()
     parameter = torch.nn.Parameter(torch.zeros(5))
     named = [("w", parameter)]
-    with replaced("streams_of", lambda device: streams, start), streams.on(script):
+    with replaced("streams_of", lambda device: streams, layers_module), streams.on(script):
         script.held.append(lambda: parameter.data.fill_(1.0))  # the last step, not done yet
-        work = start.digests_behind(named)
+        work = layers_module.digests_behind(named)
     found = in_background(work).result()
-    assert found == start.digests_of([("w", torch.nn.Parameter(torch.ones(5)))])
+    assert found == layers_module.digests_of([("w", torch.nn.Parameter(torch.ones(5)))])
     [(reader, followed)] = streams.waited
     assert followed is script
     assert reader not in (script, streams.default)
@@ -355,7 +357,7 @@ def residual_after(scales: list[float], streams: Any) -> tuple[bytes, bytes]:
     """The parameter and the residual after steps at these scales of the loss, and falling learning rates."""
     weight, rate = torch.nn.Parameter(torch.zeros(32, 32)), torch.tensor(1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
-    with replaced("streams_of", streams, soon):
+    with replaced("streams_of", streams, streams_module):
         opt = gc.DistributedOptimizer(
             torch.optim.SGD([weight], lr=rate),
             [("w", weight)],
@@ -385,12 +387,12 @@ def test_a_scale_and_a_rate_that_a_device_holds_are_those_of_their_own_step():
 def test_an_exchange_begins_when_the_scale_has_come() -> None:
     parameter = torch.tensor(8.0)
     streams = FakeStreams(late=2)
-    with replaced("streams_of", lambda device: streams, soon):
-        number: Any = soon.number_of(parameter, 0.5)
+    with replaced("streams_of", lambda device: streams, streams_module):
+        number: Any = streams_module.number_of(parameter, 0.5)
     assert [number.done() for _ in range(4)] == [False, False, True, True]
     assert number.result() == 4.0
-    assert soon.number_of(parameter, 0.5) == 4.0  # the CPU's own is here
-    assert soon.number_of(3, 0.5) == 1.5
+    assert streams_module.number_of(parameter, 0.5) == 4.0  # the CPU's own is here
+    assert streams_module.number_of(3, 0.5) == 1.5
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -421,7 +423,7 @@ def test_parameters_are_sampled_alike_with_kernels_and_without(dtype: torch.dtyp
     named.append(
         ("turned", torch.nn.Parameter(torch.randn(8, 6, 5, 7).to(memory_format=torch.channels_last)))
     )
-    staged = staging.Staged("cuda:0", streams=FakeStreams())
+    staged = streams_module.Staged("cuda:0", streams=FakeStreams())
     for turn in (0, 5):
         here, there = (fingerprint.ParameterSamples(named, device) for device in (devices.HOST, staged))
         expected, found = here.take(turn, "[]").result(), there.take(turn, "[]").result()

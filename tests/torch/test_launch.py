@@ -22,10 +22,10 @@ from launching import Finished, clean_environment, plain_variables, run_ranks, r
 from ports import free_port
 
 from gradcomp.core.errors import ConfigError, TransportError
-from gradcomp.job.addresses import listening_socket, own_address
-from gradcomp.job.hostsocket import HostSocket
+from gradcomp.job.jobstore import listening_socket, own_address
 from gradcomp.job.launch import Launch, discover, placed
 from gradcomp.job.rendezvous import connect
+from gradcomp.job.signing import HostSocket
 
 # ----------------------------------------------------------------------------------------- what launchers say
 
@@ -314,7 +314,7 @@ def test_unreachable_address_is_warned_about(
 
 LAUNCHER = """
 import multiprocessing, os
-from gradcomp.job.launcher import launcher_of
+from gradcomp.job.process_end import launcher_of
 
 def say(child=False):
     launcher = launcher_of(os.environ)

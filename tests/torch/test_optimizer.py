@@ -316,9 +316,8 @@ def test_two_optimizers_over_parts_of_one_graph_work_as_in_a_gan():
 @on_ranks(2)
 def test_optimizers_whose_gradients_come_in_different_orders_do_not_wait_for_each_other():
     heads = [torch.nn.Linear(8, 2), torch.nn.Linear(8, 2)]
-    unused = [
-        torch.nn.Parameter(torch.ones(3)) for _ in heads
-    ]  # so that no bucket is complete before the flush
+    # So that no bucket is complete before the flush.
+    unused = [torch.nn.Parameter(torch.ones(3)) for _ in heads]
     optimizers = []
     for i, head in enumerate(heads):
         torch.nn.init.ones_(head.weight)

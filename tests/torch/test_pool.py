@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gradcomp.kernels import devices
-from gradcomp.kernels.cuda import pools
+from gradcomp.kernels.cuda import driver
 from gradcomp.torch import devices as torch_devices
-from gradcomp.torch.pool import TorchPool
+from gradcomp.torch.devices import TorchPool
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def test_a_device_of_torch_parameters_takes_torch_memory(monkeypatch: pytest.Mon
     class Parameter:
         device = "cuda:2"
 
-    monkeypatch.setattr(pools, "_lent", {})
-    monkeypatch.setattr(devices, "cuda", pools.lent)
+    monkeypatch.setattr(driver, "_lent", {})
+    monkeypatch.setattr(devices, "cuda", driver.lent_to)
     named: Any = [("weight", Parameter())]
     assert isinstance(torch_devices.device_of(named), TorchPool)
-    assert pools.lent(0) is None
+    assert driver.lent_to(0) is None

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transport_engines import no_horovod, under_horovodrun
 
 import gradcomp.torch as gc
-from gradcomp.job.introduction import set_of
+from gradcomp.job.membership import set_of
 
 
 def model(seed: int = 0) -> torch.nn.Module:

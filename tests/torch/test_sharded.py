@@ -23,7 +23,7 @@ from sharded_models import (
 )
 
 import gradcomp.torch as gc
-from gradcomp.pipeline.request_order import RequestOrder
+from gradcomp.exchange.request_group import RequestOrder
 from gradcomp.reduce.header import ByteHeader, padded
 from gradcomp.torch.sharded.exchange import GatherWeights, ReduceGradients
 

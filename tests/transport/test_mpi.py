@@ -225,7 +225,7 @@ def test_what_ranks_publish_all_look_up():
 
         from gradcomp.transport.base import wait
         from gradcomp.transport.mpi import MpiTransport
-        from gradcomp.transport.mpi_control import MpiControl
+        from gradcomp.transport.mpi_process import MpiControl
 
         def soon(key, value):
             deadline = time.monotonic() + 20
@@ -277,10 +277,12 @@ def test_a_rank_that_stays_away_is_named_and_each_rank_ends_in_its_own_way():
         import numpy as np
 
         from gradcomp import Config, LayerSpec, Policy, Quantize, TransportError
-        from gradcomp.engine import Engine, Exchanger, Watchdog
-        from gradcomp.pipeline import Submission
+        from gradcomp.exchange.arrivals import Submission
+        from gradcomp.exchange.exchanger import Exchanger
+        from gradcomp.exchange.thread import Engine
+        from gradcomp.exchange.watchdog import Watchdog
         from gradcomp.transport.mpi import MpiTransport
-        from gradcomp.transport.mpi_control import MpiControl
+        from gradcomp.transport.mpi_process import MpiControl
 
         def step():
             gradient = np.full(1600, ours.rank + 1.0, np.float32)
@@ -328,7 +330,7 @@ def test_a_stopped_rank_does_not_keep_the_others_from_ending():
 
         from gradcomp.transport import mpi_process
         from gradcomp.transport.mpi import MpiTransport
-        from gradcomp.transport.mpi_control import MpiControl
+        from gradcomp.transport.mpi_process import MpiControl
 
         mpi_process.FAREWELL_SECONDS = 1.0
         ours, control = MpiTransport(), MpiControl()

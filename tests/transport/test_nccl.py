@@ -216,13 +216,13 @@ def meeting(size: int) -> Callable[[int], Callable[[bytes], list[bytes]]]:
 
 
 def joined(machine: Machine, gpus: list[int | None], seconds: float = 30.0) -> list[Any]:
-    from gradcomp.transport import nccl_cupy
+    from gradcomp.transport import nccl as nccl_module
 
     meet = meeting(len(gpus))
 
     def work(rank: int) -> Any:
         machine.place.gpu, machine.place.rank = gpus[rank], rank
-        return nccl_cupy.nccl_transport(rank, len(gpus), meet(rank), seconds)
+        return nccl_module.nccl_transport(rank, len(gpus), meet(rank), seconds)
 
     return on_each(len(gpus), work)
 
@@ -269,20 +269,20 @@ def test_nccl_that_cannot_begin(machine: Machine) -> None:
 
 @pytest.mark.parametrize("identity", [b'{"device": "a"}', b'{"device": "a", "id": "no digits"}'])
 def test_an_identity_that_is_none(machine: Machine, identity: bytes) -> None:
-    from gradcomp.transport import nccl_cupy
+    from gradcomp.transport import nccl as nccl_module
 
     machine.place.gpu, machine.place.rank = 0, 1
     with pytest.raises(WireFormatError, match="without an identity"):
-        nccl_cupy.nccl_transport(1, 2, lambda mine: [identity, mine], 5.0)
+        nccl_module.nccl_transport(1, 2, lambda mine: [identity, mine], 5.0)
 
 
 def test_what_another_rank_says_of_itself_is_checked() -> None:
-    from gradcomp.transport import nccl_cupy
+    from gradcomp.transport import nccl as nccl_module
 
     for part in (b"\xff", b"[]", b"3"):
         with pytest.raises(WireFormatError, match="introduced itself"):
-            nccl_cupy._introduction(part)
-    assert nccl_cupy._introduction(json.dumps({"id": "00"}).encode()) == {"id": "00"}
+            nccl_module._introduction(part)
+    assert nccl_module._introduction(json.dumps({"id": "00"}).encode()) == {"id": "00"}
 
 
 def test_ranks_that_do_not_come_together_in_time(machine: Machine) -> None:
@@ -294,7 +294,7 @@ def test_ranks_that_do_not_come_together_in_time(machine: Machine) -> None:
 
 def test_calls_of_nccl(machine: Machine) -> None:
     """Names, order of arguments and constants, as CuPy 14 has them; an error of NCCL's is a TransportError."""
-    from gradcomp.transport.nccl_cupy import CupyCommunicator
+    from gradcomp.transport.nccl import CupyCommunicator
 
     driver = Driver(0)
     machine.place.rank = 1
@@ -331,7 +331,7 @@ def test_connections_are_made_with_the_communicator_unless_the_user_has_said_oth
 
 
 def test_a_status_that_cupy_has_no_name_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradcomp.transport.nccl_cupy import CupyCommunicator
+    from gradcomp.transport.nccl import CupyCommunicator
 
     machine.place.rank = 0
     ours = CupyCommunicator(machine.nccl, Driver(0), b"id", 0, 1)
@@ -352,9 +352,9 @@ def test_a_status_that_cupy_has_no_name_for(machine: Machine, monkeypatch: pytes
 def test_the_thread_that_meets_the_others_works_on_their_gpu(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradcomp.transport import nccl_cupy
+    from gradcomp.transport import nccl as nccl_module
 
-    monkeypatch.setattr(nccl_cupy, "NcclTransport", lambda communicator, _: communicator)
+    monkeypatch.setattr(nccl_module, "NcclTransport", lambda communicator, _: communicator)
     for communicator in joined(machine, [0, 1]):
         (thread,) = communicator.driver.current_in
         assert thread != threading.get_ident()

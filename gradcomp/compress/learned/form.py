@@ -1,22 +1,153 @@
-"""The forms of LGC differ in their nets, in a step of training, and in how a code travels."""
+"""The two forms of LGC share the vector that is sent, the steps of training, and the interface of a form."""
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import Traffic
-from gradcomp.compress.learned.sent import Sent
-from gradcomp.compress.messages import Exchange, Message, Reply
+from gradcomp.compress.messages import Bytes, Exchange, Message, Reply
 from gradcomp.compress.sparse.clt_k import Rider, Shared
-from gradcomp.compress.sparse.summed import Floats
+from gradcomp.compress.sparse.drawn import Floats
+from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.errors import StateError
+from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Locate g, the selected values of a group, with layers in the order of the model, whatever order they travel in.
+
+    ``places``: of each value in the arrays of ``chosen``. ``rows``: the row that each belongs to.
+    """
+
+    chosen: Selection
+    places: Sizes
+    rows: Sizes
+
+    @staticmethod
+    def of(group: Group, chosen: Selection) -> Sent:
+        """Return the places for the selection of a group."""
+        order = np.argsort(group.layers, kind="stable")
+        places = [np.arange(n) + begin for begin, n in zip(chosen.offsets, chosen.counts, strict=True)]
+        ordered = [places[row] for row in order.tolist()]
+        return Sent(
+            chosen,
+            np.concatenate([np.zeros(0, np.int64), *ordered]),
+            np.repeat(order, chosen.counts[order]),
+        )
+
+    @property
+    def count(self) -> int:
+        """Return the number of values."""
+        return len(self.places)
+
+    def values(self, group: Group, flags: Bytes) -> Floats:
+        """Return this rank's values; zeros for rows that are flagged, because a code mixes rows."""
+        chosen = self.chosen
+        selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
+        found: Floats = chosen.values[self.places]
+        found[flags[self.rows] != 0] = 0
+        return found
+
+    def in_rows(self, values: Floats) -> Floats:
+        """Return values of g in the order of the selection."""
+        found: npt.NDArray[np.float32] = np.zeros_like(self.chosen.values)
+        found[self.places] = values
+        return found
+
+    def scatter(self, group: Group, flags: Bytes, values: Floats, divisor: float, scale: float) -> None:
+        """Write ``values`` / divisor * scale to the outputs at the selected indices, 0 elsewhere."""
+        chosen = self.chosen
+        indices.scatter_values(
+            group.table,
+            flags,
+            chosen.offsets,
+            chosen.counts,
+            chosen.indices,
+            self.in_rows(values),
+            divisor=divisor,
+            scale=scale,
+        )
+
+
+def shares(nbytes: int, counts: Sizes) -> Sizes:
+    """Divide ``nbytes`` among rows in proportion to their ``counts``."""
+    ends = np.cumsum(counts) * nbytes // max(int(counts.sum()), 1)
+    found: Sizes = np.diff(ends, prepend=0)
+    return found
+
+
+T = TypeVar("T")
+
+#: With this setting ranks measure, and decide together.
+AUTO: Final = "auto"
+#: Every rank measures so many steps.
+MEASURED: Final = 10
+#: Training may take this part of the rest of a step, in the mean.
+PART: Final = 0.05
+_LEAST_SHARE = 1000
+
+
+class Stopwatch:
+    """Measure training against the rest of a step, on this rank. ``now``: a clock, in seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._lessons: list[float] = []
+        self._rests: list[float] = []
+        self._ended: float | None = None
+
+    def time(self, lesson: Callable[[], T]) -> T:
+        """Return the result of ``lesson``, and measure it.
+
+        The time between two lessons is the rest of a step.
+        """
+        began = self._now()
+        if self._ended is not None:
+            self._rests.append(began - self._ended)
+        found = lesson()
+        self._ended = self._now()
+        self._lessons.append(self._ended - began)
+        return found
+
+    @property
+    def part(self) -> float:
+        """Return the median time of a lesson over that of the rest of a step; 0 until enough were measured."""
+        if len(self._rests) < MEASURED:
+            return 0.0
+        return median(self._lessons) / max(median(self._rests), 1e-9)
+
+
+def every(parts: Sequence[float]) -> int:
+    """Return the m for which training on every m-th sample takes at most :data:`PART`, by the parts of all ranks.
+
+    0 while a rank has not measured enough.
+    """
+    slowest = max(parts)
+    if not all(part > 0 for part in parts) or not math.isfinite(slowest):
+        return 0
+    return min(max(math.ceil(slowest / PART), 1), _LEAST_SHARE)
+
+
+def is_share(share: object) -> bool:
+    """Return whether a setting is :data:`AUTO`, or 1/m for a whole number m."""
+    if share == AUTO:
+        return True
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 1 / _LEAST_SHARE <= share <= 1:
+        return False
+    return abs(share * round(1 / share) - 1) < 1e-3
+
 
 #: A function that returns the nets' weights.
 Weights = Callable[[], Floats]

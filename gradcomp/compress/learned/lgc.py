@@ -12,18 +12,16 @@ import numpy as np
 
 from gradcomp.compress.base import SHARED, Compressor, Traffic, Traits, check_momentum_factor, zeros
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.learned.form import Form, Lesson
+from gradcomp.compress.learned.form import AUTO, PART, Form, Lesson, Sent, Stopwatch, every, is_share, shares
 from gradcomp.compress.learned.ring import Ring
-from gradcomp.compress.learned.sent import Sent, shares
 from gradcomp.compress.learned.server import Server
-from gradcomp.compress.learned.training import AUTO, PART, Stopwatch, every, is_share
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import keep_errors
 from gradcomp.compress.sparse.clt_k import CLTk
+from gradcomp.compress.sparse.drawn import Floats
 from gradcomp.compress.sparse.payload import sent_by
-from gradcomp.compress.sparse.summed import Floats
-from gradcomp.compress.wrappers.momentum_correction import MomentumCorrection
+from gradcomp.compress.wrappers.momentum import MomentumCorrection
 from gradcomp.compress.wrappers.schedule import Warmup
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec

@@ -10,12 +10,11 @@ import numpy as np
 
 from gradcomp.compress.base import SHARED, Traffic
 from gradcomp.compress.learned.autoencoder import Autoencoder
-from gradcomp.compress.learned.form import Form, Lesson, Share, Weights
-from gradcomp.compress.learned.sent import Sent, shares
+from gradcomp.compress.learned.form import Form, Lesson, Sent, Share, Weights, shares
 from gradcomp.compress.messages import Bytes, Exchange, Sum
 from gradcomp.compress.sparse.base import keep_errors
 from gradcomp.compress.sparse.clt_k import Rider
-from gradcomp.compress.sparse.summed import Floats
+from gradcomp.compress.sparse.drawn import Floats
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 

@@ -1,25 +1,229 @@
-"""LGC's parameter-server form decodes one rank's code with all innovations (Abrahamyan et al. 2021, Algorithm 1)."""
+"""LGC's parameter-server form decodes one rank's code with all innovations (Abrahamyan et al. 2021, Algorithm 1).
+
+There is one encoder, and for each rank a decoder that is given its innovation: the rank's largest values, which it
+sends itself.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcomp.compress.base import SHARED, Traffic
-from gradcomp.compress.learned.decoders import Decoders
-from gradcomp.compress.learned.form import Form, Lesson, Marking, Share, Weights
-from gradcomp.compress.learned.innovations import Arrived, Selecting
-from gradcomp.compress.learned.sent import Sent, shares
+from gradcomp.compress.learned.autoencoder import DECODER, ENCODER, Autoencoder, Whole, as_samples, mean_of
+from gradcomp.compress.learned.form import Form, Lesson, Marking, Sent, Share, Weights, shares
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.quantise.cast import Cast
 from gradcomp.compress.sparse.base import elements_at, keep_errors
+from gradcomp.compress.sparse.drawn import Floats
 from gradcomp.compress.sparse.payload import Selection, SparseFormat
-from gradcomp.compress.sparse.summed import Floats
 from gradcomp.kernels import indices as kernel
+from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
+
+_WIDTH = 32  # An index has so many bits.
+
+
+class Selecting(Marking):
+    """Select this rank's innovations, into ``own``, while the leader's indices are shared.
+
+    Each rank takes the largest |p| of its own layers. On the leader they are among what it has selected.
+    """
+
+    def __init__(self, sent: Sent, own: Selection) -> None:
+        self._sent = sent
+        self.own = own
+
+    def lead(self, group: Group, chosen: Selection, flags: Bytes, view: Bytes) -> None:
+        """Take the largest elements of the selection, ties by lower index."""
+        own, rows = self.own, row_of(chosen.counts)
+        order = np.lexsort((chosen.indices, -np.abs(chosen.values), rows))
+        rank = np.arange(len(rows)) - np.repeat(np.cumsum(chosen.counts) - chosen.counts, chosen.counts)
+        places = np.sort(order[rank < own.counts[rows]])
+        own.indices[:], own.values[:] = chosen.indices[places], chosen.values[places]
+
+    def follow(self, group: Group, context: StepContext, flags: Bytes) -> None:
+        """Take the largest elements of p, which is written to the next residuals."""
+        own, factors = self.own, context.factors(len(group.table))
+        selection.select_top(
+            group.inputs,
+            flags,
+            factors,
+            own.counts,
+            own.offsets,
+            own.indices,
+            own.values,
+            own.counts,
+            decay=context.decay,
+            zeros=True,  # their number must not depend on the values
+        )
+
+    def marks(self) -> npt.NDArray[np.bool_]:
+        """Mark the innovations among the leader's indices."""
+        sent, own = self._sent, self.own
+        at, inside = find(sent.chosen, row_of(own.counts), own.indices)
+        marks = np.zeros(len(sent.chosen.indices), np.bool_)
+        marks[at[inside]] = True
+        return marks[sent.places]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """Hold the innovations of all ranks, in relation to a selection S.
+
+    ``inside``: those in S, (ranks, values of S), in the order of :class:`Sent`, zeros elsewhere. ``outside``: by rank,
+    those elsewhere.
+    """
+
+    inside: Floats
+    outside: list[Selection]
+
+    @staticmethod
+    def of(sent: Sent, ranks: list[Selection]) -> Arrived:
+        """Divide each rank's innovations into those inside and outside of S."""
+        inside = np.zeros((len(ranks), sent.count), np.float32)
+        outside = []
+        for row, one in zip(inside, ranks, strict=True):
+            rows = row_of(one.counts)
+            at, found = find(sent.chosen, rows, one.indices)
+            flat = np.zeros(len(sent.chosen.indices), np.float32)
+            flat[at[found]] = one.values[found]
+            row[:] = flat[sent.places]
+            counts = np.bincount(rows[~found], minlength=len(one.counts))
+            left = one.indices[~found], one.values[~found]
+            outside.append(Selection(np.cumsum(counts) - counts, counts, *left))
+        return Arrived(inside, outside)
+
+
+def row_of(counts: Sizes) -> Sizes:
+    """Return the row of each element, for ``counts`` elements per row."""
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def find(
+    chosen: Selection, rows: Sizes, wanted: npt.NDArray[np.uint32]
+) -> tuple[Sizes, npt.NDArray[np.bool_]]:
+    """Return the place of each element in a selection of fixed counts, and whether it is there at all."""
+    keys = (row_of(chosen.counts) << _WIDTH) + chosen.indices
+    own = (rows << _WIDTH) + wanted
+    at = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
+    return at, keys[at] == own
+
+
+@dataclass(frozen=True)
+class Decoders:
+    """Compute E and D_1 ... D_K of :class:`Autoencoder`, whose last convolution has the innovation beside 32 channels.
+
+        L = sum over k of ||D_k(E(s_j), i_k) - s_k||**2 + similarity sum over k, m != k of ||E(s_k) - E(s_m)||**2
+
+    s_k: the values of rank k; i_k: those that rank k sends itself, zeros elsewhere; j: one rank. The second sum runs
+    over ordered pairs, so each pair counts twice. Weights are one flat float32 array: those of E, then those of each D.
+    All D have the same first weights. The weight of the innovation is 1 at first, so an untrained D returns nearly the
+    innovation.
+
+    Source: Abrahamyan et al. 2021, section IV-A, equations 3 to 7, with a lambda1 of 1, which the paper leaves open.
+    """
+
+    channels: int
+    ranks: int
+    similarity: float = 0.5
+
+    @cached_property
+    def pair(self) -> Autoencoder:
+        """Return the autoencoder of E and one D."""
+        return Autoencoder(self.channels, beside=1)
+
+    @property
+    def decoder_size(self) -> int:
+        return self.pair.size - self.pair.encoder_size
+
+    @property
+    def size(self) -> int:
+        return self.pair.encoder_size + self.ranks * self.decoder_size
+
+    def first_weights(self, seed: int) -> Floats:
+        first = self.pair.first_weights(seed)
+        end = self.pair.encoder_size
+        return np.concatenate([first[:end], np.tile(first[end:], self.ranks)])
+
+    def adapted(self, weights: Floats, seed: int) -> Floats | None:
+        """Return weights for this number of ranks, from those of another; new D have first weights.
+
+        None if no number of ranks has so many weights.
+        """
+        end, step = self.pair.encoder_size, self.decoder_size
+        if len(weights) < end + step or (len(weights) - end) % step:
+            return None
+        found = self.first_weights(seed)
+        kept = min(len(found), len(weights))
+        found[:kept] = weights[:kept]
+        return found
+
+    def code_length(self, values: int) -> int:
+        return self.pair.code_length(values)
+
+    def encode(self, weights: Floats, values: Floats) -> Floats:
+        return self.pair.encode(weights, values)
+
+    def decode(self, weights: Floats, code: Floats, innovations: Floats) -> Floats:
+        """Return D_k of one code and each row of ``innovations``: (K, values), which are not normalised."""
+        codes, beside = code.reshape(self.channels, 1, -1), as_samples(innovations)
+        found = np.empty_like(innovations)
+        for k, layers in enumerate(self._decoders(weights)):
+            decoded, _ = self.pair.run_decoder(layers, codes, beside[:, k : k + 1])
+            found[k] = decoded.reshape(-1)[: innovations.shape[1]]
+        return found
+
+    def train(
+        self, weights: Floats, samples: Floats, innovations: Floats, drawn: int, rate: float
+    ) -> tuple[Floats, float]:
+        """Return the weights after one step of gradient descent on L, and the mean of L's first sum before it.
+
+        ``samples`` and ``innovations``: (K, values). ``drawn``: the rank whose code all D are given. The mean is over
+        ranks. Weights stay as they were if any would not be finite.
+        """
+        reconstruction, _, gradient = self.gradient(weights, samples, innovations, drawn)
+        with np.errstate(all="ignore"):
+            changed = weights - np.float32(rate) * gradient
+        return (changed if np.isfinite(changed).all() else weights), reconstruction / self.ranks
+
+    def gradient(
+        self, weights: Floats, samples: Floats, innovations: Floats, drawn: int
+    ) -> tuple[float, float, Floats]:
+        """Return both sums of L, the second not weighted, and the gradient of L as a flat array."""
+        pair, inputs, beside = self.pair, as_samples(samples), as_samples(innovations)
+        encoder = pair.rounded(weights, ENCODER)
+        errors: list[Floats] = []
+        upper: list[Floats] = []
+        with np.errstate(all="ignore"):
+            codes, encoding = pair.run_encoder(encoder, inputs)
+            apart = codes - mean_of(codes)
+            # The gradient of the second sum: every pair with E(s_k) in it counts twice.
+            behind = np.float32(4 * self.similarity * self.ranks) * apart
+            for k, layers in enumerate(self._decoders(weights)):
+                found, decoding = pair.run_decoder(layers, codes[:, drawn : drawn + 1], beside[:, k : k + 1])
+                errors.append(found - inputs[:, k : k + 1])
+                below, gradients = pair.decoder_back(layers, decoding, 2 * errors[-1])
+                behind[:, drawn] += below[:, 0]
+                upper += gradients
+            lower = pair.encoder_back(encoder, encoding, behind)
+            reconstruction = _squares(np.concatenate(errors))
+            similarity = 2 * self.ranks * _squares(apart)
+        return reconstruction, similarity, np.concatenate([g.reshape(-1) for g in (*lower, *upper)])
+
+    def _decoders(self, weights: Floats) -> list[list[Whole]]:
+        parts = weights[self.pair.encoder_size :].reshape(self.ranks, -1)
+        return [self.pair.rounded(part, DECODER) for part in parts]
+
+
+def _squares(values: Floats) -> float:
+    """Return the sum of the squares, exactly rounded, whatever the order."""
+    return math.fsum((values.astype(np.float64) ** 2).ravel().tolist())
 
 
 @dataclass(frozen=True)

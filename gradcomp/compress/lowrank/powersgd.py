@@ -15,7 +15,7 @@ from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin, DoubleBuffer
-from gradcomp.kernels import lowrank, routines, subspace
+from gradcomp.kernels import lowrank, replayed_calls, subspace
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.selection import contribute
 from gradcomp.kernels.step import StepContext
@@ -104,7 +104,7 @@ class PowerSGD(LowRank):
                 q, factors = lowrank.Factor(values, begins), context.factors(len(flags))
                 subspace.project(matrices, flags, factors, q, view, scale=context.scale, decay=context.decay)
 
-            routines.run((context.scale, context.decay, turn), (inputs, view, values), work)
+            replayed_calls.run((context.scale, context.decay, turn), (inputs, view, values), work)
             return flags
 
         p = yield Sum(matrices.p_size + matrices.exact_size, write_p, by_kernels=True)
@@ -114,7 +114,7 @@ class PowerSGD(LowRank):
             def work() -> None:
                 subspace.iterate(matrices, found, p.data, view, own, divisor=divisor, scale=scale)
 
-            routines.run(
+            replayed_calls.run(
                 (divisor, scale, _written(outputs)), (inputs, outputs, p.data, view, own, found), work
             )
             return memory.none
@@ -128,7 +128,7 @@ class PowerSGD(LowRank):
             subspace.finish(matrices, found, p.data, left, q.data, places, divisor=divisor, scale=scale)
 
         arrays = (inputs, outputs, p.data, own, q.data, found, None if kept is None else kept.memory)
-        routines.run((divisor, scale, turn, _written(outputs)), arrays, work)
+        replayed_calls.run((divisor, scale, turn, _written(outputs)), arrays, work)
         return found
 
     def _half(self, group: Group, context: StepContext, matrices: Matrices) -> Exchange:
@@ -231,7 +231,7 @@ def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange
     def write(view: Floats) -> Bytes:
         flags.fill(0)
         scale, decay = context.scale, context.decay
-        routines.run(
+        replayed_calls.run(
             (scale, decay),
             (inputs, view),
             lambda: EXACT.encode(inputs, view.view(np.uint8), flags, context.draw, scale, decay),
@@ -242,7 +242,7 @@ def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange
     reply = yield Sum(matrices.exact_size, write, by_kernels=True)
     found[:] = reply.flags
     total = reply.data.view(np.uint8)
-    routines.run(
+    replayed_calls.run(
         (context.divisor, context.unscale, _written(outputs)),
         (outputs, reply.data, found),
         lambda: EXACT.decode(outputs, total, found, context.divisor, context.unscale),

@@ -1,22 +1,23 @@
-"""Spectral compressors decompose matrices on every rank, gather atoms, and add them up.
-
-An atom is one singular triplet with a weight w in place of its singular value: w u v^T. It travels as the two columns
-sqrt(w) u and sqrt(w) v, neither of which overflows where their product does not.
-"""
+"""Spectral compressors decompose matrices on every rank and gather atoms: SpectralAtomo and BestRank."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.lowrank.base import LowRank, Matrices, elements
+from gradcomp.compress.base import Traits
+from gradcomp.compress.bounds import Distortion
+from gradcomp.compress.lowrank.base import LowRank, Matrices, clamped_rank, elements, matrix_shape
 from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather
-from gradcomp.core.errors import WireFormatError
-from gradcomp.kernels import lowrank
+from gradcomp.compress.registry import register
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.kernels import lowrank, philox
 from gradcomp.kernels.codec import Draw, Group, Sizes
 from gradcomp.kernels.selection import contribute
 from gradcomp.kernels.step import StepContext
@@ -257,3 +258,137 @@ def _merge(parts: list[Floats], sizes: Sizes) -> lowrank.Factor:
     for part, size, at in zip(parts, sizes, begins + np.cumsum(sizes, axis=0) - sizes, strict=True):
         merged[np.arange(len(part)) + np.repeat(at - _begins(size), size)] = part
     return lowrank.Factor(merged, begins)
+
+
+@register("spectral_atomo")
+@dataclass(frozen=True)
+class SpectralAtomo(Spectral):
+    """Send each of a layer's singular triplets with a probability, ``rank`` of them in expectation.
+
+    With M = scale g on every rank, an n x m matrix, and its singular value decomposition M = sum of s_i u_i v_i^T:
+
+        p_i = min(1, c s_i), with c such that their sum is r;  b_i = 1 with probability p_i, else 0
+        mean = (1/N) sum over ranks of the sum of b_i (s_i / p_i) u_i v_i^T
+
+    which is M's mean in expectation, with the least variance that independent draws of r atoms can have. This is a
+    baseline: to decompose in every step is too slow for anything else (Vogels et al. 2019, Table 6: 948 ms per batch,
+    where SGD takes 312 and PowerSGD 239). The first dimension of a tensor is n, all others together are m. Layers for
+    which r (n + m) >= n m, vectors among them, travel exactly. The level is the rank, at most min(n, m).
+
+    Wire: 4 + 4 k (n + m) bytes per layer, with k atoms, r in expectation and min(n, m) at most, to all ranks: (N - 1) d
+    bytes per rank. One round, or two where payloads grow. s_i / p_i is part of the vectors.
+    State: none.
+    Errors: ConfigError for a rank below 1; WireFormatError for counts and lengths that cannot be;
+    numpy.linalg.LinAlgError if LAPACK does not converge.
+    Source: Wang et al. 2018 (ATOMO), as Vogels et al. 2019 describe it in section 2 and measure it in Table 6.
+    Differs: layers are reshaped as for PowerSGD. Draws have 32 bits: a p_i below 2^-33 is 0.
+    """
+
+    fixed: ClassVar[bool] = False
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """Bound the variance: sum of s_i^2 (1 / p_i - 1) <= (sum of s_i)^2 / r - ||M||^2.
+
+        That is at most (min(n, m) / r - 1) ||M||^2.
+        """
+        rank = clamped_rank(layer.shape, self.rank)
+        return Distortion(min(matrix_shape(layer.shape)) / rank - 1.0 if rank else 0.0, True)
+
+    def most_atoms(self, n: int, m: int, rank: int) -> int:
+        return min(n, m)
+
+    def choose(
+        self, sigma: Doubles, rank: int, hashes: npt.NDArray[np.uint32], draw: Draw
+    ) -> tuple[Booleans, Doubles]:
+        """Choose every atom by a draw of its own."""
+        likely = probabilities(sigma, rank)
+        chosen = draws(hashes, sigma.shape[1], draw) < likely
+        return chosen, np.divide(sigma, likely, out=np.zeros_like(sigma), where=chosen)
+
+
+def probabilities(sigma: Doubles, rank: int) -> Doubles:
+    """Return min(1, c sigma), which sums to ``rank``, or to the number of positive values if there are fewer.
+
+    Args:
+        sigma: float64, shape (matrices, values); each row not negative, in descending order.
+        rank: 1 to the number of values.
+
+    Returns:
+        float64 of the same shape.
+    """
+    tails = np.cumsum(sigma[:, ::-1], axis=1)[:, ::-1]
+    left = rank - np.arange(sigma.shape[1])
+    # The first value whose fair share of the remaining sum is at most 1; those before it have probability 1.
+    first = (sigma * left <= tails).argmax(axis=1)[:, None]
+    tail = np.take_along_axis(tails, first, axis=1)
+    share = sigma * (rank - first)
+    fair = np.divide(share, tail, out=np.zeros_like(sigma), where=tail > 0)
+    return np.where(np.arange(sigma.shape[1]) < first, 1.0, fair)
+
+
+def draws(hashes: npt.NDArray[np.uint32], count: int, draw: Draw) -> Doubles:
+    """Draw ``count`` numbers in (0, 1) for each layer.
+
+    They are word i % 4 of the Philox counter (2**32 - 1 - i // 4, layer, step, rank). Draws for the elements of a layer
+    count up from 0 and do not reach these; draws of a shared random factor have the owner's number in place of a rank
+    (see `lowrank.random_q`).
+    """
+    blocks = -(-count // 4)
+    counter = np.empty((len(hashes), blocks, 4), dtype=np.uint32)
+    counter[..., 0] = 0xFFFFFFFF - np.arange(blocks)
+    counter[..., 1] = hashes[:, None]
+    counter[..., 2:] = draw.step, draw.rank
+    words = philox.philox4x32(counter, (draw.seed & 0xFFFFFFFF, draw.seed >> 32))
+    numbers = words.reshape(len(hashes), 4 * blocks)[:, :count].astype(np.float64)
+    return (numbers + 0.5) * 2.0**-32
+
+
+@register("best_rank")
+@dataclass(frozen=True)
+class BestRank(Spectral):
+    """Send each layer's ``rank`` largest singular values with their vectors.
+
+    With M = scale g + decay e on every rank, an n x m matrix, and its singular value decomposition M = U S V^T:
+
+        C = U_r S_r V_r^T;  mean = (1/N) sum over ranks of C;  e' = M - C
+
+    This is a baseline that shows what PowerSGD loses by its single step of iteration. To decompose in every step is too
+    slow for anything else: 673 ms where a whole step with PowerSGD takes 105 (Vogels et al. 2019, section 4.2). The
+    first dimension of a tensor is n, all others together are m. Layers for which r (n + m) >= n m, vectors among them,
+    travel exactly. The level is the rank, at most min(n, m). ``feedback=False``: there is no e.
+
+    Wire: r (n + m) floats, sqrt(S_r) in both factors, to all ranks: (N - 1) d bytes per rank; one round.
+    State: a residual per layer.
+    Errors: ConfigError for a rank below 1; numpy.linalg.LinAlgError if LAPACK does not converge.
+    Source: Vogels et al. 2019, Table 2 ("best approximation"). The paper does not say whether it approximates each
+    worker's matrix or their mean, which would need a dense exchange. Here each rank's matrix is approximated, so the
+    mean has a rank of up to N r where PowerSGD's has r; with one rank they are the same.
+    """
+
+    fixed: ClassVar[bool] = True
+
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.feedback, bool):
+            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+
+    @cached_property
+    def traits(self) -> Traits:
+        """Return a residual by default, because a truncation is biased."""
+        return Traits(keeps_residual=self.feedback)
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """Bound the loss: the r largest of min(n, m) singular values hold at least r / min(n, m) of the energy."""
+        rank = clamped_rank(layer.shape, self.rank)
+        return Distortion(1.0 - rank / min(matrix_shape(layer.shape)) if rank else 0.0)
+
+    def most_atoms(self, n: int, m: int, rank: int) -> int:
+        return rank
+
+    def choose(
+        self, sigma: Doubles, rank: int, hashes: npt.NDArray[np.uint32], draw: Draw
+    ) -> tuple[Booleans, Doubles]:
+        """Choose the first ``rank`` atoms, weighted by their singular values."""
+        return np.broadcast_to(np.arange(sigma.shape[1]) < rank, sigma.shape), sigma

@@ -9,8 +9,8 @@ import numpy as np
 from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import Sparse
-from gradcomp.compress.sparse.estimated_threshold import is_number
 from gradcomp.compress.sparse.payload import Selection
+from gradcomp.compress.sparse.threshold import is_number
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.kernels import selection

@@ -19,7 +19,7 @@ from gradcomp.compress.sparse.payload import CODINGS, Selection, SparseFormat
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels import indices, routines, selection
+from gradcomp.kernels import indices, replayed_calls, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.step import StepContext
@@ -166,7 +166,7 @@ class Sparse(Compressor):
         def select() -> None:
             flags.fill(0)
             work = partial(self.select, group, context, chosen, flags)
-            routines.run(factors, (group.inputs,), work)
+            replayed_calls.run(factors, (group.inputs,), work)
 
         def write(view: Bytes) -> tuple[Bytes, int]:
             used = 0
@@ -187,7 +187,7 @@ class Sparse(Compressor):
                 return flags, used
             used = form.begin(chosen.counts, view)
             key = factors, context.draw if form.draws else None, chosen.counts.tobytes(), _masked(group)
-            routines.run(key, (group.inputs, view), work)
+            replayed_calls.run(key, (group.inputs, view), work)
             return flags, used
 
         by_kernels = self.by_kernels and form.fixed
@@ -236,7 +236,7 @@ def scatter_payloads(
         return own
     written = (table["output"] != 0).tobytes()
     key = (context.divisor, context.unscale, written, flags.tobytes(), *map(form.told, payloads))
-    routines.run(key, (table, *payloads), work)
+    replayed_calls.run(key, (table, *payloads), work)
     return own
 
 

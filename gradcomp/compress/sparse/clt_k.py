@@ -11,9 +11,17 @@ import numpy as np
 from gradcomp.compress.base import Traffic, Traits, zeros
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Message, Reply
 from gradcomp.compress.registry import register
-from gradcomp.compress.sparse.kept import KEPT, KeptIndices, elements_for, mark_of
-from gradcomp.compress.sparse.payload import CODINGS, IndexFormat, Selection, sent_by
-from gradcomp.compress.sparse.summed import Summed
+from gradcomp.compress.sparse.drawn import Summed
+from gradcomp.compress.sparse.payload import (
+    CODINGS,
+    KEPT,
+    IndexFormat,
+    KeptIndices,
+    Selection,
+    elements_for,
+    mark_of,
+    sent_by,
+)
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin

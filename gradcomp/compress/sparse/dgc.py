@@ -10,9 +10,8 @@ import numpy as np
 from gradcomp.compress.base import Compressor, Traits, check_momentum_factor
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.registry import register
-from gradcomp.compress.sparse.estimated_threshold import EstimatedThreshold, Floats, is_number
-from gradcomp.compress.wrappers.local_clip import LocalClip
-from gradcomp.compress.wrappers.momentum_correction import MomentumCorrection
+from gradcomp.compress.sparse.threshold import EstimatedThreshold, Floats, is_number
+from gradcomp.compress.wrappers.momentum import LocalClip, MomentumCorrection
 from gradcomp.compress.wrappers.schedule import DensitySchedule
 from gradcomp.core.errors import ConfigError
 from gradcomp.kernels import selection

@@ -1,4 +1,4 @@
-"""A sparse payload holds the counts, indices and values of selected elements of a group's layers."""
+"""Sparse payloads: counts, indices and values of selected elements; kept indices and further selections."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.base import Coded
-from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.compress.base import SHARED, Coded
+from gradcomp.core.errors import ConfigError, StateError, WireFormatError
 from gradcomp.kernels import indices as kernel
-from gradcomp.kernels.codec import Draw, Sizes, Table
+from gradcomp.kernels import selection
+from gradcomp.kernels.codec import Draw, Group, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import address_of
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
+from gradcomp.kernels.step import StepContext
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -298,3 +301,108 @@ def _add_up(differences: npt.NDArray[np.int64], into: Selection, lengths: Sizes)
     if (found >= np.repeat(lengths, counts)).any():
         raise ValueError("an index is out of range")
     into.indices[places_of(into)] = found.astype(np.uint32)
+
+
+#: The name of the field.
+KEPT: Final = f"{SHARED}kept_indices"
+# The field is float32, in which marks up to this number and halves of an index, below 2**16, are exact.
+_PERIODS = 1 << 23
+_HALF = 1 << 16
+
+
+def elements_for(count: int) -> int:
+    """Return the elements of the field of a layer with ``count`` indices."""
+    return 2 * count + 1 if count else 0
+
+
+def mark_of(period: int) -> int:
+    """Return the number that marks a period in the field: never 0, with which a field begins."""
+    return period % _PERIODS + 1
+
+
+@dataclass(frozen=True, eq=False)
+class KeptIndices:
+    """Locate each layer's mark, upper halves of indices, and lower halves, in the fields of a group.
+
+    For every index, ``starts`` tells if it is the first of its layer, and ``lengths`` is the length of that layer.
+    """
+
+    marks: Sizes
+    upper: Sizes
+    lower: Sizes
+    starts: npt.NDArray[np.bool_]
+    lengths: Sizes
+
+    @staticmethod
+    def of(group: Group, chosen: Selection) -> KeptIndices:
+        """Return the places for the selection of a group."""
+        counts = chosen.counts
+        sizes = np.where(counts > 0, 2 * counts + 1, 0)
+        begins = np.cumsum(sizes) - sizes
+        upper = np.arange(counts.sum()) + np.repeat(begins + 1 - chosen.offsets, counts)
+        starts = np.zeros(counts.sum(), np.bool_)
+        starts[chosen.offsets[counts > 0]] = True
+        lengths = np.repeat(group.table["length"].astype(np.int64), counts)
+        return KeptIndices(begins[counts > 0], upper, upper + np.repeat(counts, counts), starts, lengths)
+
+    def load(self, group: Group, context: StepContext, mark: int, into: Selection) -> bool:
+        """Read the indices; return False unless all layers have this mark. StateError for impossible indices."""
+        values = context.load(KEPT, group.layers)
+        if not (values[self.marks] == mark).all():
+            return False
+        found = values[self.upper].astype(np.int64) * _HALF + values[self.lower].astype(np.int64)
+        ascends = self.starts[1:] | (np.diff(found) > 0)
+        if not ascends.all() or (found < 0).any() or (found >= self.lengths).any():
+            raise StateError("the kept indices in the state are out of range or do not ascend")
+        into.indices[:] = found
+        return True
+
+    def store(self, group: Group, context: StepContext, mark: int, chosen: Selection) -> None:
+        """Store the indices, which takes effect once the step is accepted."""
+        values = np.zeros(len(self.marks) + 2 * len(self.upper), np.float32)
+        values[self.marks] = mark
+        values[self.upper] = chosen.indices // _HALF
+        values[self.lower] = chosen.indices % _HALF
+        context.store(KEPT, group.layers, values)
+
+
+def narrow(chosen: Selection, counts: Sizes) -> Selection:
+    """Return, of the selected elements of every row, the ``counts[i]`` largest, ties to the lower index.
+
+    To select at one density and narrow to a lower one gives exactly the selection at the lower density, for selections
+    of the largest elements (TopK with zeros; without them, of as many as were selected). The n elements are not read
+    again, and ``chosen`` stays as it is.
+
+    Args:
+        chosen: selections of any rows, with finite values.
+        counts: int64, one per row, in 0..chosen.counts[i]; ``elements_at(density, lengths)`` for a density.
+
+    Raises:
+        ValueError: a count is negative or more than were selected.
+
+    Source: Tyagi and Swany 2023, section IV-C (multi-level compression), which compresses to theta_min and then
+    further.
+    """
+    if ((counts < 0) | (counts > chosen.counts)).any():
+        raise ValueError(f"counts {counts} are not in 0..{chosen.counts}")
+    narrowed = Selection.allocate(counts)
+    room = np.empty(len(chosen.values), dtype=np.float32)
+    table = np.zeros(len(counts), dtype=SEGMENT)
+    table["length"], table["dtype"] = chosen.counts, FLOAT32
+    table["gradient"] = chosen.values.ctypes.data + 4 * chosen.offsets
+    table["next_residual"] = room.ctypes.data + 4 * chosen.offsets
+    selection.select_top(
+        table,
+        np.zeros(len(table), dtype=np.uint8),
+        np.ones(len(table), dtype=np.float32),
+        narrowed.counts,
+        narrowed.offsets,
+        narrowed.indices,
+        narrowed.values,
+        narrowed.counts,
+        decay=1.0,
+        zeros=True,
+    )
+    # The kernel counts from the first selected element of a row.
+    narrowed.indices[:] = chosen.indices[narrowed.indices + np.repeat(chosen.offsets, counts)]
+    return narrowed

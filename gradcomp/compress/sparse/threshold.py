@@ -1,21 +1,84 @@
-"""Threshold sends all elements that are large enough."""
+"""Compressors that send all elements above a threshold: Threshold, RedSync and SIDCo."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
+from gradcomp.compress.bounds import Distortion
 from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
-from gradcomp.compress.sparse.base import Sparse, check_density, elements_at
+from gradcomp.compress.sparse.base import LEAST_MAGNITUDE, ByDensity, Sparse, check_density, elements_at
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels import selection
+from gradcomp.kernels import dispatch, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+
+def is_number(value: object) -> bool:
+    """Return whether a field holds a number; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class EstimatedThreshold(ByDensity, Sparse):
+    """Base of the compressors with S = {i: |p_i| >= t}, where t is chosen for about k = round(density n) elements.
+
+    If these are more than ``limits``, the largest of them are sent (ties to the lower index). Elements of 0 are not
+    selected, whatever the threshold; a row that is not finite selects nothing. The level is the density.
+    """
+
+    by_kernels = True
+
+    @abstractmethod
+    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+        """Return every row's threshold: p lies in its next residual and is finite; ``wanted`` is k."""
+
+    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
+        """Select what reaches the threshold; a row that is not finite sends nothing."""
+        table = group.inputs
+        selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
+        finite = flags == 0
+        thresholds = np.full(len(table), np.nan, dtype=np.float32)  # no element reaches NaN
+        rows = table[finite]
+        thresholds[finite] = self.thresholds(rows, rows["level"].astype(np.int64), context.draw.step)
+        thresholds = np.maximum(thresholds, LEAST_MAGNITUDE)
+        limits = group.scratch.once("limits", lambda: self.limits(group.table))
+        selection.select_above(
+            table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Tails:
+    """Hold, of the elements of each row with |p| >= its threshold: number, sums of |p| and |p|^2, and largest |p|."""
+
+    counts: Sizes
+    sums: Doubles
+    squares: Doubles
+    maxima: Floats
+
+    @staticmethod
+    def of(table: Table, thresholds: Floats) -> Tails:
+        """Make one pass over the rows."""
+        rows = len(table)
+        found = Tails(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), np.zeros(rows, np.float32))
+        selection.tail(table, thresholds, found.counts, found.sums, found.squares, found.maxima)
+        return found
+
+    def at(self, rows: npt.NDArray[np.bool_]) -> Tails:
+        """Return the values of a subset of the rows."""
+        return Tails(self.counts[rows], self.sums[rows], self.squares[rows], self.maxima[rows])
 
 
 @register("threshold")
@@ -77,3 +140,161 @@ def _check_threshold(threshold: Level) -> None:
             or not 0 < np.float32(threshold) < np.inf
         ):
             raise ConfigError(f"threshold must be a positive float32, got {threshold!r}")
+
+
+#: Bisection takes at most so many passes over a layer.
+PASSES = 20
+
+
+@register("redsync")
+@dataclass(frozen=True)
+class RedSync(EstimatedThreshold):
+    """Send between k and (1 + tolerance) k elements of each layer, above a threshold that bisection finds.
+
+    t = mean |p| + r (max |p| - mean |p|), with r in [0, 1] by bisection until k <= #{|p| >= t} <= (1 + tolerance) k,
+    k = round(density n); S = {i: |p_i| >= t}. If fewer than k elements reach the mean, as at high densities, t is
+    between 0 and the mean. If 20 passes do not suffice (many equal magnitudes), the (1 + tolerance) k largest are sent.
+
+    The paper's compressor that sends one mean per sign instead of the selected values is ``values=OneBit()``.
+
+    Wire: at most ceil((1 + tolerance) k) values and coded indices, and their count (4 bytes per layer): one round, or
+    two where a payload grows.
+    State: a residual per layer.
+    Errors: ConfigError for a density outside (0, 1] or a tolerance that is not positive.
+    Source: Fang et al. 2019, threshold binary search, as used in Tyagi and Swany 2023, section IV. Differs: the paper
+    accepts up to 2k elements, which is ``tolerance=1.0``; it keeps thresholds for several steps, and here each step
+    finds its own.
+    """
+
+    tolerance: float = 0.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_number(self.tolerance) or not 0.0 < self.tolerance < np.inf:
+            raise ConfigError(f"tolerance must be positive, got {self.tolerance!r}")
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """Return the bound for the k largest elements, because at least those are sent."""
+        return self.distortion_of_largest(self.sent_of(layer), layer)
+
+    def limits(self, table: Table) -> Sizes:
+        return self._most(super().limits(table), table)
+
+    def _most(self, wanted: Sizes, table: Table) -> Sizes:
+        most: Sizes = np.minimum(np.ceil((1.0 + self.tolerance) * wanted), table["length"]).astype(np.int64)
+        return most
+
+    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+        """Find thresholds by bisection; rows that have one are not read again."""
+        most = self._most(wanted, table)
+        if (device := dispatch.of(table)) is not None:
+            on_device: Floats = device.bisect(table, wanted, most, PASSES)
+            return on_device
+        found = np.zeros(len(table), dtype=np.float32)  # at least k elements reach it
+        everything = Tails.of(table, found)
+        high = everything.maxima
+        rows = np.flatnonzero(most < table["length"])
+        trial = (everything.sums[rows] / everything.counts[rows]).astype(np.float32)
+        for _ in range(PASSES):
+            counts = Tails.of(table[rows], trial).counts
+            few, many = counts < wanted[rows], counts > most[rows]
+            high[rows[few]] = trial[few]
+            found[rows[~few]] = trial[~few]
+            rows = rows[few | many]
+            trial = found[rows] + (high[rows] - found[rows]) / np.float32(2)
+            apart = (found[rows] < trial) & (trial < high[rows])  # else no float32 is left between the two
+            rows, trial = rows[apart], trial[apart]
+            if not len(rows):
+                break
+        return found
+
+
+DISTRIBUTIONS = ("exponential", "pareto")
+
+#: A stage keeps this share of what is left, unless it is the last one or may keep more.
+STAGE_SHARE = 0.25
+
+#: Stages end at a count within this relative distance above k.
+TOLERANCE = 0.2
+
+
+@register("sidco")
+@dataclass(frozen=True)
+class SIDCo(EstimatedThreshold):
+    """Send about k elements of each layer, above a threshold from a fit to |p| in several stages.
+
+    Stage i fits the exceedances x = |p| - t_{i-1} of the c elements with |p| >= t_{i-1}, t_0 = 0, and keeps the share
+    delta_i = max(k / c, 1/4), in the last stage k / c, k = round(density n). With mean mu and variance s^2 of x:
+
+    exponential: t_i = t_{i-1} - mu ln(delta_i);
+    pareto (generalised, by moments): t_i = t_{i-1} + (sigma / xi) (delta_i^(-xi) - 1), xi = (1 - mu^2 / s^2) / 2,
+    sigma = mu (mu^2 / s^2 + 1) / 2.
+
+    Stages end when at most 1.2 k elements are left, and at the latest after ``stages``. A stage that would leave fewer
+    than k / 2 is not used (equal magnitudes, tails that end suddenly). Of more than 2k elements the 2k largest are
+    sent, so that a layer sends between k / 2 and 2k. Each stage reads the layer once.
+
+    Wire: at most 2k values and coded indices, and their count (4 bytes per layer): one round, or two where a payload
+    grows.
+    State: a residual per layer.
+    Errors: ConfigError for a density outside (0, 1], an unknown distribution, or fewer than one stage.
+    Source: Abdelmoniem et al. 2021, which Markov 2024 uses for Top-K in section 3.7.2. Differs: the paper adapts the
+    number of stages from step to step, by what the last ones achieved; here every stage counts what it left, the next
+    one starts from there, and nothing is kept between steps. There is no gamma distribution.
+    """
+
+    stages: int = 4
+    distribution: str = "exponential"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.stages, bool) or not isinstance(self.stages, int) or self.stages < 1:
+            raise ConfigError(f"stages must be a whole number of at least 1, got {self.stages!r}")
+        if self.distribution not in DISTRIBUTIONS:
+            raise ConfigError(
+                f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}"
+            )
+
+    def limits(self, table: Table) -> Sizes:
+        most: Sizes = np.minimum(2 * super().limits(table), table["length"])
+        return most
+
+    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+        """Find thresholds stage by stage; rows that have one are not read again."""
+        found = np.zeros(len(table), dtype=np.float32)
+        rows = np.flatnonzero(wanted < table["length"])
+        left = Tails.of(table[rows], found[rows])
+        for stage in range(1, self.stages + 1):
+            share = wanted[rows] / left.counts
+            if stage < self.stages:
+                share = np.maximum(share, STAGE_SHARE)
+            with np.errstate(over="ignore"):
+                trial = (found[rows] + self._distance(share, left, found[rows])).astype(np.float32)
+            after = Tails.of(table[rows], trial)
+            taken = 2 * after.counts >= wanted[rows]
+            found[rows[taken]] = trial[taken]
+            on = taken & (after.counts > (1 + TOLERANCE) * wanted[rows])
+            rows, left = rows[on], after.at(on)
+            if not len(rows):
+                break
+        return found
+
+    def _distance(self, share: Doubles, left: Tails, threshold: Floats) -> Doubles:
+        """Return the distance from the threshold to the quantile beyond which ``share`` of the rest lies."""
+        mean = left.sums / left.counts
+        mu = mean - threshold
+        if self.distribution == "exponential":
+            exponential: Doubles = -mu * np.log(share)
+            return exponential
+        variance = np.maximum(left.squares / left.counts - mean * mean, np.finfo(np.float64).tiny)
+        ratio = np.minimum(mu * mu / variance, _LARGEST_RATIO)
+        xi = (1 - ratio) / 2
+        xi = np.where(np.abs(xi) < _EXPONENTIAL, _EXPONENTIAL, xi)  # the limit is the exponential
+        sigma = mu * (ratio + 1) / 2
+        pareto: Doubles = sigma / xi * np.expm1(-xi * np.log(share))
+        return pareto
+
+
+# Equal magnitudes have no variance, and the ratio would be infinite.
+_LARGEST_RATIO = 1e6
+_EXPONENTIAL = 1e-9

@@ -17,7 +17,7 @@ from gradcomp.compress.wrappers.base import Wrapper
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin
-from gradcomp.kernels import routines, selection
+from gradcomp.kernels import replayed_calls, selection
 from gradcomp.kernels.codec import Codec, Group, Scratch
 from gradcomp.kernels.segments import FLOAT32, FP32
 from gradcomp.kernels.step import StepContext
@@ -95,7 +95,7 @@ class EF21(Wrapper):
         reply = yield memory.begin_with(first, group, context, self.momentum)
         try:
             while True:
-                with routines.at_once():  # the mean is read at once
+                with replayed_calls.at_once():  # the mean is read at once
                     message = exchange.send(reply)
                 reply = yield message
         except StopIteration as end:
@@ -138,7 +138,7 @@ class _Memory:
         """Return the first message, changed to write the differences before they are encoded."""
 
         def write(view: Floats) -> Bytes | tuple[Bytes, int]:
-            with routines.at_once():  # so that the flags are those of this step
+            with replayed_calls.at_once():  # so that the flags are those of this step
                 found = self._differ(group, context, momentum)
                 both = message.write_at_once if isinstance(message, Gather) else message.write
                 written = both(view)

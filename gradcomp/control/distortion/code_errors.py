@@ -1,4 +1,4 @@
-"""Measures coding errors of a layer, for many codes at once."""
+"""Measures coding errors of a layer, or of every block of it, for many codes at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.base import Coded
+from gradcomp.compress.base import Coded, Compressor
 from gradcomp.control.distortion.budget import Budget
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.vectors import Floats, Vector
-from gradcomp.kernels import bodies, selection
-from gradcomp.kernels.codec import Codec, Draw, Table
+from gradcomp.kernels import dispatch, selection
+from gradcomp.kernels.codec import Codec, Draw, Sizes, Table
 from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
 from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT, UNIT_BYTES
 
@@ -48,7 +48,7 @@ def code_errors(
         key = codec.kind, codec.stochastic, id(codec.magnitudes), choice.cut_elements(layer)
         alike.setdefault(key, (codec, []))[1].append(i)
     draw = Draw(seed, 0, 0)
-    device = bodies.on_device(values.address)
+    device = dispatch.on_device(values.address)
     here: Floats | None = None
     for (*_, cut), (codec, rows) in alike.items():
         if device is not None and cut <= LARGEST_BUCKET:
@@ -112,3 +112,107 @@ def _lost(codec: Codec, table: Table, values: Floats, piece: int, draw: Draw) ->
         selection.squares(losses, more)
         energies += more
     return np.where(flags != 0, np.inf, np.sqrt(energies))
+
+
+#: Elements coded in one call: few enough that their errors are still in the cache when they are summed.
+_AT_ONCE = 1 << 15
+
+
+def block_errors(
+    choices: Sequence[Compressor],
+    layer: LayerSpec,
+    values: Vector,
+    begins: Sizes,
+    seed: int,
+    memory_bytes: int | None = None,
+) -> Doubles:
+    """Returns ||values - decode(encode(values))|| of every block and choice, shape (B, K).
+
+    ``choices``: levels of one compressor that has levels by block. ``begins``: elements at which the blocks begin.
+    Random draws are those of the layer, so the squares of the blocks add up to the square of :func:`errors`.
+
+    Blocks are coded in calls of 32,768 elements, larger ones in several calls, with all levels in each call. This takes
+    4 bytes and a code for each choice and element of a call; ``memory_bytes`` makes calls smaller. Values on a device
+    are measured there. Returns inf where the decoded value would not be finite; all NaN if a value is not finite.
+    Raises ConfigError if not even one quantisation bucket fits at all levels.
+    """
+    bare = [choice.bare() for choice in choices]
+    levels, cut = np.zeros(len(bare), dtype=SEGMENT), bare[0].cut_elements(layer)
+    levels["layer"], levels["dtype"] = layer.hash, FLOAT32
+    for i, choice in enumerate(bare):
+        choice.fill(levels[i : i + 1], choice.level)
+    first = bare[0]
+    assert isinstance(first, Coded), "levels by block are levels of codes"
+    codec = first.codec_for(levels[:1])
+    if codec.kind in ALLOCATED:  # its error counts as that of MINMAX at the same level
+        codec = Codec(MINMAX, codec.stochastic)
+    ends = np.append(begins[1:], layer.size)
+    whole = np.zeros(1, dtype=SEGMENT)
+    whole["gradient"], whole["length"], whole["dtype"] = values.address, layer.size, FLOAT32
+    energy = np.zeros(1)
+    selection.squares(whole, energy)
+    if not np.isfinite(energy[0]):
+        return np.full((len(begins), len(bare)), np.nan)
+    draw = Draw(seed, 0, 0)
+    device = dispatch.on_device(values.address)
+    if device is not None and cut <= LARGEST_BUCKET:
+        rows = _rows(levels[:1], begins, ends, values.address)
+        energies: Doubles = device.losses(
+            codec.kind,
+            rows,
+            levels["level"],
+            draw=draw if codec.stochastic else None,
+            magnitudes=codec.magnitudes,
+        )
+        return np.sqrt(energies)
+    smallest = levels.copy()
+    smallest["length"] = min(cut, layer.size)
+    each = int(codec.wire_bytes(smallest).sum()) + 4 * int(smallest["length"].sum())
+    budget = Budget(memory_bytes, f"what {first.name} would lose of blocks of layer {layer.name!r}")
+    budget.require(each)
+    most = _AT_ONCE // cut if memory_bytes is None else min(_AT_ONCE // cut, memory_bytes // each)
+    most = max(most, 1)
+    here = values.read()
+    blocks, starts, stops = _pieces(begins, ends, most * cut)
+    found = np.zeros((len(begins), len(bare)))
+    at = 0
+    while at < len(blocks):
+        upto = max(int(np.searchsorted(stops, starts[at] + most * cut, side="right")), at + 1)
+        rows = _rows(levels, starts[at:upto], stops[at:upto], here.ctypes.data)
+        np.add.at(found, blocks[at:upto], _lost_of_blocks(codec, rows, draw).reshape(upto - at, len(bare)))
+        at = upto
+    return np.sqrt(found)
+
+
+def _pieces(begins: Sizes, ends: Sizes, most: int) -> tuple[Sizes, Sizes, Sizes]:
+    """Splits blocks into pieces of at most ``most`` elements: returns the block, begin and end of each piece."""
+    counts = -(-(ends - begins) // most)
+    blocks = np.repeat(np.arange(len(begins)), counts)
+    within = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = begins[blocks] + within * most
+    return blocks, starts, np.minimum(starts + most, ends[blocks])
+
+
+def _rows(levels: Table, starts: Sizes, stops: Sizes, address: int) -> Table:
+    """Returns a table with every piece at every level, piece by piece."""
+    rows = np.tile(levels, len(starts))
+    rows["start"] = np.repeat(starts, len(levels))
+    rows["length"] = np.repeat(stops - starts, len(levels))
+    rows["gradient"] = address + 4 * rows["start"]
+    return rows
+
+
+def _lost_of_blocks(codec: Codec, rows: Table, draw: Draw) -> Doubles:
+    """Returns the squared norm of the coding error of each row."""
+    ends = np.cumsum(rows["length"])
+    lost = np.empty(int(ends[-1]), dtype=np.float32)
+    rows["next_residual"] = lost.ctypes.data + 4 * (ends - rows["length"])
+    sizes = codec.wire_bytes(rows)
+    rows["payload"] = np.cumsum(sizes) - sizes
+    flags = np.zeros(len(rows), dtype=np.uint8)
+    codec.encode(rows, np.empty(int(sizes.sum()), dtype=np.uint8), flags, draw)
+    losses = np.zeros(len(rows), dtype=SEGMENT)
+    losses["gradient"], losses["length"], losses["dtype"] = rows["next_residual"], rows["length"], FLOAT32
+    energies = np.zeros(len(rows))
+    selection.squares(losses, energies)
+    return np.where(flags != 0, np.inf, energies)

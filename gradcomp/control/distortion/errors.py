@@ -13,14 +13,13 @@ import numpy.typing as npt
 from gradcomp.compress.base import Coded, Compressor
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.lowrank.base import clamped_rank, matrix_shape
-from gradcomp.compress.lowrank.best_rank import BestRank
 from gradcomp.compress.lowrank.powersgd import PowerSGD
-from gradcomp.compress.lowrank.spectral_atomo import SpectralAtomo
+from gradcomp.compress.lowrank.spectral import BestRank, SpectralAtomo
 from gradcomp.compress.sparse.base import Sparse, elements_at
 from gradcomp.compress.sparse.clt_k import CLTk
 from gradcomp.compress.sparse.dgc import DGC
 from gradcomp.compress.sparse.global_topk import GlobalTopK
-from gradcomp.compress.sparse.narrow import narrow
+from gradcomp.compress.sparse.payload import narrow
 from gradcomp.compress.sparse.topk import TopK
 from gradcomp.control.distortion import magnitudes, spectra
 from gradcomp.control.distortion.budget import Budget

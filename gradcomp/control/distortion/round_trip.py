@@ -12,7 +12,7 @@ from gradcomp.compress.base import Compressor
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.messages import Broadcast, Gather, Message, Reduce, Reply, Sum
 from gradcomp.compress.sparse.base import Sparse
-from gradcomp.compress.sparse.summed import Summed
+from gradcomp.compress.sparse.drawn import Summed
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw, Group

@@ -1,5 +1,5 @@
 // A threshold per row by bisection, for RedSync: passes of counting and deciding that follow each other
-// without the host. gradcomp/compress/sparse/redsync.py says what it looks for.
+// without the host. gradcomp/compress/sparse/threshold.py says what it looks for.
 
 #include "block.cuh"
 

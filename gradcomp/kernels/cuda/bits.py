@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.cuda.call import THREADS, Call, Parameter, Ref, Sizes, groups, places_of
+from gradcomp.kernels.cuda.call import THREADS, Call, Sizes, groups, places_of, to_read, to_write
 from gradcomp.kernels.cuda.codes import (
     BAD,
     DRAWS,
@@ -25,8 +25,7 @@ from gradcomp.kernels.cuda.codes import (
     payload_of,
     rounding,
 )
-from gradcomp.kernels.cuda.layout import Real, Source
-from gradcomp.kernels.cuda.places import to_read, to_write
+from gradcomp.kernels.cuda.layout import Parameter, Real, Ref, Source
 from gradcomp.kernels.cuda.prepared import source_of
 from gradcomp.kernels.segments import SegmentTable, check_table, groups_of, wire_bytes_table
 

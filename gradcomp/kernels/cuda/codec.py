@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.bits import write_decode_add_bits, write_decode_bits, write_encode_bits
-from gradcomp.kernels.cuda.call import Call
+from gradcomp.kernels.cuda.call import Call, overlap_any
 from gradcomp.kernels.cuda.codes import write_decode, write_decode_add, write_encode, write_nonzero
-from gradcomp.kernels.cuda.places import overlap_any
 from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.segments import (
     ALLOCATED,

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, groups, places_of, tiles
-from gradcomp.kernels.cuda.layout import Integer, Real, Source
-from gradcomp.kernels.cuda.places import to_read, to_write
+from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, groups, places_of, tiles, to_read, to_write
+from gradcomp.kernels.cuda.layout import Integer, Parameter, Real, Ref, Source
 from gradcomp.kernels.cuda.prepared import source_of
 from gradcomp.kernels.segments import (
     ALLOCATED,

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from gradcomp.kernels.cuda.built import PACKAGED, compiled, whole, write
-from gradcomp.kernels.cuda.modules import Module, modules
+from gradcomp.kernels.cuda.modules import PACKAGED, Module, compiled, modules, whole, write
 from gradcomp.kernels.cuda.nvrtc import installed
 
 ARCHITECTURES: Final = (80, 90, 100)

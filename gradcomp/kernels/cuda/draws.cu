@@ -1,4 +1,4 @@
-// Random indices, see gradcomp/kernels/reference_draws.py. A thread draws as many as a counter has words.
+// Random indices, see gradcomp/kernels/philox.py. A thread draws as many as a counter has words.
 
 #include "philox.cuh"
 

@@ -1,4 +1,7 @@
-"""The protocol of a GPU as kernels use it: memory, copies, functions and launches, all on one stream of its own."""
+"""The protocol of a GPU as kernels use it: memory, copies, functions and launches, all on one stream of its own.
+
+A framework may lend its allocator, which holds on to unused memory that a second pool could not get.
+"""
 
 from __future__ import annotations
 
@@ -93,3 +96,32 @@ class Driver(Protocol):
     def follow(self, event: Any) -> None:
         """Makes all work that is started from now on wait for the event."""
         ...
+
+
+class Pool(Protocol):
+    """A framework's allocator on one device."""
+
+    def allocate(self, nbytes: int, stream: int) -> Block:
+        """Returns memory for a stream, freed with the object for reuse on that stream; MemoryError if none is left."""
+        ...
+
+    def release(self) -> None:
+        """Returns the memory that is not in use to the device."""
+        ...
+
+    def describe(self) -> str:
+        """Names the pool's owner, and the bytes that it holds."""
+        ...
+
+
+_lent: dict[int, Pool] = {}
+
+
+def lend(index: int, pool: Pool) -> None:
+    """Makes drivers of the device with this number allocate from the pool."""
+    _lent[index] = pool
+
+
+def lent_to(index: int) -> Pool | None:
+    """Returns the pool of the device with this number; None if no framework lent one."""
+    return _lent.get(index)

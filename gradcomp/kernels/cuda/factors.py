@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels.arguments import Floats, Int64s
-from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, Parameter, Ref, tiles
-from gradcomp.kernels.cuda.layout import Real, Source
-from gradcomp.kernels.cuda.places import spans, to_read, to_write
+from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, spans, tiles, to_read, to_write
+from gradcomp.kernels.cuda.layout import Parameter, Real, Ref, Source
 from gradcomp.kernels.cuda.prepared import source_of
-from gradcomp.kernels.reference_sums import CHUNK
+from gradcomp.kernels.reference_memory import CHUNK
 from gradcomp.kernels.segments import FLOAT64, MAX_ELEMENTS, SegmentTable, check_elements
 
 RANKS = (4, 8, 16, 32)
@@ -27,12 +26,8 @@ _CHUNK_COLUMNS = 1024  # columns of a tile, as in matrices.cuh
 _ROWS = 4  # rows of P Q^T that a thread computes at a time
 _PROJECT_ROWS = {4: 4, 8: 4, 16: 2, 32: 2}  # rows of M Q that a thread computes at a time
 _BACK_COLUMNS = {4: 4, 8: 4, 16: 2, 32: 2}  # columns of M that a lane takes in M^T P
-_BACK_ROWS = {
-    4: 256,
-    8: 256,
-    16: 512,
-    32: 512,
-}  # rows of M that a warp takes in M^T P; more rows mean fewer parts
+# Rows of M that a warp takes in M^T P; more rows mean fewer parts.
+_BACK_ROWS = {4: 256, 8: 256, 16: 512, 32: 512}
 _MANY_PARTS = 64
 _ORTHOGONALISERS = 512  # threads of a block of orthogonalise.cu
 _BLOCKS_OF_A_MATRIX = 64  # the most blocks that share the chunks of a matrix

@@ -23,11 +23,10 @@ from gradcomp.kernels.codings import (
     low_bits,
     upper_bits,
 )
-from gradcomp.kernels.cuda.call import THREADS, Call, Parameter, Ref, tiles
-from gradcomp.kernels.cuda.layout import Integer, Source
-from gradcomp.kernels.cuda.places import check_flat, described, overlap, to_read, to_write
+from gradcomp.kernels.cuda.call import THREADS, Call, check_flat, described, overlap, tiles, to_read, to_write
+from gradcomp.kernels.cuda.layout import Integer, Parameter, Ref, Source
 from gradcomp.kernels.cuda.prepared import Kernels, place_of
-from gradcomp.kernels.reference_draws import check_draws
+from gradcomp.kernels.philox import check_draws
 from gradcomp.kernels.reference_indices import check_coding
 from gradcomp.kernels.segments import Bytes, check_array
 

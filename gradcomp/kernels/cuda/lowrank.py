@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
+from gradcomp.kernels.cuda.call import described
 from gradcomp.kernels.cuda.factors import (
     require,
     write_back_project,
@@ -21,7 +22,6 @@ from gradcomp.kernels.cuda.factors import (
     write_project,
     write_subtract,
 )
-from gradcomp.kernels.cuda.places import described
 from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.cuda.vectors import DeviceVector
 from gradcomp.kernels.segments import SEGMENT, Bytes, SegmentTable, check_array, is_table

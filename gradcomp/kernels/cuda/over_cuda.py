@@ -8,10 +8,8 @@ from types import TracebackType
 from typing import Any, Final, Protocol
 
 from gradcomp.core.errors import ConfigError, DeviceError, StateError
-from gradcomp.kernels.cuda import pools
-from gradcomp.kernels.cuda.built import built
-from gradcomp.kernels.cuda.driver import Block, Bytes
-from gradcomp.kernels.cuda.modules import Module, holding
+from gradcomp.kernels.cuda.driver import Block, Bytes, Pool, lent_to
+from gradcomp.kernels.cuda.modules import Module, built, holding
 
 TO_DEVICE: Final = 1  # values of cudaMemcpyKind
 TO_HOST: Final = 2
@@ -24,7 +22,7 @@ CAPTURE_IMPLICIT: Final = 906  # the answer for the default stream, while anothe
 _HIGH_PRIORITY = -5
 
 
-class OwnPool(pools.Pool, Protocol):
+class OwnPool(Pool, Protocol):
     """The allocator of a CUDA package on one device."""
 
     def held_bytes(self) -> int:
@@ -161,7 +159,7 @@ class _Current:
 class CudaDriver:
     """Implements :class:`gradcomp.kernels.cuda.driver.Driver`; ConfigError without a device.
 
-    Memory comes from the pool that a framework lent (see :mod:`gradcomp.kernels.cuda.pools`), else from the package's.
+    Memory comes from the pool that a framework lent (see :mod:`gradcomp.kernels.cuda.driver`), else from the package's.
     """
 
     def __init__(self, cuda: Cuda, index: int) -> None:
@@ -197,8 +195,8 @@ class CudaDriver:
     def allocate(self, nbytes: int) -> Block:
         """Allocates in the order of the stream; from a full pool again after unused memory was freed."""
         with self.current():
-            lent = pools.lent(self._index)
-            pool: pools.Pool = self._pool if lent is None else lent
+            lent = lent_to(self._index)
+            pool: Pool = self._pool if lent is None else lent
             try:
                 return pool.allocate(nbytes, self.stream)
             except MemoryError:
@@ -211,7 +209,7 @@ class CudaDriver:
             except MemoryError as error:
                 raise DeviceError(self._full(nbytes, lent)) from error
 
-    def _full(self, nbytes: int, lent: pools.Pool | None) -> str:
+    def _full(self, nbytes: int, lent: Pool | None) -> str:
         free, total = self._cuda.memory()
         beside = "" if lent is None else f"; {lent.describe()}"
         return (

@@ -15,7 +15,7 @@ from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.driver import Bytes, Driver
 from gradcomp.kernels.cuda.layout import Layout, Source, Staging, Started
 from gradcomp.kernels.cuda.mirrors import is_mirror, is_pinned
-from gradcomp.kernels.routines import Routine
+from gradcomp.kernels.replayed_calls import Routine
 from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
 _FIXED_FROM = SEGMENT.fields["payload"][1] if SEGMENT.fields is not None else 0
@@ -100,7 +100,7 @@ def _conclude(runs: Sequence[_Run]) -> None:
 
 
 class Underway:
-    """A prepared call in progress, as a :class:`gradcomp.kernels.pending.Pending`.
+    """A prepared call in progress, as a :class:`gradcomp.kernels.replayed_calls.Pending`.
 
     If it is never finished, the memory that the device uses is kept until the device has completed the call.
     """
@@ -329,9 +329,8 @@ class Plans:
             while len(self._kept) >= _MOST:
                 self._kept.pop(next(iter(self._kept)), None)
             self._kept[key] = prepared
-        elif (
-            len(self._kept) > _MOST // 2
-        ):  # below that nothing is about to be dropped, and order is irrelevant
+        elif len(self._kept) > _MOST // 2:
+            # Below that nothing is about to be dropped, and order is irrelevant.
             self._kept[key] = self._kept.pop(key, prepared)
         return prepared, arrays, numbers
 

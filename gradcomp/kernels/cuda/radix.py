@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gradcomp.kernels.cuda.call import THREADS, Call, Parameter, Ref, tiles
-from gradcomp.kernels.cuda.layout import Source
+from gradcomp.kernels.cuda.call import THREADS, Call, tiles
+from gradcomp.kernels.cuda.layout import Parameter, Ref, Source
 from gradcomp.kernels.segments import SegmentTable
 
 _TILE = 16384  # elements that a block reads

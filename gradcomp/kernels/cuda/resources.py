@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from gradcomp.kernels.cuda.built import compiled
-from gradcomp.kernels.cuda.modules import modules
+from gradcomp.kernels.cuda.modules import compiled, modules
 
 # Kinds of attributes in sections named .nv.info, and the form of attributes that state their size.
 _FRAME_SIZE, _REGISTERS, _SIZED = 0x11, 0x2F, 0x04
@@ -53,9 +52,8 @@ def resources(cubin: bytes) -> dict[str, Resources]:
                 found.setdefault(symbol, {})["local_bytes"] = number
     kernels = {}
     for symbol, numbers in found.items():
-        if (
-            "registers" in numbers
-        ):  # else it is a subroutine, for example a division, which counts with its kernel
+        if "registers" in numbers:
+            # Else it is a subroutine, for example a division, which counts with its kernel.
             name = _text(names, struct.unpack_from("<I", symbols, 24 * symbol)[0])
             kernels[name] = Resources(
                 numbers["registers"], numbers.get("local_bytes", 0), shared.get(name, 0)

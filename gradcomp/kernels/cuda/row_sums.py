@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gradcomp.kernels.cuda.call import Call, Parameter, Ref, tiles
-from gradcomp.kernels.cuda.layout import Source
+from gradcomp.kernels.cuda.call import Call, tiles
+from gradcomp.kernels.cuda.layout import Parameter, Ref, Source
 from gradcomp.kernels.segments import SegmentTable
 
 _SUMMED = 16 * 4096  # elements that a block of sums.cu sums

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels.codings import Indices, Sizes
-from gradcomp.kernels.cuda.call import Call, groups, tiles
+from gradcomp.kernels.cuda.call import Call, check_flat, groups, tiles, to_read
 from gradcomp.kernels.cuda.layout import Real, Source
-from gradcomp.kernels.cuda.places import check_flat, to_read
 from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of, source_of
 from gradcomp.kernels.reference_indices import check_targets
 from gradcomp.kernels.reference_selection import Floats

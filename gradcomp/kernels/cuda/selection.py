@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.kernels.cuda.call import Call, Parameter, groups, tiles
-from gradcomp.kernels.cuda.layout import Real, Source
-from gradcomp.kernels.cuda.places import check_flat, to_read, to_write
+from gradcomp.kernels.cuda.call import Call, check_flat, groups, tiles, to_read, to_write
+from gradcomp.kernels.cuda.layout import Parameter, Real, Source
 from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.cuda.radix import Contribution, Marks, RadixSelect
 from gradcomp.kernels.cuda.row_sums import RowSums

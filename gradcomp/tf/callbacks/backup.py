@@ -13,10 +13,10 @@ import keras
 import numpy as np
 
 from gradcomp.core.errors import ConfigError, StateError, WireFormatError
-from gradcomp.core.text import printable
+from gradcomp.core.strings import printable
+from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import load, save
-from gradcomp.job.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.tf.callbacks.common import (
     build_optimizers,
@@ -25,8 +25,7 @@ from gradcomp.tf.callbacks.common import (
     require_distributed,
     variables_of,
 )
-from gradcomp.tf.objects import broadcast_object
-from gradcomp.tf.variables import broadcast_variables
+from gradcomp.tf.objects import broadcast_object, broadcast_variables
 
 _LATEST = "latest"
 _WEIGHTS = "latest.weights.h5"  # the names of Keras, whose BackupAndRestore can read a backup's directory

@@ -25,17 +25,17 @@ from gradcomp.job.runtime import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
-from gradcomp.job.timeline import start_timeline, stop_timeline
-from gradcomp.tf import refused
-from gradcomp.tf.engines import gloo_built
+from gradcomp.tf import local
 from gradcomp.tf.keras import callbacks
 from gradcomp.tf.keras.optimizers import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from gradcomp.tf.keras.values import allgather, allreduce, broadcast, reducescatter
-from gradcomp.tf.runtime import init
-from gradcomp.tf.variables import broadcast_global_variables
+from gradcomp.tf.objects import broadcast_global_variables
+from gradcomp.tf.runtime import gloo_built, init
 
-__getattr__ = refused.refusing(__name__, refused.KERAS)
+__getattr__ = local.refusing(__name__, local.KERAS)
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradcomp.compress import Compression
 from gradcomp.job.reduce_op import Average, ReduceOp
-from gradcomp.tf import moves, reductions
+from gradcomp.tf import collectives
 
 
 def allreduce(
@@ -19,7 +19,7 @@ def allreduce(
     compression: Any = Compression.none,
 ) -> Any:
     """Reduce ``value``, converted to a tensor, as :func:`gradcomp.tf.allreduce` does."""
-    return reductions.allreduce(
+    return collectives.allreduce(
         value,
         average,
         compression=compression,
@@ -32,14 +32,14 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Gather ``value``, converted to a tensor, as :func:`gradcomp.tf.allgather` does."""
-    return moves.allgather(value, name)
+    return collectives.allgather(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Broadcast ``value``, converted to a tensor, as :func:`gradcomp.tf.broadcast` does."""
-    return moves.broadcast(value, root_rank, name)
+    return collectives.broadcast(value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
     """Reduce and scatter ``value``, converted to a tensor, as :func:`gradcomp.tf.reducescatter` does."""
-    return reductions.reducescatter(value, op=op, name=name)
+    return collectives.reducescatter(value, op=op, name=name)

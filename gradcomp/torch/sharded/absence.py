@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gradcomp.core.errors import TransportError
 from gradcomp.job import runtime
-from gradcomp.job.meeting import who_waits
+from gradcomp.job.membership import who_waits
 
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 

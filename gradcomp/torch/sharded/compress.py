@@ -16,25 +16,26 @@ from gradcomp.compress import Compressor, Policy, Quantize, as_policy
 from gradcomp.compress.policy import Automatic
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Plan
-from gradcomp.engine import Exchanger, Terms
-from gradcomp.engine.agreement import agree
+from gradcomp.exchange.agreement import agree
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, check_suits
+from gradcomp.exchange.settings import Settings
 from gradcomp.job import runtime
-from gradcomp.job.network import Ranks
+from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.start import validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.job.transports import make_transport
-from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, check_suits
 from gradcomp.torch.loss_scale import LossScale, Scaler
+from gradcomp.torch.modules import StepWatch
 from gradcomp.torch.sharded.exchange import (
     GatherWeights,
     ReduceGradients,
-    Settings,
+    ShardedSettings,
     ShardedStatistics,
     UnitExchange,
     compressor,
 )
-from gradcomp.torch.step_watch import StepWatch
 from gradcomp.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class ShardedCompression:
         self._state = state
         steps = None if optimizer is None else 0
         watch = StepWatch(one.current for unit in units for one in unit.parameters)
-        self._settings = Settings(*policies, self._exchanger, state.rank, reuse, redraw, steps, watch)
+        self._settings = ShardedSettings(*policies, self._exchanger, state.rank, reuse, redraw, steps, watch)
         self._units = [UnitExchange(unit, self._settings) for unit in units]
         self._exchangers: dict[Ranks, Exchanger] = {}
 
@@ -236,13 +237,13 @@ class ShardedCompression:
 
     def _add_exchanger(self, transport: Transport, ranks: Ranks) -> None:
         state = self._state
-        terms = Terms(
+        settings = Settings(
             name=state.name(ranks),
             topology=state.topology.among(ranks),
             roster=state.roster(ranks),
         )
         exchanger = Exchanger(
-            state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, terms
+            state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, settings
         )
         state.add(exchanger)
         self._exchangers[tuple(state.network.ranks[rank] for rank in ranks)] = exchanger
@@ -313,7 +314,7 @@ def _check(
         )
 
 
-def _log(units: Sequence[Unit], settings: Settings) -> None:
+def _log(units: Sequence[Unit], settings: ShardedSettings) -> None:
     parameters = [one for unit in units for one in unit.parameters]
     weights, gradients = settings.weights, settings.gradients
     logger.info(

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from gradcomp.compress import Cast, Compressor, Identity, Policy
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.layers import ITEM_BYTES
-from gradcomp.engine import Exchanger
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.fingerprint import NOTHING, Fingerprint
+from gradcomp.exchange.request_group import Run
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, Array, PreparedRequest, Request
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
-from gradcomp.pipeline.fingerprint import NOTHING, Fingerprint
-from gradcomp.pipeline.request_arrays import Array
-from gradcomp.pipeline.request_group import Run
-from gradcomp.pipeline.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, PreparedRequest, Request
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
-from gradcomp.torch.step_watch import StepWatch
+from gradcomp.torch.modules import StepWatch
 from gradcomp.torch.tensors import dtype_name
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class ShardedStatistics:
 
 
 @dataclass(eq=False)
-class Settings:
+class ShardedSettings:
     """The settings and the shared state of one :class:`ShardedCompression`.
 
     ``exchanger`` returns the exchanger among ranks of torch.distributed, made when it is first asked for.
@@ -98,7 +97,7 @@ class UnitExchange:
     """
 
     unit: Unit
-    settings: Settings
+    settings: ShardedSettings
     changes: int = 0
     gathers: int = 0
     scatters: int = 0

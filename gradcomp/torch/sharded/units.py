@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.pipeline.request_arrays import Blocks
+from gradcomp.exchange.requests import Blocks
 from gradcomp.torch.layers import kind_of
 from gradcomp.torch.tensors import dtype_name
 

@@ -1,0 +1,484 @@
+"""Gathers the gradients of a period, each layer's on one rank, and measures them there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.lowrank.base import LowRank
+from gradcomp.control.base import Doubles, Environment, at_once
+from gradcomp.control.candidates import CandidateLevels
+from gradcomp.control.distortion.code_errors import block_errors
+from gradcomp.control.distortion.errors import errors
+from gradcomp.control.observations import Numbers
+from gradcomp.core.state import DoubleBuffer
+from gradcomp.core.vectors import LINE, Floats, HostVector, Vector, Zeros, host_zeros
+from gradcomp.kernels import dispatch, selection
+from gradcomp.kernels.codec import Table
+from gradcomp.kernels.segments import SEGMENT
+
+
+def share_out(sizes: Mapping[int, int], world: int) -> dict[int, int]:
+    """Maps each layer to the rank that owns it.
+
+    The largest layer is assigned first; each goes to the rank that has the fewest elements so far.
+    """
+    loads = [0] * world
+    owners: dict[int, int] = {}
+    for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):
+        rank = loads.index(min(loads))
+        owners[layer] = rank
+        loads[rank] += max(sizes[layer], 1)
+    return owners
+
+
+class Accumulators:
+    """Sums the rank's own gradients in one float32 row per layer that it owns: a_t = a_{t-1} + scale g_t.
+
+    ``sizes`` has the number of elements by layer number, 0 for a layer that another rank owns. ``zeros`` allocates the
+    rows. They take 8 bytes per element, since a step that is not accepted must not count.
+    """
+
+    def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros) -> None:
+        self._zeros = zeros
+        self._sizes = list(sizes)
+        self._own = np.array([size > 0 for size in sizes], dtype=np.bool_)
+        self._rows = DoubleBuffer(self._sizes, zeros)
+
+    @property
+    def nbytes(self) -> int:
+        return self._rows.nbytes
+
+    def add(self, table: Table, layers: npt.NDArray[np.int64], scale: float) -> None:
+        """Adds the gradients at the addresses in the table to the rows that this rank owns."""
+        own = self._own[layers]
+        if not own.any():
+            return
+        table, layers = table[own], layers[own]
+        table["residual"] = self._rows.read_addresses(layers, table["start"])
+        table["next_residual"] = self._rows.write_addresses(layers, table["start"])
+        flags = np.zeros(len(table), dtype=np.uint8)
+        factors = np.full(len(table), scale, dtype=np.float32)
+        selection.contribute(table, flags, factors, decay=1.0)
+
+    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+        """Makes the sums of the last step final, for the layers that some rank had."""
+        self._rows.commit(present & self._own)
+
+    def take(self) -> dict[int, Vector]:
+        """Returns the sums by layer, which then belong to the caller; new sums begin at zero."""
+        rows, self._rows = self._rows, DoubleBuffer(self._sizes, self._zeros)
+        return {layer: rows.vector(layer) for layer in np.flatnonzero(self._own).tolist()}
+
+    def value(self, layer: int) -> Floats:
+        """Returns a read-only view of a layer's sum."""
+        return self._rows.value(layer)
+
+    def set(self, layer: int, values: Floats) -> None:
+        self._rows.set(layer, values)
+
+
+#: Columns before those of the errors: norm, mean, standard deviation.
+COLUMNS = 3
+
+
+def measure(
+    candidates: CandidateLevels, sums: Mapping[int, Vector], width: int, seed: int, memory_bytes: int | None
+) -> Doubles:
+    """Returns the rows of the layers whose ``sums`` are given, by layer number; zeros for all others.
+
+    Of the ``width`` columns those after :data:`COLUMNS` have the L2 norm of each candidate's error. One more has the
+    root of the number of nonzero elements, for rows with choices that leave zeros out: it is the norm of ones in their
+    places, since every column but the mean is a norm.
+    """
+    table = np.zeros((len(candidates.layers), width))
+    layers = {layer: rows for layer, rows in candidates.items.items() if layer in sums}
+    begins = [candidates.starts[rows] for rows in layers.values()]
+    moments = _moments([sums[layer] for layer in layers], begins)
+    for (layer, rows), starts, (mean, square) in zip(layers.items(), begins, moments, strict=True):
+        values, choices, spec = sums[layer], candidates.choices[rows.start], candidates.specs[rows.start]
+        sizes = np.diff(starts, append=values.size)
+        with np.errstate(all="ignore"):  # values that are not finite are checked once rows are shared
+            deviation = np.sqrt(np.maximum(square / sizes - mean * mean, 0.0))
+        table[rows, :COLUMNS] = np.stack([np.sqrt(square), mean, deviation], axis=1)
+        if width > COLUMNS:
+            table[rows, COLUMNS : COLUMNS + len(choices)] = (
+                errors(choices, spec, values, seed, memory_bytes=memory_bytes)
+                if len(rows) == 1
+                else block_errors(
+                    choices, replace(spec, shape=(values.size,)), values, starts, seed, memory_bytes
+                )
+            )
+        if width > COLUMNS + candidates.width and candidates.leaves_zeros[rows.start]:
+            table[rows, -1] = np.sqrt(np.count_nonzero(values.read()))
+    return table
+
+
+def _moments(vectors: Sequence[Vector], begins: Sequence[Numbers]) -> list[tuple[Doubles, Doubles]]:
+    """Returns, by vector, means and sums of squares of its parts, which begin at ``begins``; computed on its device."""
+    lengths = [np.diff(starts, append=v.size) for v, starts in zip(vectors, begins, strict=True)]
+    table = np.zeros(sum(map(len, begins)), dtype=SEGMENT)
+    if not len(table):
+        return []
+    table["gradient"] = np.concatenate([v.address + 4 * at for v, at in zip(vectors, begins, strict=True)])
+    table["length"] = np.concatenate(lengths)
+    ends = np.cumsum([len(starts) for starts in begins])[:-1]
+    device = dispatch.on_device(vectors[0].address)
+    if device is not None:
+        found: Doubles = device.moments(table)
+        means, squares = found[:, 0] / table["length"], found[:, 1].copy()
+    else:
+        squares = np.zeros(len(table))
+        selection.squares(table, squares)
+        means = np.concatenate(
+            [_means(v.read(), at, sizes) for v, at, sizes in zip(vectors, begins, lengths, strict=True)]
+        )
+    return list(zip(np.split(means, ends), np.split(squares, ends), strict=True))
+
+
+def _means(values: Floats, begins: Numbers, lengths: Numbers) -> Doubles:
+    if len(begins) == 1:
+        return np.array([values.mean(dtype=np.float64)])
+    found: Doubles = np.add.reduceat(values, begins, dtype=np.float64) / lengths
+    return found
+
+
+#: Returns the table's rows of the given layers; the second argument limits the bytes besides the gathered values.
+Measure = Callable[[Mapping[int, Vector], int | None], Doubles]
+
+#: Arrays that ranks hold in a checkpoint: kind -> layer name -> array.
+Held = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The layers that one rank gathers: ``own`` maps their names to numbers.
+
+    ``sizes``: elements by layer number, 0 for a layer of another rank. ``memory_bytes``: limit on the memory of
+    gathering and measuring.
+    """
+
+    environment: Environment
+    own: Mapping[str, int]
+    sizes: list[int]
+    measure: Measure
+    memory_bytes: int | None
+
+
+class Gathering(ABC):
+    """Gathers gradients by period: steps open, receive gradients and are committed or not; then the period closes.
+
+    The gathered values of a closed period are kept until they have been measured and shared, while the next period
+    gathers.
+    """
+
+    #: Bytes per element, and the name in errors.
+    ELEMENT_BYTES: ClassVar[int]
+    TITLE: ClassVar[str]
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        #: True if this step's gradients are wanted.
+        self.adding = False
+
+    @property
+    def columns(self) -> int | None:
+        """Returns the columns of the rows that a checkpoint holds; None if it holds none."""
+        return None
+
+    @property
+    def overdue(self) -> bool:
+        """Returns true if gradients must wait for background work; with ``deterministic`` only."""
+        return False
+
+    @property
+    def left(self) -> int | None:
+        """Returns the bytes that measuring may take, or None if there is no limit."""
+        cap = self.share.memory_bytes
+        return None if cap is None else max(cap - self.nbytes, 0)
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Returns the memory of the gathered values."""
+
+    @abstractmethod
+    def range_over(self, candidates: CandidateLevels, width: int) -> None:
+        """Replaces the candidates; the table then has ``width`` columns."""
+
+    @abstractmethod
+    def open(self, step: int) -> None:
+        """Opens a step, ``step`` steps after the period began. Commits before it are final."""
+
+    @abstractmethod
+    def add(self, table: Table, layers: Numbers, scale: float) -> None:
+        """Receives the gradients of a group, and residuals if there are any; it may change the table."""
+
+    @abstractmethod
+    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+        """Accepts the step for the layers that some rank had."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the period, whose values are then measured."""
+
+    @abstractmethod
+    def measuring(self) -> Callable[[], Doubles]:
+        """Returns the work that computes the table's rows of the closed period."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Discards the closed period, once it was shared or cannot be used."""
+
+    @abstractmethod
+    def state(self) -> dict[str, dict[str, Floats]]:
+        """Returns the arrays that a checkpoint holds of it."""
+
+    @abstractmethod
+    def resume(self, held: Held) -> bool:
+        """Continues from a checkpoint's arrays as far as they fit. Returns true if the closed period is complete."""
+
+
+class Windowed(Gathering):
+    """Sums gradients over the last ``window`` steps of a period, as Markov et al.
+
+    2024, section 4, "System Implementation".
+
+    It takes 8 bytes per element, and as many again while the sums of the closed period are measured.
+    """
+
+    ELEMENT_BYTES = 8
+    TITLE = "sums of gradients"
+
+    def __init__(self, share: Share, every: int, window: int) -> None:
+        super().__init__(share)
+        self._first, self._end = max(every - window, 0), every
+        self._sums = Accumulators(share.sizes, share.environment.zeros)
+        self._taken: dict[int, Vector] = {}  # sums of the closed period
+
+    @property
+    def nbytes(self) -> int:
+        return self._sums.nbytes
+
+    def range_over(self, candidates: CandidateLevels, width: int) -> None:
+        """Does nothing, since sums do not depend on the candidates."""
+
+    def open(self, step: int) -> None:
+        self.adding = self._first <= step < self._end  # later steps, while work is late, do not count
+
+    def add(self, table: Table, layers: Numbers, scale: float) -> None:
+        """Adds the gradients without their residuals."""
+        self._sums.add(table, layers, scale)
+
+    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+        if self.adding:
+            self._sums.commit(present)
+
+    def close(self) -> None:
+        """Takes the sums; those of the next period begin at zero."""
+        self._taken = self._sums.take()
+
+    def measuring(self) -> Callable[[], Doubles]:
+        taken, left = self._taken, self.left
+        return lambda: self.share.measure(taken, left)
+
+    def drop(self) -> None:
+        self._taken = {}
+
+    def state(self) -> dict[str, dict[str, Floats]]:
+        """Returns the current sums, and those of the closed period."""
+        own = self.share.own.items()
+        sums = {name: self._sums.value(i).copy() for name, i in own}
+        taken = {name: self._taken[i].read().copy() for name, i in own if i in self._taken}
+        return {"sums": sums, **({"taken": taken} if taken else {})}
+
+    def resume(self, held: Held) -> bool:
+        self._taken = {}
+        for name, layer in self.share.own.items():
+            size = self.share.sizes[layer]
+            if (value := fitting(held, "sums", name, size)) is not None:
+                self._sums.set(layer, value)
+            if (value := fitting(held, "taken", name, size)) is not None:
+                self._taken[layer] = HostVector(value)
+        return self._taken.keys() == set(self.share.own.values())
+
+
+def fitting(held: Held, kind: str, name: str, size: int) -> Floats | None:
+    """Returns the saved array of a layer if it exists and has ``size`` elements."""
+    value = held.get(kind, {}).get(name)
+    return None if value is None or value.size != size else np.array(value, dtype=np.float32).reshape(-1)
+
+
+#: A row begins with this many columns before those of the table: the number of samples that it is the mean of.
+_COUNT = 1
+#: The column of the table whose mean is arithmetic; all others are norms.
+_MEAN = 1
+
+
+def sample_steps(every: int, samples: int) -> list[int]:
+    """Returns the steps of a period that are sampled: the middles of its equal parts."""
+    samples = min(samples, every)
+    return [(2 * i + 1) * every // (2 * samples) for i in range(samples)]
+
+
+def folded(rows: Floats, measured: Doubles, heard: Numbers) -> Floats:
+    """Adds one more sample to the means of k samples, for the layers in rows ``heard``.
+
+    Norms, including errors, become root mean squares: x_{k+1} = sqrt((k x_k^2 + x^2) / (k + 1)).
+    """
+    after = rows.copy()
+    count, before, now = rows[heard, :_COUNT].astype(np.float64), rows[heard, _COUNT:], measured[heard]
+    means: Doubles = (count * before + now) / (count + 1)
+    norms: Doubles = np.sqrt((count * np.square(before, dtype=np.float64) + np.square(now)) / (count + 1))
+    norms[:, _MEAN] = means[:, _MEAN]
+    after[heard, :_COUNT] = count + 1
+    after[heard, _COUNT:] = norms
+    return after
+
+
+class Sampled(Gathering):
+    """Samples the gradients of ``samples`` single steps of a period, and measures each before the next one is taken.
+
+    A sample takes 4 bytes per element. It is measured in the background; if that is late, the next sample is taken when
+    it is done, or left out if it is not done before the sample after the next; with ``deterministic`` the step waits
+    for it. Layers whose choices are all of low rank are measured with their residual, as their compressor reads them. A
+    step that is not accepted does not count, and the following step is sampled instead.
+    """
+
+    ELEMENT_BYTES = 4
+    TITLE = "samples of gradients"
+
+    def __init__(self, share: Share, every: int, samples: int) -> None:
+        super().__init__(share)
+        self._every, self._steps = every, np.array(sample_steps(every, samples))
+        padded = [-(-size // LINE) * LINE for size in share.sizes]
+        self._begins = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
+        self._arena = share.environment.zeros(int(self._begins[-1]))
+        self._own = np.array([size > 0 for size in share.sizes], dtype=np.bool_)
+        self._heard = np.zeros(len(share.sizes), dtype=np.bool_)  # layers whose sample is in the arena
+        self._committed = False
+        self._due = self._last = 0  # samples of the period that are due, and that have been taken
+        # The work that reads the arena.
+        self._work: Future[Floats] = at_once(lambda: np.zeros(0, dtype=np.float32))
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * int(self._begins[-1])
+
+    @property
+    def columns(self) -> int:
+        return self._width
+
+    def range_over(self, candidates: CandidateLevels, width: int) -> None:
+        """Replaces the candidates. The table starts anew, since its errors are those of other choices."""
+        self._width = width
+        self._layers, self._items = candidates.layers, candidates.items
+        self._with_residual = np.zeros(len(self.share.sizes), dtype=np.bool_)
+        self._with_residual[candidates.layers] = [
+            all(isinstance(choice.bare(), LowRank) for choice in choices) for choices in candidates.choices
+        ]
+        self._current = self._nothing()
+        self._closed: Future[Floats] | None = None
+
+    def _nothing(self) -> Future[Floats]:
+        rows = np.zeros((len(self._layers), _COUNT + self._width), dtype=np.float32)
+        return at_once(lambda: rows)
+
+    @property
+    def overdue(self) -> bool:
+        """Returns true if the arena is needed and its contents are not measured yet."""
+        return self.adding and self.share.environment.deterministic and not self._work.done()
+
+    def open(self, step: int) -> None:
+        """Opens a step, and takes a sample if one is due and the arena is free."""
+        self._measure_committed()
+        self._heard[:] = False
+        self._due = int(np.searchsorted(self._steps, step, side="right"))
+        due = self._last < self._due and step < self._every  # later steps, while work is late, do not count
+        self.adding = due and (self.share.environment.deterministic or self._work.done())
+
+    def add(self, table: Table, layers: Numbers, scale: float) -> None:
+        """Copies the gradients, with residuals for layers whose choices are all of low rank."""
+        own = self._own[layers] & (table["gradient"] != 0)
+        if not own.any():
+            return
+        table, layers = table[own], layers[own]
+        table["residual"][~self._with_residual[layers]] = 0
+        places = 4 * (self._begins[layers] + table["start"].astype(np.int64))
+        table["next_residual"] = np.uint64(self._arena.address) + places.astype(np.uint64)
+        flags = np.zeros(len(table), dtype=np.uint8)
+        selection.contribute(table, flags, np.full(len(table), scale, dtype=np.float32), decay=1.0)
+        self._heard[layers] = True
+
+    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+        """Makes the sample count."""
+        if self.adding:
+            self._heard &= present
+            self._committed = bool(self._heard.any())
+
+    def _measure_committed(self) -> None:
+        if not self._committed:
+            return
+        self._committed, self._last = False, self._due
+        layers = np.flatnonzero(self._heard).tolist()
+        sample: dict[int, Vector] = {
+            i: self._arena.part(int(self._begins[i]), int(self._begins[i]) + self.share.sizes[i])
+            for i in layers
+        }
+        before, measure, left = self._current, self.share.measure, self.left
+        heard = np.flatnonzero(self._heard[self._layers])
+        self._current = self._work = self.share.environment.background(
+            lambda: folded(before.result(), measure(sample, left), heard)
+        )
+
+    def close(self) -> None:
+        """Closes the period; the table of the next one starts anew."""
+        self._measure_committed()
+        self._closed, self._current, self._last = self._current, self._nothing(), 0
+
+    def measuring(self) -> Callable[[], Doubles]:
+        """Returns work that waits for the last sample and returns the table."""
+        closed = self._closed or self._nothing()  # a rank without layers has no closed table after a resume
+
+        def table() -> Doubles:
+            found: Doubles = closed.result()[:, _COUNT:].astype(np.float64)
+            return found
+
+        return table
+
+    def drop(self) -> None:
+        self._closed = None
+
+    def state(self) -> dict[str, dict[str, Floats]]:
+        """Returns, by layer, the number of samples taken and its rows; waits for the sample that is being measured."""
+        self._measure_committed()
+        kinds = {"sampled": self._current, **({} if self._closed is None else {"measured": self._closed})}
+        return {
+            kind: {
+                name: np.append(np.float32(self._last), rows.result()[self._items[layer]])
+                for name, layer in self.share.own.items()
+            }
+            for kind, rows in kinds.items()
+        }
+
+    def resume(self, held: Held) -> bool:
+        self._committed, self._last, self._closed = False, 0, None
+        self._current, self._closed = self._nothing(), self._nothing()
+        found = 0
+        for name, layer in self.share.own.items():
+            items, width = self._items[layer], _COUNT + self._width
+            size = 1 + len(items) * width
+            if (value := fitting(held, "sampled", name, size)) is not None:
+                self._last, self._current.result()[items] = int(value[0]), value[1:].reshape(-1, width)
+            if (value := fitting(held, "measured", name, size)) is not None:
+                self._closed.result()[items] = value[1:].reshape(-1, width)
+                found += 1
+        if not found:
+            self._closed = None
+        return found == len(self.share.own)

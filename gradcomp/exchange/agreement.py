@@ -1,0 +1,215 @@
+"""Before the first exchange all ranks compare layers, plan, settings and arguments."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gradcomp.control import ControllerRun, Environment
+from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE, Config
+from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, WireFormatError
+from gradcomp.core.journal import Journal
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.core.scheme import AUTO, parse
+from gradcomp.core.strings import printable
+from gradcomp.core.topology import Topology
+from gradcomp.exchange.settings import FIRST, Controlled, Settings
+from gradcomp.exchange.thread import in_background
+from gradcomp.transport.base import Handle, Transport, wait
+from gradcomp.version import __version__
+
+
+def describe(layers: Sequence[LayerSpec], plan: Plan, config: Config, **extra: Any) -> dict[str, Any]:
+    """Return what must be equal on all ranks: version, settings, layers, plan."""
+    return {
+        "version": __version__,
+        "settings": {**config.shared(), **extra},
+        "layers": {layer.name: [list(layer.shape), layer.dtype] for layer in layers},
+        "order": [layer.name for layer in layers],
+        "compression": {a.layer: [a.compressor, a.level] for a in plan.assignments},
+    }
+
+
+def agree(
+    transport: Transport,
+    description: Mapping[str, Any] | None,
+    error: Exception | None = None,
+    *,
+    wait_for: Callable[[Handle], None] = wait,
+) -> None:
+    """Raise PlanMismatchError on every rank unless all descriptions are equal. Collective.
+
+    A rank that cannot go on passes its ``error`` instead: it raises that one, and the others one that quotes it.
+    ``wait_for`` waits for a handle. Wire: two rounds of a digest; the descriptions themselves travel only if the
+    digests differ.
+    """
+    mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(description or {})
+    text = json.dumps(mine, sort_keys=True)
+    digests = transport.allgather_bytes(hashlib.sha256(text.encode()).digest(), wait_for)
+    if error is None and len(set(digests)) == 1:
+        return
+    if len(set(digests)) > 1 or error is not None:
+        everyone = [
+            _parse(rank, part) for rank, part in enumerate(transport.allgather_bytes(text.encode(), wait_for))
+        ]
+        if error is not None:
+            raise error
+        raise PlanMismatchError(printable(_difference(everyone)))
+
+
+def agree_on_slices(
+    transport: Transport, config: Config, on_device: bool, *, wait_for: Callable[[Handle], None] = wait
+) -> Config:
+    """Return the settings with a size of exchange buckets, the same on all ranks. Collective, after :func:`agree`.
+
+    A setting is taken as it is. Without one, buckets are large if every rank's gradients are on a device: a rank on
+    the host would take long over a large one, and hold up the others. It raises WireFormatError for an answer that
+    is not a yes or no. Wire: a byte from every rank, if there is no setting.
+    """
+    if config.slice_elements:
+        return config
+    answers = transport.allgather_bytes(bytes([on_device]), wait_for)
+    for rank, answer in enumerate(answers):
+        if answer not in (b"\0", b"\1"):
+            raise WireFormatError(
+                f"rank {rank} sent {answer[:8]!r}, which does not say where its gradients are"
+            )
+    chosen = DEVICE_SLICE if all(answer == b"\1" for answer in answers) else HOST_SLICE
+    return replace(config, slice_elements=chosen)
+
+
+def _parse(rank: int, part: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(part)
+    except ValueError as error:
+        raise WireFormatError(f"rank {rank} sent a description that is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise WireFormatError(f"rank {rank} sent a description that is not an object")
+    return data
+
+
+def _difference(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the first thing in which a rank differs from rank 0, or the first rank that failed."""
+    for rank, other in enumerate(everyone):
+        if "error" in other:
+            return f"rank {rank} failed: {other['error']}"
+    for rank, other in enumerate(everyone):
+        for key in everyone[0]:
+            mine, theirs = everyone[0][key], other.get(key)
+            if mine == theirs:
+                continue
+            if isinstance(mine, dict) and isinstance(theirs, dict):
+                names = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+                name = names[0]
+                what = f"{key} of {name!r}" if key != "layers" else f"layer {name!r}"
+                return (
+                    f"{what}: rank 0 has {mine.get(name, 'none')}, rank {rank} has {theirs.get(name, 'none')}"
+                    f" ({len(names)} differ)"
+                )
+            return f"{key}: rank 0 has {mine}, rank {rank} has {theirs}"
+    return "the ranks differ"
+
+
+logger = logging.getLogger("gradcomp")
+
+
+def agree_on_settings(
+    layers: Sequence[LayerSpec],
+    plan: Plan,
+    transport: Transport,
+    config: Config,
+    settings: Settings,
+    wait_for: Callable[[Handle], None],
+) -> tuple[Config, Settings, Journal | None]:
+    """Raise PlanMismatchError on every rank if layers, plan, settings or arguments differ. Collective.
+
+    It returns what all have agreed on: the settings have a topology, and the run of the controller if there is one.
+    Rank 0's run log comes with them.
+    """
+    topology = settings.topology or Topology.one_host(transport.size)
+    shared = {
+        "average": settings.average,
+        "order_step": settings.order_step,
+        "hosts": list(topology.hosts),
+        **settings.arguments,
+    }
+    if settings.controlled is not None:
+        shared["controller"] = settings.controller_text
+    journal = _open_journal(transport, config, settings.name)
+    try:
+        agree(transport, describe(layers, plan, config, **shared), settings.problem, wait_for=wait_for)
+        config = agree_on_slices(transport, config, settings.device.driver is not None, wait_for=wait_for)
+        if config.deterministic:
+            _refuse_times(settings.controlled, config, topology)
+        controller = _begin_controller(settings, layers, transport, topology, config)
+    except GradcompError:
+        if journal is not None:
+            journal.close()
+        raise
+    return config, replace(settings, topology=topology, controller=controller), journal
+
+
+def _refuse_times(controlled: Controlled | None, config: Config, topology: Topology) -> None:
+    """Raise ConfigError for what decides by measured times, since no two runs have these in common."""
+    what = ""
+    if config.reduction == AUTO and len(topology.leaders) > 1:
+        what = "between hosts reduction=auto chooses by measured times: name a reduction"
+    if controlled is not None and controlled.controller.by_times:
+        what = f"{controlled.controller.to_string()} decides by measured times: choose another controller or objective"
+    if what:
+        raise ConfigError(f"deterministic=True: {what}, or leave deterministic off")
+
+
+def _begin_controller(
+    settings: Settings, layers: Sequence[LayerSpec], transport: Transport, topology: Topology, config: Config
+) -> ControllerRun | None:
+    """Begin the controller, which refuses what it cannot do; return None if no layer is left to it."""
+    controlled, device = settings.controlled, settings.device
+    if controlled is None:
+        return None
+    environment = Environment(
+        layers,
+        controlled.compressors,
+        transport.rank,
+        topology,
+        parse(config.reduction),
+        config.seed,
+        controlled.first_step,
+        lambda work: in_background(device.bound(work)),
+        config.slice_elements,
+        device.zeros,
+        config.deterministic,
+    )
+    running = controlled.controller.begin(environment)
+    if environment.controlled:
+        return running
+    if transport.rank == 0:
+        logger.warning(
+            "the controller %s has nothing to adjust, and does not run: no layer travels compressed (they are small, "
+            "excluded or float64, or the compression is none)",
+            controlled.controller.name,
+        )
+    return None
+
+
+def _open_journal(transport: Transport, config: Config, name: str) -> Journal | None:
+    """Open rank 0's run log, if there is to be one; all ranks raise if it cannot be opened."""
+    if transport.rank != 0 or not config.run_log:
+        return None
+    try:
+        return Journal(_log_path(config.run_log, name))
+    except ConfigError as error:
+        agree(transport, None, error)
+        raise
+
+
+def _log_path(path: str, name: str) -> Path:
+    """Return ``path`` for the job's first exchanger; others put their names into theirs."""
+    whole = Path(path)
+    return whole if name == FIRST else whole.with_name(f"{whole.stem}.{name}{whole.suffix}")

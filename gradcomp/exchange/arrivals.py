@@ -1,0 +1,145 @@
+"""The training thread hands in the gradients of the current step here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradcomp import kernels
+from gradcomp.core.errors import StateError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.exchange.layout import Layout
+from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
+from gradcomp.reduce.header import PRESENT, SPARSE
+
+#: Allocates the mean of a layer of which this rank has no gradient, and returns its address.
+Allocate = Callable[[int], int]
+
+
+class Submission(NamedTuple):
+    """Says that a layer's gradient is ready at address ``gradient``, and that its mean goes to ``output``.
+
+    ``keep`` is referenced until the step ends. ``event`` is the device event behind which the gradient is ready.
+    With ``zero_is_absent`` a gradient of zeros stands for none, which :meth:`Arrivals.decide` finds out.
+    """
+
+    layer: int
+    gradient: int
+    output: int
+    keep: object = None
+    event: object = None
+    zero_is_absent: bool = False
+
+
+class Arrivals:
+    """Records the addresses and states of layers that reported, and which buckets are complete.
+
+    Whoever submits writes, and the pipeline reads when a bucket starts; the owner serialises the two. A bucket is
+    complete when all its layers reported, or at the flush.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        self._layers = layers
+        self.gradients = np.zeros(len(layers), dtype=np.uint64)
+        self.outputs = np.zeros(len(layers), dtype=np.uint64)
+        self.states = np.zeros(len(layers), dtype=np.uint8)
+        self._doubtful = np.zeros(len(layers), dtype=np.bool_)  # absent if their gradient is zero
+        self._whole: Table = np.zeros(len(layers), dtype=SEGMENT)
+        self._whole["length"] = [layer.size for layer in layers]
+        self._whole["dtype"] = [DTYPE_NUMBERS[layer.dtype] for layer in layers]
+        self.order: list[int] = []
+        self.events: list[Any] = [None] * len(layers)  # device events behind which the gradients are ready
+        self.flushed = True  # no step is open
+        self._keep: list[object] = []
+        self.completed: list[float] = []  # when each bucket became complete, on time.perf_counter's clock
+        self._missing: list[int] = []
+        self._buckets_of: tuple[tuple[int, ...], ...] = ()
+        self._reported: list[bool] = []
+
+    def open(self, layout: Layout) -> None:
+        """Forget the last step and expect the layers of ``layout``."""
+        self.gradients[:] = 0
+        self.outputs[:] = 0
+        self.states[:] = 0
+        self._doubtful[:] = False
+        self.events = [None] * len(self._layers)
+        self.order = []
+        self.flushed = False
+        self._keep = []
+        self._missing = [len(bucket.layers) for bucket in layout.buckets]
+        self.completed = [0.0] * len(layout.buckets)
+        self._buckets_of = layout.buckets_of
+        self._reported = [False] * len(self._layers)
+
+    def submit(self, submission: Submission) -> bool:
+        """Report a layer's dense gradient; return whether a bucket became complete."""
+        layer, gradient, output, keep, event, zero_is_absent = submission
+        self._report(layer, PRESENT)
+        if zero_is_absent:
+            self._doubtful[layer] = True
+        self.gradients[layer] = gradient
+        self.outputs[layer] = output
+        self.events[layer] = event
+        self._keep.append(keep)
+        return self._count_down(layer)
+
+    def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> bool:
+        """Report a layer without a dense gradient in this step; return whether a bucket became complete."""
+        self._report(layer, SPARSE if sparse else 0)
+        self.outputs[layer] = output
+        return self._count_down(layer)
+
+    def decide(self, layers: Sizes) -> None:
+        """Mark layers as absent whose gradient, now ready, is zero and stands for none."""
+        doubtful = layers[self._doubtful[layers]]
+        if not len(doubtful):
+            return
+        table = self._whole[doubtful]
+        table["gradient"] = self.gradients[doubtful]
+        has_value = np.zeros(len(table), dtype=np.uint8)
+        kernels.nonzero(table, has_value)
+        absent = doubtful[has_value == 0]
+        self.states[absent] = 0
+        self.gradients[absent] = 0
+        self._doubtful[doubtful] = False
+
+    def _report(self, layer: int, state: int) -> None:
+        if self.flushed:
+            raise StateError(f"layer {self._layers[layer].name!r} has a gradient after its step closed")
+        if self._reported[layer]:
+            raise StateError(f"layer {self._layers[layer].name!r} was submitted twice in one step")
+        self._reported[layer] = True
+        self.states[layer] = state
+        self.order.append(layer)
+
+    def _count_down(self, layer: int) -> bool:
+        complete = False
+        for bucket in self._buckets_of[layer]:
+            if self._missing[bucket] == 1:
+                # It is set before the count, which the engine's thread reads.
+                self.completed[bucket] = perf_counter()
+                complete = True
+            self._missing[bucket] -= 1
+        return complete
+
+    def flush(self) -> None:
+        """Complete all buckets: no more layers will report in this step."""
+        now = perf_counter()
+        self.completed = [at or now for at in self.completed]
+        self.flushed = True
+
+    def ready(self, bucket: int) -> bool:
+        return self.flushed or self._missing[bucket] == 0
+
+    @property
+    def complete(self) -> bool:
+        """Return whether all buckets are complete."""
+        return self.flushed or not any(self._missing)
+
+    def release(self) -> None:
+        """Drop the references to the submitted arrays."""
+        self._keep = []

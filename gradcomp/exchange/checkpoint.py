@@ -1,0 +1,338 @@
+"""A checkpoint is a directory with a safetensors file per rank, further files and a manifest that names them.
+
+``manifest.json`` is renamed into place last, after all that it names is on disk: without it there is no checkpoint.
+:mod:`gradcomp.exchange.checkpoint_directory` keeps several. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from gradcomp.core.errors import StateError
+from gradcomp.core.state import Range
+from gradcomp.exchange.fingerprint import Digests
+from gradcomp.exchange.snapshot import Shared, Snapshot
+from gradcomp.version import __version__
+
+FORMAT = 2
+#: Formats that this version reads. Format 1 had compression state only, in files whose names ended in a token.
+READABLE = (1, 2)
+MANIFEST = "manifest.json"
+PARTIAL = MANIFEST + ".partial"
+
+_KIND = "gradcomp checkpoint"
+_MOST_MANIFEST_BYTES = 1 << 28
+_MOST_RANKS = 1 << 16
+_FIRST = "first/"
+_FIELD = "field/"
+_CONTROL = "control/"
+#: The file names that a manifest may contain.
+FILE_NAME = re.compile(
+    r"rank-\d{1,5}-of-\d{1,5}(\.[0-9a-f]{16})?\.safetensors|model\.pt|extra-\d{1,5}-of-\d{1,5}\.pt"
+)
+
+
+class Sink:
+    """Writes a file, and counts and hashes its bytes on the way.
+
+    :meth:`end` reports a full disk, not :meth:`write`: the writer may be a library that an exception would crash.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._hash = hashlib.sha256()
+        self._nbytes = 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        if self._error is None:
+            try:
+                self._stream.write(view)
+            except OSError as error:
+                self._error = error
+            self._hash.update(view)
+            self._nbytes += view.nbytes
+        return view.nbytes
+
+    @property
+    def path(self) -> Path:
+        return Path(self._stream.name)
+
+    def flush(self) -> bool:
+        """Make the file readable up to here; return False if that fails, and let :meth:`end` raise the error."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._error = self._error or error
+        return self._error is None
+
+    def end(self, name: str) -> File:
+        """Sync the file to disk and return its entry; raise the OSError of any earlier failure."""
+        self.flush()
+        if self._error is not None:
+            raise self._error
+        os.fsync(self._stream.fileno())
+        return File(name, self._nbytes, self._hash.hexdigest())
+
+
+#: Writes a file's contents into a sink.
+Writer = Callable[[Sink], object]
+
+
+@dataclass(frozen=True)
+class File:
+    """Names a file, its size and its checksum, as the manifest does."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+    @staticmethod
+    def from_plain(data: Any) -> File:
+        """Invert ``asdict``; raise StateError for anything else, above all for names outside of the directory."""
+        if not isinstance(data, dict) or data.keys() != {"name", "nbytes", "sha256"}:
+            raise StateError("the checkpoint's manifest does not name its files")
+        name, nbytes, sha256 = data["name"], data["nbytes"], data["sha256"]
+        sound = (
+            type(name) is str and FILE_NAME.fullmatch(name) and type(nbytes) is int and 0 <= nbytes < 1 << 48
+        )
+        if not sound or type(sha256) is not str or not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise StateError(f"the checkpoint's manifest names an impossible file: {data!r:.200}")
+        return File(name, nbytes, sha256)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Holds what the ranks' states have in common, and where they are: ``files[i]`` is rank i's.
+
+    ``parts`` are further files. ``parameters`` are digests of the model at the save, or None if it is not known.
+    """
+
+    shared: Shared
+    files: tuple[File, ...]
+    parts: tuple[File, ...] = ()
+    parameters: Digests | None = None
+
+    def to_text(self) -> str:
+        """Return JSON that includes a digest of everything else in it."""
+        body = {
+            "kind": _KIND,
+            "format": FORMAT,
+            "gradcomp": __version__,
+            "world": len(self.files),
+            "shared": self.shared.to_plain(),
+            "files": [asdict(file) for file in self.files],
+            "parts": [asdict(file) for file in self.parts],
+            "parameters": None if self.parameters is None else self.parameters.to_plain(),
+        }
+        return json.dumps({**body, "digest": _digest(body)}, indent=1)
+
+    @staticmethod
+    def from_text(text: str) -> Manifest:
+        """Invert :meth:`to_text`; raise StateError for anything else, including another format."""
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise StateError(f"the checkpoint's manifest is damaged: {error}") from error
+        if not isinstance(body, dict) or body.get("kind") != _KIND:
+            raise StateError(f"{MANIFEST} is not that of a gradcomp checkpoint")
+        if body.get("format") not in READABLE:
+            raise StateError(
+                f"the checkpoint has format {body.get('format')!r:.40} (of gradcomp {body.get('gradcomp')!r:.40}), "
+                f"this gradcomp {__version__} reads formats {READABLE[0]} to {READABLE[-1]}: load it with the version "
+                "that wrote it"
+            )
+        digest = body.pop("digest", None)
+        if digest != _digest(body):
+            raise StateError("the checkpoint's manifest is damaged: it does not match its digest")
+        files, world = body.get("files"), body.get("world")
+        if not isinstance(files, list) or len(files) != world or not 1 <= len(files) <= _MOST_RANKS:
+            raise StateError(
+                f"the checkpoint's manifest does not name a file for each of {world!r:.40} ranks"
+            )
+        parts, parameters = body.get("parts", []), body.get("parameters")  # format 1 has neither
+        if not isinstance(parts, list):
+            raise StateError("the checkpoint's manifest does not name its files")
+        return Manifest(
+            Shared.from_plain(body.get("shared")),
+            tuple(File.from_plain(file) for file in files),
+            tuple(File.from_plain(file) for file in parts),
+            None if parameters is None else Digests.from_plain(parameters),
+        )
+
+    def part(self, name: str) -> File | None:
+        """Return the further file of this name, or None."""
+        return next((file for file in self.parts if file.name == name), None)
+
+
+def write_files(directory: Path, writers: Mapping[str, Writer]) -> tuple[File, ...]:
+    """Write files and sync them, with the names that lead to them, to disk; raise StateError if that fails."""
+    files = []
+    with as_state_error(f"{directory} cannot be made"):
+        _make(directory)
+    for name, writer in writers.items():
+        with as_state_error(f"{name} cannot be written"), (directory / name).open("wb") as stream:
+            sink = Sink(stream)
+            writer(sink)
+            files.append(sink.end(name))
+    with as_state_error(f"{directory} cannot be written"):
+        _sync(directory)
+    return tuple(files)
+
+
+def rank_name(rank: int, world: int) -> str:
+    return f"rank-{rank}-of-{world}.safetensors"
+
+
+def write_rank(directory: Path, state: Snapshot) -> File:
+    """Write one rank's part and sync it to disk."""
+    (file,) = write_files(directory, {rank_name(state.rank, state.world): rank_writer(state)})
+    return file
+
+
+def rank_writer(state: Snapshot) -> Writer:
+    """Return a function that writes one rank's part."""
+    tensors: dict[str, np.ndarray[Any, Any]] = {_FIRST + name: value for name, value in state.first.items()}
+    for prefix, kinds in ((_FIELD, state.fields), (_CONTROL, state.control)):
+        for kind, values in kinds.items():
+            tensors |= {f"{prefix}{kind}/{name}": value for name, value in values.items()}
+    tensors["second"] = state.second
+    tensors["ranges"] = np.array([[r.layer, r.start, r.length] for r in state.ranges], np.int64).reshape(
+        -1, 3
+    )
+    return lambda sink: sink.write(safetensors.numpy.save(tensors))
+
+
+def read_rank(directory: Path, manifest: Manifest, rank: int) -> Snapshot:
+    """Read the part of rank ``rank``; raise StateError if it is missing, or not the file that was written."""
+    file = manifest.files[rank]
+    with as_state_error(f"{file.name} cannot be read"), (directory / file.name).open("rb") as stream:
+        data = stream.read(file.nbytes + 1)
+    _compare(file, len(data), hashlib.sha256(data).hexdigest())
+    try:
+        tensors = safetensors.numpy.load(data)
+        second, table = tensors.pop("second"), tensors.pop("ranges")
+        if second.ndim != 1 or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 3:
+            raise ValueError(f"server-side errors of shape {second.shape}, ranges of shape {table.shape}")
+        fields, control = _by_kind(tensors, _FIELD), _by_kind(tensors, _CONTROL)
+        if not all(name.startswith(_FIRST) for name in tensors):
+            raise ValueError(f"unknown tensors among {sorted(tensors)[:5]}")
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise StateError(f"{file.name} does not hold a rank's state: {error}") from error
+    return Snapshot(
+        rank,
+        len(manifest.files),
+        manifest.shared,
+        {name.removeprefix(_FIRST): value for name, value in tensors.items()},
+        tuple(Range(*row) for row in table.tolist()),
+        second,
+        fields,
+        control,
+    )
+
+
+def _by_kind(
+    tensors: dict[str, np.ndarray[Any, Any]], prefix: str
+) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
+    """Remove the tensors named ``prefix kind / layer`` and return them as kind -> layer -> values."""
+    found: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        kind, _, layer = name.removeprefix(prefix).partition("/")
+        found.setdefault(kind, {})[layer] = tensors.pop(name)
+    return found
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Make the directory a checkpoint, atomically, after everything that the manifest names was written."""
+    partial = directory / PARTIAL
+    with as_state_error(f"{MANIFEST} cannot be written"):
+        with partial.open("wb") as stream:
+            sink = Sink(stream)
+            sink.write(manifest.to_text().encode())
+            sink.end(PARTIAL)
+        partial.replace(directory / MANIFEST)
+        _sync(directory)
+
+
+def read_manifest(directory: Path) -> str:
+    """Return the manifest's text; raise StateError if there is none."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise StateError(f"there is no checkpoint in {directory}: it has no {MANIFEST}")
+    with as_state_error(f"{MANIFEST} cannot be read"), path.open("rb") as stream:
+        data = stream.read(_MOST_MANIFEST_BYTES + 1)
+    if len(data) > _MOST_MANIFEST_BYTES:
+        raise StateError(f"{path} is too large for a manifest")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise StateError(f"the checkpoint's manifest is damaged: {error}") from error
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Return whether the manifest in the directory is gradcomp's, of whatever format, not another program's."""
+    try:
+        body = json.loads(read_manifest(directory))
+    except (StateError, ValueError, RecursionError):
+        return False
+    return isinstance(body, dict) and body.get("kind") == _KIND
+
+
+def checked(directory: Path, file: File) -> Path:
+    """Return the path of a file; raise StateError if it is missing, or not the file that was written."""
+    path = directory / file.name
+    with as_state_error(f"{file.name} cannot be read"), path.open("rb") as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    _compare(file, nbytes, sha256)
+    return path
+
+
+def _compare(file: File, nbytes: int, sha256: str) -> None:
+    if nbytes != file.nbytes:
+        raise StateError(f"{file.name} does not have the {file.nbytes} bytes that were written")
+    if sha256 != file.sha256:
+        raise StateError(f"{file.name} is damaged: it does not match its checksum")
+
+
+def _make(directory: Path) -> None:
+    """Make a directory and those above it, and sync their names to disk."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Sync a directory to disk: syncing a file makes its contents durable, not its name."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def as_state_error(what: str) -> Iterator[None]:
+    """Turn an OSError into a StateError that begins with ``what``."""
+    try:
+        yield
+    except OSError as error:
+        raise StateError(f"{what}: {error}") from error
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,192 @@
+"""A plan is compiled for one rank, and the result is kept while plans go back and forth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress import Compressor
+from gradcomp.control.candidates import sent_bytes
+from gradcomp.core.config import Config
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Fingerprint, Plan
+from gradcomp.core.scheme import AUTO, parse
+from gradcomp.core.state import Begin, Range
+from gradcomp.core.topology import Topology
+from gradcomp.exchange.bucket import BucketProgram
+from gradcomp.exchange.layout import Layout, build_layout, compressors_of, fields_of
+from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.cuda.mirrors import mirror, pinned
+from gradcomp.kernels.devices import Device
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce import Part, Reduction, make
+from gradcomp.reduce.base import Memory
+from gradcomp.reduce.costs import cheapest
+from gradcomp.reduce.model import Network
+from gradcomp.transport.base import Transport, host_allocator
+
+#: How many compiled plans are cached, and for how many steps after their last use: they hold buffers.
+_MOST, _STEPS = 8, 64
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """Holds a plan's buckets, their programs and what follows from them; equal plans compile alike.
+
+    ``fingerprint`` covers the plan but its version. ``order`` lists the layers that travel, as bytes. ``sizes`` are
+    those of the residuals, ``fields`` the compressors' state, and ``momenta`` the factors of momentum before
+    compression, NaN for the optimizer's; all by layer. ``ranges`` are those of the server-side errors. ``travels``
+    pairs layers with the buckets that carry them; ``position`` is each layer's last bucket. ``predicted`` has, by
+    layer, the bytes that one rank sends in a step, by formula; ``sent`` has those of all buckets that carry the
+    layer.
+    """
+
+    layout: Layout
+    programs: list[BucketProgram]
+    fingerprint: Fingerprint
+    order: bytes
+    sizes: list[int]
+    fields: Sequence[Mapping[str, tuple[int, Begin]]]
+    ranges: list[Range]
+    dense_bytes: int
+    travels: tuple[npt.NDArray[np.int64], ...]
+    position: npt.NDArray[np.int64]
+    predicted: npt.NDArray[np.float64]
+    sent: npt.NDArray[np.float64]
+    momenta: npt.NDArray[np.float64]
+
+
+class CompiledPlans:
+    """Caches the last few compiled plans by what they were made from."""
+
+    def __init__(self) -> None:
+        # Values have the step of the last use; the latest comes last.
+        self._kept: dict[Hashable, tuple[CompiledPlan, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def get(self, key: Hashable, step: int, make: Callable[[], CompiledPlan]) -> CompiledPlan:
+        """Return the compiled plan of ``key``, which applies from ``step`` on; make it if it is not cached."""
+        kept = self._kept.pop(key, None)
+        found = make() if kept is None else kept[0]
+        while len(self._kept) >= _MOST:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = found, step
+        return found
+
+    def age(self, step: int) -> None:
+        """Drop compiled plans that have not been in use for long; the latest one is in use."""
+        if len(self._kept) > 1:
+            latest, (found, _) = self._kept.popitem()
+            self._kept = {key: one for key, one in self._kept.items() if one[1] >= step - _STEPS}
+            self._kept[latest] = found, step
+
+
+def by_layer(
+    travels: Sequence[npt.NDArray[np.int64]], values: npt.NDArray[np.float64], layers: int
+) -> npt.NDArray[np.float64]:
+    """Sum ``values``, one for every bucket, over the buckets of each layer."""
+    of, buckets = travels
+    added: npt.NDArray[np.float64] = np.bincount(of, values[buckets], layers).astype(np.float64)
+    return added
+
+
+class PlanCompiler:
+    """Compiles plans for one rank with its device, topology and reduction."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        config: Config,
+        device: Device,
+        memory: Memory,
+        rank: int,
+        topology: Topology,
+        network: Network | None,
+    ) -> None:
+        self._layers, self._config, self._device, self._memory = layers, config, device, memory
+        self._topology, self._network = topology, network
+        self._scheme = parse(config.reduction)
+        if self._scheme.name == AUTO and network is None and len(topology.leaders) > 1:
+            raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
+        self._rank = rank
+
+    def context(self, step: int, **known: Any) -> StepContext:
+        """Return the context of a step on this rank; ``known`` gives further fields of it."""
+        draw = Draw(self._config.seed, step & 0xFFFFFFFF, self._rank)
+        return StepContext(draw, self._topology.world, **known)
+
+    def compile(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> CompiledPlan:
+        """Compile ``plan`` for the layers that travel, in ``order``, those in ``cold`` last."""
+        layers = self._layers
+        layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
+        context, world = self.context(0), self._topology.world
+        programs = [
+            BucketProgram(bucket, self._rank, world, context, self._reduction, self._memory.messages)
+            for bucket in layout.buckets
+        ]
+        ranges: list[Range] = []
+        for program in programs:
+            if program.reduction is not None:
+                first = len(ranges)
+                ranges += program.reduction.ranges
+                program.assign(range(first, len(ranges)))
+        pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
+        travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+        position = np.zeros(len(layers), dtype=np.int64)
+        np.maximum.at(position, *travels)
+        sent, predicted = np.zeros(len(layout.buckets)), np.zeros(len(layers))
+        for bucket in layout.buckets:
+            for group in bucket.groups:
+                of_layers = sent_bytes(group, self._scheme, self._topology)
+                sent[bucket.number] += of_layers.sum()
+                np.add.at(predicted, group.layers, of_layers)
+        compressors = compressors_of(layers, plan)
+        return CompiledPlan(
+            layout,
+            programs,
+            Fingerprint(plan.assignments, layers),
+            np.array(order, dtype="<i4").tobytes(),
+            layout.residual_sizes(layers),
+            fields_of(layers, compressors, self._config.seed, world),
+            ranges,
+            2 * sum(layers[i].nbytes for i in order) * (world - 1) // world,
+            travels,
+            position,
+            predicted,
+            by_layer(travels, sent, len(layers)),
+            np.array([_momentum(compressor) for compressor in compressors]),
+        )
+
+    def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
+        """Return the configured reduction for one bucket, or the cheapest with ``reduction=auto``."""
+        scheme = self._scheme
+        if scheme.name == AUTO:
+            scheme = cheapest(parts, layers, self._topology, self._network)
+        return make(scheme, parts, layers, self._rank, self._topology, bucket, self._memory)
+
+
+def _momentum(compressor: Compressor) -> float:
+    factor = compressor.traits.momentum
+    return np.nan if isinstance(factor, str) else factor
+
+
+def memory_on(device: Device, transport: Transport) -> Memory:
+    """Return the allocators of messages, which the transport sends, and of buffers near the device's kernels.
+
+    A transport that sends from any memory of the host gets pinned memory, from and to which the device itself copies.
+    """
+    messages = local = transport.allocator(device)
+    if device.driver is not None and messages is host_allocator:
+        messages, local = partial(pinned, device.driver), partial(mirror, device.driver)
+    return Memory(messages, local)

@@ -1,0 +1,590 @@
+"""An exchanger is one wrapped optimizer's side of the engine: layers, plan, state, steps and a communicator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from time import monotonic, perf_counter
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.core.config import Config
+from gradcomp.core.errors import GradcompError, StateError, TransportError, WireFormatError
+from gradcomp.core.layers import LayerSpec
+from gradcomp.core.plan import Plan
+from gradcomp.core.scheme import AUTO
+from gradcomp.core.trace import begin_range
+from gradcomp.exchange.agreement import agree_on_settings
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.deadlock import Begun, Need
+from gradcomp.exchange.fingerprint import NOTHING, DeferredFingerprint, Fingerprints
+from gradcomp.exchange.members import Roster, StepWatch, place
+from gradcomp.exchange.memory import Allocate
+from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.reports import (
+    PlanLog,
+    comparison_is_due,
+    different_fingerprints,
+    different_means,
+    different_outcomes,
+    different_parameters,
+    measure,
+    shift,
+)
+from gradcomp.exchange.request_group import RequestGroup, RequestOrder, Run
+from gradcomp.exchange.requests import Array, PreparedRequest, Request, SharedMemory
+from gradcomp.exchange.settings import Settings
+from gradcomp.exchange.step import StepResult
+from gradcomp.exchange.thread import Engine
+from gradcomp.exchange.waiting import Number, Waiting
+from gradcomp.exchange.watchdog import Position, Watchdog
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.reduce.base import Memory
+from gradcomp.reduce.header import APPLIED, EDITED
+from gradcomp.transport.base import Handle, Transport
+
+#: A wait checks this often whether the engine's thread is alive.
+_LIFE_SECONDS = 1.0
+
+
+class Progress(StepWatch):
+    """Drives a step, or collectives between steps, until it is done or fails; one at a time.
+
+    ``is_open`` says that a step has begun that nobody has waited for.
+    ``collectives`` counts those that began since the last step. ``error`` says why there will be no further step.
+    From :meth:`begin` until the wait ends the engine's thread alone touches the pipeline and the communicator.
+    """
+
+    def __init__(
+        self, engine: Engine, watchdog: Watchdog, config: Config, pipeline: Pipeline, settings: Settings
+    ) -> None:
+        transport = pipeline.transport
+        roster = settings.roster or Roster.of_size(transport.size)
+        super().__init__(watchdog, config, f"exchanger/{settings.name}", transport.rank, roster)
+        self.is_open = False
+        self.collectives = 0
+        self.error: GradcompError | None = None
+        self._engine = engine
+        self._pipeline = pipeline
+        self._transport = transport
+        self._listener = settings.listener
+        self._advice = settings.advice
+        self._work: Callable[[], Waiting] | None = None
+        self._begun = 0
+        self._done = threading.Event()
+        self._seen_advances = 0
+        engine.add(self)
+        watchdog.add(self)
+
+    def end_service(self) -> None:
+        self._engine.remove(self)
+        self.watchdog.remove(self)
+
+    # -- the training thread ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make the next wait last until the engine's thread is done with what begins now."""
+        self._begun += 1
+        self.watchdog.callers.came()
+        self._done.clear()
+        if self.error is not None:  # it came in between, and will not be set again
+            self._done.set()
+
+    def wait(self) -> None:
+        """Wait until the engine's thread says that it is done, or has ended."""
+        with self.watchdog.callers.waiting(self):
+            while not self._done.wait(_LIFE_SECONDS):
+                if not self._engine.alive and not self._done.is_set():
+                    self.stop_with(
+                        StateError("the engine's thread has ended: gradcomp was shut down meanwhile")
+                    )
+
+    def wait_for(self, handle: Handle) -> None:
+        """Wait for a collective between steps; the engine polls it as it does a step."""
+        self.start(lambda: _poll(handle))
+        self.finish()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether something was started between steps that nobody has waited for."""
+        return self._work is not None
+
+    def start(self, work: Callable[[], Waiting]) -> None:
+        """Begin something between steps; the engine polls it as it does a step."""
+        self.collectives += 1
+        self.begin()
+        self._work = work
+        self._engine.wake()
+
+    def finish(self) -> None:
+        """Wait for what :meth:`start` began; raise the error if there is one."""
+        self.wait()
+        self._work = None
+        if self.error is not None:
+            raise self.error
+
+    # -- the watchdog's thread, too -----------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        return self._pipeline.position if self.is_open else (self._pipeline.step, -1, self.collectives)
+
+    @property
+    def where(self) -> str:
+        """Return the position in words, with the names of layers."""
+        position = self.position
+        buckets = self._pipeline.layout.buckets
+        if not 0 <= position[1] < len(buckets):
+            return place(position)
+        layers = buckets[position[1]].layers
+        names = [self._pipeline.layers[layer].name for layer in layers[:3].tolist()]
+        more = ", ..." if len(layers) > 3 else ""
+        return f"{place(position)} ({', '.join(names)}{more})"
+
+    @property
+    def begun(self) -> Begun:
+        """Return what has begun, without a step whose gradients have not all come."""
+        return Begun(self._begun - (self.is_open and not self._pipeline.arrivals.complete))
+
+    def need(self, what: object) -> Need | None:
+        if what is not self:
+            return None
+        where = (
+            self.where if self.is_open else f"a collective of an optimizer after step {self._pipeline.step}"
+        )
+        return Need(self.scope, self.roster.ranks, self._begun, where=where)
+
+    @property
+    def advances(self) -> int:
+        return self._pipeline.advances
+
+    def heard(self) -> None:
+        """Wake the engine's thread, which stops what is under way."""
+        self._engine.wake()
+
+    # -- the engine's thread ------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> Device:
+        """Return the device of the gradients."""
+        return self._pipeline.device
+
+    def poll(self) -> Waiting:
+        if self.error is not None:
+            return Waiting.NOTHING
+        if self.verdict is not None:
+            self._heed(self.verdict)
+            return Waiting.NOTHING
+        work = self._work
+        if self._done.is_set() or (not self.is_open and work is None):
+            return Waiting.NOTHING
+        # From here on the training thread waits, or is about to: its arrays stay until ``_done`` is set.
+        try:
+            waiting = self._pipeline.poll() if work is None else work()
+        except GradcompError as error:
+            self._fail(error)
+            return Waiting.NOTHING
+        if waiting is not Waiting.WIRE:
+            self.since = None
+        elif self.since is None or self._pipeline.advances != self._seen_advances:
+            self._seen_advances = self._pipeline.advances
+            self.since = monotonic()
+        if waiting is Waiting.NOTHING:
+            if work is None and (divergence := self._divergence()) is not None:
+                # All ranks have found it in the same step, so none has to be told.
+                self.end_with(divergence)
+            self._done.set()
+        return waiting
+
+    def _heed(self, verdict: BaseException) -> None:
+        """Stop, since the watchdog has ended this wait, or the next one."""
+        if not isinstance(verdict, GradcompError):
+            raise verdict
+        if not self.told:
+            self._publish(verdict)
+        self.stop_with(verdict)
+
+    def crash(self, error: BaseException) -> None:
+        """Stop here and on all ranks after an unforeseen exception on the engine's thread. Raises nothing."""
+        problem = StateError(f"the engine's thread failed: {type(error).__name__}")
+        with suppress(BaseException):  # its text may be what raises
+            problem = StateError(
+                f"the engine's thread failed at {self.where}: {type(error).__name__}: {error}"
+            )
+        problem.__cause__ = error
+        with suppress(BaseException):
+            self.publish_abort(f"{self.own_rank}: {problem}")
+        with suppress(BaseException):
+            self.stop_with(problem)
+
+    def _fail(self, error: GradcompError) -> None:
+        """Find out why something broke here, tell every rank, and raise in the training thread."""
+        if isinstance(error, TransportError):
+            error = TransportError(f"{self.where}: {error}; {self.culprits()}")
+        self._publish(error)
+        self.stop_with(error)
+
+    def _publish(self, error: GradcompError) -> None:
+        self.publish_abort(f"{self.own_rank}: {type(error).__name__}: {error}")
+
+    def _divergence(self) -> StateError | None:
+        """Return the error of a finished step in which ranks diverged, which all ranks find alike, or None."""
+        result = self._pipeline.result
+        assert result is not None, "a step that is done has a result"
+        if result.parted:
+            return self.parted(result.step, self._pipeline.outcome, f"after step {result.step}")
+        ranks = self.roster.ranks
+        if result.notices & EDITED:
+            asked = self.watchdog.control, self.scope, self._member, ranks, result.step
+            return different_means(*asked, self._pipeline.notices)
+        names = [layer.name for layer in self._pipeline.layers]
+        table, self._pipeline.digest_table = self._pipeline.digest_table, None
+        if self._pipeline.fingerprints is not None:
+            return different_fingerprints(
+                self._pipeline.fingerprints, names, ranks, f"after step {result.step}"
+            )
+        return None if table is None else different_parameters(table, names, ranks, result.step)
+
+    def parted(self, number: int, outcome: int, when: str) -> StateError:
+        """Return the error for ranks that did not do the same; ``number`` of the exchange is equal on all."""
+        control, ranks = self.watchdog.control, self.roster.ranks
+        error = different_outcomes(control, self.scope, self._member, ranks, number, outcome, when)
+        return StateError(f"{error}{self._advice}")
+
+    def drifted(self, found: Fingerprints) -> StateError:
+        """Return the error for fingerprints that differ between steps."""
+        return different_fingerprints(found, [], self.roster.ranks, f"in collective {self.collectives}")
+
+    def stop_with(self, error: GradcompError) -> None:
+        """Give up what is under way and the communicator; every later call raises ``error``."""
+        try:
+            self._transport.abandon()
+            self._pipeline.abandon()  # who hears of the error may take its gradients back
+        finally:
+            try:
+                self.end_with(error)
+            finally:
+                self._done.set()
+
+    def end_with(self, error: GradcompError) -> None:
+        """Let every later call raise ``error``; the communicator is in order."""
+        self.error, self.since = error, None
+        if self._listener is not None:
+            self._listener.failed(error)
+
+
+def _poll(handle: Handle) -> Waiting:
+    return Waiting.NOTHING if handle.poll() else Waiting.WIRE
+
+
+logger = logging.getLogger("gradcomp")
+
+
+class Recorder(Protocol):
+    """Looks at gradients before they are encoded; called on the threads that drive the exchange, one at a time."""
+
+    def begin(self, step: int) -> None:
+        """Take note that an exchange begins."""
+
+    def take(self, submission: Submission) -> None:
+        """Look at a gradient that is ready and about to be handed to the engine."""
+
+    def end(self) -> None:
+        """End an exchange that is done on all ranks; may use collectives."""
+
+    def close(self) -> None:
+        """End, since no further exchange will come. Raises nothing."""
+
+
+class Exchanger:
+    """Exchanges the gradients of a fixed list of layers, step after step.
+
+    Construction is collective: the ranks first compare layers, plan, settings and the arguments of the frontend,
+    and every rank raises PlanMismatchError if they differ. The training thread opens a step, submits layers,
+    flushes and waits; the engine's thread does the rest, see :class:`Progress`. After a failure every call raises
+    the same error.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        layers: Sequence[LayerSpec],
+        plan: Plan,
+        transport: Transport,
+        watchdog: Watchdog,
+        config: Config,
+        allocate: Allocate,
+        settings: Settings | None = None,
+    ) -> None:
+        wait_for = watchdog.patient(config, "the other ranks to compare layers and settings")
+        config, settings, journal = agree_on_settings(
+            layers, plan, transport, config, settings or Settings(), wait_for
+        )
+        self._config = config
+        topology = settings.topology
+        if topology is not None and config.reduction == AUTO and len(topology.leaders) > 1:
+            settings = replace(settings, network=measure(transport, topology, wait_for))
+        #: Between steps the training thread may read and change it.
+        self.pipeline = Pipeline(layers, plan, transport, config, allocate, settings)
+        self._engine = engine
+        self._transport = transport
+        self._digests = settings.digests
+        self._fingerprint = settings.fingerprint if self.compares else None
+        #: Whether the other ranks may still wait for this rank's vote about the last exchange.
+        self.owes_vote = False
+        self._exchanges = 0  # begun so far; the same on all ranks, whatever their outcomes
+        #: Called before each exchange but the first, with the number of those before it; it may use collectives.
+        self.before_exchange: Callable[[int], None] | None = None
+        #: Looks at gradients; all ranks have one, or none.
+        self.recorder: Recorder | None = None
+        self.closed = False
+        self._aborted = False  # by this rank, which may leave the others in a collective
+        self._pid = os.getpid()
+        self._plan_log: PlanLog | None = None
+        if transport.rank == 0 and (settings.controller is not None or journal is not None):
+            self._plan_log = PlanLog(self.pipeline, journal, settings.controller_text, settings.compression)
+        self._progress = Progress(engine, watchdog, config, self.pipeline, settings)
+        self._group: RequestGroup | None = None
+        self._order = RequestOrder()
+        self._shared = SharedMemory(transport.allocator(HOST))
+
+    @property
+    def device(self) -> Device:
+        """Return the device of the gradients."""
+        return self.pipeline.device
+
+    @property
+    def compares(self) -> bool:
+        """Return whether ranks compare fingerprints in every exchange; the same on all of them."""
+        return bool(self._config.fingerprint_every_steps)
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a step has begun that nobody has waited for."""
+        return self._progress.is_open
+
+    @property
+    def error(self) -> GradcompError | None:
+        """Return why the exchanger is unusable, or None."""
+        return self._progress.error
+
+    def open(
+        self,
+        scale: Number = 1.0,
+        learning_rate: Number = 0.0,
+        momenta: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """Begin an exchange; see :meth:`Pipeline.open`."""
+        self._check()
+        controller = self.pipeline.controller
+        if controller is not None and controller.wants_network:
+            controller.hear(
+                measure(self._transport, controller.environment.topology, self._progress.wait_for)
+            )
+        if self._exchanges and self.before_exchange is not None:
+            self.before_exchange(self._exchanges)
+        due = comparison_is_due(self._config, self._exchanges)
+        fingerprint: DeferredFingerprint = NOTHING
+        if self._fingerprint is not None and self._exchanges:
+            fingerprint = self._fingerprint(self.pipeline.step)
+        digests = self._digests() if self._digests and due else None
+        self.pipeline.open(scale, learning_rate, digests, fingerprint, momenta)
+        self._exchanges += 1
+        self._progress.collectives = 0
+        if self.recorder is not None:
+            self.recorder.begin(self.pipeline.step)
+        self._progress.begin()
+        self._progress.is_open = True
+
+    def submit(self, submission: Submission) -> None:
+        """Hand in a gradient that is ready; one thread at a time may call this."""
+        if self.recorder is not None:
+            self.recorder.take(submission)
+        if self.pipeline.arrivals.submit(submission):
+            self._engine.wake()
+
+    def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:
+        """Report a layer without a dense gradient in this step; a mean of other ranks goes to ``output``."""
+        if self.pipeline.arrivals.submit_absent(layer, sparse=sparse, output=output):
+            self._engine.wake()
+
+    def flush(self, *, late: bool = False) -> None:
+        """End the submissions of this step; see :meth:`Pipeline.flush`."""
+        self.pipeline.flush(late=late)
+        self._engine.wake()
+
+    def waited_for(self) -> AbstractContextManager[None]:
+        """Return the context of a wait for means of the open step other than :meth:`wait`."""
+        return self._progress.watchdog.callers.waiting(self._progress)
+
+    def wait(self) -> StepResult:
+        """Block until the step is done; the means are then in the outputs."""
+        begin, end_range = perf_counter(), begin_range("wait")
+        try:
+            self._progress.wait()
+        finally:
+            if end_range is not None:
+                end_range()
+        self.pipeline.statistics.exposed_seconds += perf_counter() - begin
+        self._progress.is_open = False
+        self._check()
+        result = self.pipeline.result
+        assert result is not None, "a step that is done has a result"
+        if self.recorder is not None:
+            self.recorder.end()
+        return result
+
+    def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:
+        """Accept the step that was waited for; return False, on all ranks alike, if a value was not finite.
+
+        ``outcome`` is what the optimizer does with the means, and ``edited`` says that they were changed. The next
+        exchange tells the other ranks.
+        """
+        self._check()
+        accepted = self.pipeline.commit(outcome, edited=edited)
+        if self._plan_log is not None:
+            self._plan_log.after_step()
+        return accepted
+
+    def discard(self) -> None:
+        self.pipeline.discard()
+
+    def allgather_bytes(self, payload: bytes) -> list[bytes]:
+        """Return every rank's bytes in rank order. Collective, between steps, blocking."""
+        self._check()
+        return self._transport.allgather_bytes(payload, self._progress.wait_for)
+
+    def allreduce(self, array: npt.NDArray[np.floating]) -> None:
+        """Sum ``array`` over ranks, in place. Collective, between steps, blocking."""
+        self._check()
+        self._progress.wait_for(self._transport.allreduce(array))
+
+    def prepare(
+        self, request: Request, *, apart: bool = True, draw_rank: int | None = None
+    ) -> PreparedRequest:
+        """Return what this rank needs to run the request, with a state of its own. Nothing is sent.
+
+        With ``apart=False`` it has no memory of its own: it must be alone in its groups, and what it has gathered
+        cannot be decoded again. For ``draw_rank`` see :class:`PreparedRequest`. A problem of the request is raised,
+        on all ranks, when it is run.
+        """
+        transport = self._transport
+        own = transport.allocator(HOST)
+        return PreparedRequest(
+            request,
+            transport.rank,
+            transport.size,
+            seed=self._config.seed,
+            checksums=self._config.checksums and transport.checksums,
+            memory=Memory(own, own) if apart else self._shared.memory(),
+            draw_rank=draw_rank,
+        )
+
+    def begin(self, runs: Sequence[Run]) -> None:
+        """Begin a group of requests and return at once; :meth:`finish` waits for it. Collective, between steps.
+
+        All ranks begin the same groups in the same order, between the same two steps. Until :meth:`finish`, inputs
+        and outputs belong to the engine's thread, and no step and no other collective may begin.
+        """
+        self._check()
+        if self.is_open:
+            raise StateError("a step is open: requests run between steps")
+        self._group = RequestGroup(runs, self._transport, self.pipeline.round_complete, self._order)
+        self._progress.start(self._group.poll)
+
+    def finish(self) -> list[list[Array]]:
+        """Block until the group is done; return every run's arrays. Errors: see :class:`RequestGroup`."""
+        group, self._group = self._group, None
+        if group is None:
+            raise StateError("no group of requests has begun")
+        self._progress.finish()
+        if group.parted is not None:
+            request = group.parted.request.request
+            when = f"before the {request.kind} of {request.name}"
+            group.verdict = self._progress.parted(self._progress.collectives, group.parted.outcome, when)
+        if group.fingerprints is not None:
+            group.verdict = self._progress.drifted(group.fingerprints)
+        if isinstance(group.verdict, StateError):
+            self._progress.end_with(group.verdict)  # all ranks have found it themselves
+        return group.results
+
+    def part(self) -> None:
+        """End in good order: a rank that ends between backward and ``step()`` votes against the step."""
+        if self._progress.busy:
+            self.abort(f"rank {self._transport.rank} ended while a group of requests was under way")
+            return
+        if self.owes_vote and self.error is None:
+            self.owes_vote = False
+            self._leave_with(self._transport.allreduce(np.zeros(1, dtype=np.float32)), "all ranks to vote")
+
+    def vote(self, yes: bool) -> bool:
+        """Return whether all ranks say yes. Collective, between steps, blocking. Wire: one number."""
+        self._check()
+        begin = perf_counter()
+        votes = np.full(1, yes, dtype=np.float32)
+        self.owes_vote = False
+        self._progress.wait_for(self._transport.allreduce(votes))
+        self.pipeline.statistics.vote_seconds += perf_counter() - begin
+        if votes[0] not in range(self._transport.size + 1):
+            raise WireFormatError(
+                f"{votes[0]} of {self._transport.size} ranks voted for a step, which is impossible"
+            )
+        return bool(votes[0] == self._transport.size)
+
+    def _leave_with(self, handle: Handle, whom: str) -> bool:
+        """Wait for a collective of the program's end; return whether it was complete before the deadline."""
+        self._progress.collectives += 1
+        done = self._progress.watchdog.hold(
+            lambda: self.error is not None or handle.poll(),
+            self._config,
+            lambda: f"shutdown: {self._progress.own_rank} waits for {whom}",
+        )
+        self._aborted |= not done or self.error is not None  # it may never end
+        return not self._aborted
+
+    def probe(self, nbytes: int) -> float:
+        """Return the median seconds in which every rank sends and receives ``nbytes``. Collective, between steps."""
+        self._check()
+        return shift(self._transport, nbytes, self._progress.wait_for)
+
+    def leave(self) -> None:
+        """Publish that this rank opens no further step, so that ranks that wait for one need not time out."""
+        if self.error is None and not self.closed and not self.is_open and not self._progress.busy:
+            self._progress.depart()
+
+    def abort(self, message: str) -> None:
+        """End the exchange on all ranks: they raise TransportError with this message within seconds."""
+        self._aborted = True
+        self._progress.publish_abort(message)
+
+    def close(self) -> None:
+        """Leave the engine and release the communicator; further calls do nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._plan_log is not None:
+            self._plan_log.close()
+        if self.recorder is not None:
+            self.recorder.close()
+        self._progress.end_service()
+        if self.error is None and not (self._aborted or self.pipeline.is_open or self._progress.busy):
+            self._transport.close()
+        else:
+            self._transport.abandon()
+            self.pipeline.abandon()
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.closed:
+            raise StateError("the exchanger is closed")
+        if self._progress.busy:
+            raise StateError("a group of requests is under way: finish() waits for it")
+        if os.getpid() != self._pid:
+            raise StateError("gradcomp does not run in a forked child; initialise it there, or use spawn")

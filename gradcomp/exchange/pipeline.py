@@ -1,0 +1,435 @@
+"""The step protocol: buckets in an agreed order, one round of each at a time, flags, commit, changes of plan.
+
+No threads and no sockets: the owner submits layers, polls until the step is done, and commits or discards it. N
+pipelines over an in-process transport run N ranks in one thread.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcomp.compress.base import MOMENTUM
+from gradcomp.control.base import ControllerRun
+from gradcomp.core.config import HOST_SLICE, Config
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.layers import LayerSpec, check_unique
+from gradcomp.core.plan import Plan
+from gradcomp.core.state import Fields, Residuals
+from gradcomp.core.topology import Topology
+from gradcomp.core.trace import WHOLE_STEP, Statistics, Trace
+from gradcomp.exchange.arrivals import Arrivals
+from gradcomp.exchange.compiled_plan import CompiledPlans, PlanCompiler, memory_on
+from gradcomp.exchange.end_of_step import Discards, agree_on_order, check_same_plan, compare
+from gradcomp.exchange.fingerprint import (
+    NOTHING,
+    DeferredFingerprint,
+    Digests,
+    Fingerprints,
+    exchange_fingerprints,
+)
+from gradcomp.exchange.layout import Layout, Ordering
+from gradcomp.exchange.memory import Allocate, Times
+from gradcomp.exchange.plans import Steering, Succession, Switch
+from gradcomp.exchange.settings import Settings
+from gradcomp.exchange.step import StepExchange, StepResult, Workplace
+from gradcomp.exchange.waiting import Number, Waiting, collective, until_complete
+from gradcomp.exchange.warm_up import rehearse
+from gradcomp.kernels.step import StepContext
+from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE, READY, WAITING, HeaderId
+from gradcomp.transport.base import AllReduce, Transport
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Holds what a pipeline resumes from: a checkpoint's state, or that of a pipeline with fewer layers.
+
+    Layers are given by number. ``residuals``, ``fields`` and ``learning_rate`` replace the pipeline's own, which
+    are kept where these are None. ``switch`` is an unfinished change of compression; no controller decides beside
+    it.
+    """
+
+    step: int
+    order: Sequence[int]
+    plan: Plan
+    cold: frozenset[int] = frozenset()
+    sparse: frozenset[int] = frozenset()
+    streak: Sequence[int] | None = None
+    residuals: Residuals | None = None
+    fields: Fields | None = None
+    learning_rate: float | None = None
+    switch: Switch | None = None
+
+
+#: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
+_LONGEST_FAREWELL_SECONDS = 5.0
+
+
+class Pipeline:
+    """Runs the steps of an exchanger on one rank.
+
+    ``allocate(layer)`` allocates the mean of a layer that only other ranks had, and returns its address. Apart from
+    the arrivals, methods are called by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        plan: Plan,
+        transport: Transport,
+        config: Config,
+        allocate: Allocate,
+        settings: Settings | None = None,
+    ) -> None:
+        settings = settings or Settings()
+        check_unique(layers)
+        plan.check_covers(layers)
+        self.layers = tuple(layers)
+        self.plan = plan
+        self.transport = transport
+        # The ranks of a job have agreed on slice_elements before; who makes a pipeline by hand gets the host's default.
+        self.config = config if config.slice_elements else replace(config, slice_elements=HOST_SLICE)
+        self.step = 0
+        self.ordering = Ordering(len(layers), config.cold_after_steps)
+        self.arrivals = Arrivals(self.layers)
+        self.device = device = settings.device
+        topology = settings.topology or Topology.one_host(transport.size)
+        assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
+        memory = memory_on(device, transport)
+        self._compiler = PlanCompiler(
+            self.layers, self.config, device, memory, transport.rank, topology, settings.network
+        )
+        self.residuals = Residuals([0] * len(layers), device.zeros)
+        self.fields = Fields(len(layers), device.zeros)
+        self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
+        #: The outcome of this rank's last exchange, which the next one's headers carry; 0 if there was none.
+        self.outcome = 0
+        #: LATE and EDITED, if this rank's last exchange was; the next one's headers carry EDITED.
+        self.notices = 0
+        #: The check value of the last exchange's means; 0 if there was none.
+        self.results = 0
+        #: The fingerprints of all ranks, if the last exchange found that some differ.
+        self.fingerprints: Fingerprints | None = None
+        self._digests: Future[Digests] | None = None
+        #: The digests of the parameters that were last compared, one row per rank.
+        self.digest_table: npt.NDArray[np.uint32] | None = None
+        self.statistics = Statistics()
+        self.reduced_statistics: Statistics | None = None
+        self.trace = Trace(config.trace_spans, transport.rank)
+        self.result: StepResult | None = None
+        self._average = settings.average
+        self._order_step = settings.order_step
+        self.plans = Succession(self.layers, settings.schedule)
+        self._discards = Discards()
+        controller = settings.controller
+        self._steering = Steering(controller, len(layers))
+        self.advances = 0  # rounds completed, from which the watchdog sees progress
+        self._checksums = config.checksums and transport.checksums
+        self._workplace = Workplace(
+            device,
+            self.arrivals,
+            self._steering,
+            Times(self.trace, self.statistics),
+            allocate,
+            self.round_complete,
+            None if settings.listener is None else settings.listener.bucket_complete,
+            config.overlap,
+        )
+        self._exchange: StepExchange | None = None  # of the open step, or of the last one
+        self._running: Generator[Waiting, None, None] | None = None
+        self._stale = True
+        self._compiled_plans = CompiledPlans()
+        if controller is not None and controller.environment.first_step == 0:
+            self.plan = replace(controller.plan(plan), version=plan.version)
+        self.layout = self._relayout()
+
+    # -- the step, from outside ---------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether an exchange has begun and is not done."""
+        return self._running is not None
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Return the (step, bucket, round) that this rank waits for, for messages about stalls.
+
+        Round -1 stands for the gradients of the bucket's layers.
+        """
+        return (self.step, *(self._exchange.position if self._exchange else (0, 0)))
+
+    @property
+    def controller(self) -> ControllerRun | None:
+        """Return the running controller, or None."""
+        return self._steering.controller
+
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether compressors keep residuals or fields; the same on all ranks."""
+        return bool(self.residuals.first.nbytes + self.fields.nbytes)
+
+    @property
+    def predicted(self) -> npt.NDArray[np.float64]:
+        """Return, by layer, the bytes that a rank sends per step in this layout, by formula, without headers."""
+        return self._laid_out.predicted
+
+    @property
+    def momenta(self) -> npt.NDArray[np.float64]:
+        """Return each layer's factor of momentum before compression, or NaN for the optimizer's.
+
+        Rows of sparse gradients are exchanged another way, without momentum.
+        """
+        momenta = self._laid_out.momenta.copy()
+        momenta[list(self.ordering.sparse)] = 0.0
+        return momenta
+
+    def open(
+        self,
+        scale: Number = 1.0,
+        learning_rate: Number = 0.0,
+        digests: Future[Digests] | None = None,
+        fingerprint: DeferredFingerprint = NOTHING,
+        momenta: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        """Begin an exchange, and discard an earlier one that was not committed.
+
+        ``scale`` is the loss scale that gradients carry: means come back in the same units, and residuals are kept
+        without it. ``learning_rate`` is for residuals that follow it, 0 if it is not known. ``fingerprint`` goes
+        into every header. The first bucket waits until all three have come. ``digests``, of the layers' parameters,
+        are compared over the ranks at the end of the exchange; all ranks pass them, or none. ``momenta`` is the
+        optimizer's momentum, by layer; ConfigError is raised if a compressor needs it and it is None.
+        """
+        if self.is_open:
+            raise StateError("an exchange is already open")
+        if self.result is not None:
+            self.discard()
+        self.lay_out()
+        if momenta is None and np.isnan(self._laid_out.momenta).any():
+            raise ConfigError(
+                'momentum="optimizer" takes the factor of an optimizer, and none is known here: give a number instead'
+            )
+        self._digests = digests
+        self._exchange = StepExchange(
+            self._workplace,
+            self.transport,
+            self._laid_out,
+            replace(self._context(), momenta=momenta),
+            self.residuals,
+            (scale, learning_rate),
+            self.learning_rate,
+            fingerprint,
+            self.results,
+        )
+        self._running = self._run(self._exchange)
+
+    def poll(self) -> Waiting:
+        """Do what can be done without blocking; return what is missing."""
+        if self._running is None:
+            return Waiting.NOTHING
+        try:
+            return next(self._running)
+        except StopIteration:
+            self._running = None
+            return Waiting.NOTHING
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Give up the open exchange, if there is one, and wait until the device no longer uses its memory.
+
+        It raises nothing. A device that has failed uses no memory any more, and one that hangs is waited for
+        briefly.
+        """
+        if self.device.driver is not None and self.is_open:
+            self.device.outlast(_LONGEST_FAREWELL_SECONDS)
+            self._exchange = None
+
+    def flush(self, *, late: bool = False) -> None:
+        """Complete the step's buckets: no more layers will report.
+
+        ``late`` says that it is not this rank's own gradients that end the exchange. Other ranks have their means
+        before this rank has, and the headers tell them so.
+        """
+        assert self._exchange is not None, "a step is open"
+        self._exchange.late = late
+        self.arrivals.flush()
+
+    def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:
+        """Accept the finished step: residuals take their new values, unless a value was not finite.
+
+        ``outcome`` is what the other ranks are told; ``edited`` says that the means were changed after the
+        exchange. It returns whether the step was accepted, which is the same on all ranks.
+        """
+        if self.is_open or self.result is None:
+            raise StateError("there is no finished exchange to commit")
+        assert self._exchange is not None, "its result is here"
+        result, self.result = self.result, None
+        self.outcome, self.notices = outcome, LATE * self._exchange.late | EDITED * edited
+        if result.finite:
+            self._discards.accepted()
+            begin = perf_counter()
+            self.residuals.commit(result.present & self._keeps_residual)
+            self.fields.commit(result.present)
+            self.trace.add("feedback", result.step, WHOLE_STEP, begin, perf_counter())
+            self.learning_rate = self._exchange.learning_rate
+            self._steering.commit(result.present)
+            if self.plans.switch is not None:
+                self.plans.switch.commit(self.laid_out_plan, result.present)
+        else:
+            self.statistics.skipped_steps += 1
+        return result.finite
+
+    def discard(self) -> None:
+        """Forget the finished step; the state stays what it was before."""
+        if self.is_open:
+            raise StateError("the exchange is still under way")
+        if self.result is not None and self.result.finite and self.keeps_state:
+            self._discards.count(speaks=self.transport.rank == 0)
+        self.result = None
+        self.outcome, self.notices = DISCARDED, 0
+
+    def propose(self, plan: Plan) -> None:
+        """Vote for the next plan, which applies from the step after the one in which all ranks hold it.
+
+        It raises StateError where a controller decides about plans.
+        """
+        if self._steering.decides(self.step):
+            raise StateError("a plan cannot be proposed here, since a controller decides about plans")
+        self.plans.propose(plan, self.plan)
+
+    def set_compression(self, target: Plan, later: Mapping[int, Plan]) -> None:
+        """Change to another plan, and to those in ``later`` at their steps, by way of a :class:`Switch`.
+
+        All ranks call it between the same two steps: the next step's headers tell whether they did, and the plan
+        applies from the step after it. A controller and a schedule end with it. The next step raises
+        PlanMismatchError, on every rank that called, unless all did, for the same plans.
+        """
+        if self.is_open or self.result is not None:
+            raise StateError("a step is open: the compression can be changed between steps only")
+        self.lay_out()
+        self.plans.ask(target, later, self.residuals.first.lengths > 0, self.step, self.plan)
+
+    def lay_out(self) -> None:
+        """Make the next step's layout now, if the last step changed it; server-side errors move along."""
+        if self._stale:
+            self.layout = self._relayout()
+        self._compiled_plans.age(self.step)
+
+    def restore(self, state: Resumption) -> None:
+        """Go on from a saved state; see :mod:`gradcomp.exchange.snapshot`."""
+        if self.is_open:
+            raise StateError("an exchange is open")
+        state.plan.check_covers(self.layers)
+        self.step, self.plan = state.step, state.plan
+        self.ordering.restore(state.order, state.cold, state.sparse, state.streak)
+        self.plans.restore(state.switch, state.plan)
+        if state.switch is not None:
+            self._steering.stop()
+        if state.residuals is not None:
+            self.residuals = state.residuals
+        if state.fields is not None:
+            self.fields = state.fields
+        if state.learning_rate is not None:
+            self.learning_rate = state.learning_rate
+        self.result = None
+        self._exchange = None
+        self.outcome = self.notices = self.results = 0
+        self.layout = self._relayout()
+
+    # -- the step, inside ---------------------------------------------------------------------------------------
+
+    def _run(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
+        self.plans.follow(self.step, self.plan, self.ordering.cold | self.ordering.sparse)
+        while self._steering.overdue:
+            yield Waiting.BACKGROUND
+        ready = self.plans.next is not None or self._steering.ready
+        own_state = self.outcome | self.notices & EDITED | (READY if ready else WAITING)
+        yield from exchange.run(HeaderId(self._check, self.step, 0, self._checksums), own_state)
+        yield from self._finish(exchange)
+
+    def _context(self) -> StepContext:
+        """Return the next step's context without the loss scale and the learning rate, which come later."""
+        return self._compiler.context(self.step, average=self._average, fields=self.fields, number=self.step)
+
+    def round_complete(self, seconds: float) -> None:
+        """Count a round that took ``seconds`` on the wire, of a step or between two."""
+        self.advances += 1
+        self.statistics.wire_seconds += seconds
+
+    def _finish(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
+        """Conclude the step, as every rank does from the same flags."""
+        result, all_ready = exchange.result()
+        self.results = result.results
+        if result.notices & DIFFERENT:
+            self.fingerprints = yield from exchange_fingerprints(
+                self.transport, len(self.layers), exchange.fingerprint
+            )
+        if self.plans.switch is not None and self._programs:
+            self.plans.switch.check(self.step, all_ready, self.transport.rank)
+        if self.step == self._order_step and self.config.reorder:
+            arrived = self.arrivals.order
+            order = yield from agree_on_order(self.transport, len(self.layers), arrived)
+            self._stale |= self.ordering.take(order)
+        self._stale |= self.ordering.seen(result.present, result.sparse)
+        if all_ready:
+            # Message sizes follow from the plan. Without one, the ranks are ready for their controllers' choices.
+            yield from check_same_plan(self.transport, self.plans.digest(), self.plan.version + 1)
+            plan = self.plans.take()
+            if plan is not None:
+                self.plan, self._stale, all_ready = plan, True, False
+                if self.plans.switch is not None:
+                    self._steering.stop()
+        if self._steering.sums is not None:
+            yield from until_complete(self._steering.sums)
+        completed, rate = self.arrivals.completed, exchange.learning_rate
+        if self._steering.conclude(self.step, all_ready, self._laid_out, completed, rate):
+            assert self.controller is not None, "a controller chose"
+            self.plan, self._stale = self.controller.plan(self.plan), True
+        self.statistics.steps += 1
+        self.statistics.wire_bytes = self.transport.bytes_sent
+        self.statistics.dense_bytes += self._laid_out.dense_bytes
+        every = self.config.statistics_every_steps
+        if every and (self.step + 1) % every == 0:
+            vector = self.statistics.vector()
+            yield from collective(AllReduce(vector), self.transport)
+            self.reduced_statistics = Statistics.mean(vector, self.transport.size)
+        if self._digests is not None:
+            self.digest_table = yield from compare(self.transport, len(self.layers), self._digests)
+            self._digests = None
+        self.arrivals.release()
+        self.result = result
+        self.step += 1
+
+    # -- layout -------------------------------------------------------------------------------------------------
+
+    def _relayout(self) -> Layout:
+        """Return the layout of the current plan, order, cold and sparse layers; the state moves along."""
+        order, cold = self.ordering.travelling, self.ordering.cold
+        key = (self.plan.assignments, order, cold)
+        is_new = key not in self._compiled_plans
+        found = self._compiled_plans.get(
+            key, self.step, lambda: self._compiler.compile(self.plan, order, cold)
+        )
+        self._programs = found.programs
+        self._check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
+        self.residuals.grow(found.sizes)
+        self.fields.arrange(found.fields)
+        # A layer may hold a residual from an earlier plan. Its buffers are swapped only where this plan has feedback.
+        self._keeps_residual = np.array(found.sizes) > 0
+        self.residuals.own(found.ranges, self.transport.size)
+        if self.plans.switch is not None and self.plans.switch.asked is None:
+            self.fields.forget(MOMENTUM)  # another compressor has accumulated it
+        self.plans.laid_out(self.plan)
+        self._laid_out = found
+        self.laid_out_plan = self.plan
+        self._stale = False
+        if is_new:
+            rehearse(found.programs, self.device, self.layers, self._context(), self.residuals)
+        return found.layout

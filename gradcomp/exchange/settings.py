@@ -1,0 +1,86 @@
+"""The settings of one exchanger, which a frontend makes and every part of the exchange is given whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gradcomp.compress import Compressor
+from gradcomp.compress.policy import Schedule
+from gradcomp.control import Controller, ControllerRun
+from gradcomp.core.errors import GradcompError
+from gradcomp.core.topology import Topology
+from gradcomp.exchange.fingerprint import DeferredFingerprint, Digests
+from gradcomp.exchange.layout import Bucket
+from gradcomp.exchange.members import Roster
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.reduce.model import Network
+
+#: The name of the job's first exchanger among all ranks.
+FIRST = "all-0"
+
+
+class Listener(Protocol):
+    """Hears of means before the step ends. It is called on the engine's thread and must not block."""
+
+    def bucket_complete(self, bucket: Bucket) -> None:
+        """Take note that the means of the bucket's layers and slices are in their outputs."""
+        ...
+
+    def failed(self, error: GradcompError) -> None:
+        """Take note that no further mean will come, in this step or later."""
+        ...
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """Joins a controller with what it may change.
+
+    From step ``first_step`` on it may change ``compressors[i]`` of layer i, unless that is None.
+    """
+
+    controller: Controller
+    compressors: Sequence[Compressor | None]
+    first_step: int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Holds what may differ between exchangers; for the process's own settings see :class:`gradcomp.Config`.
+
+    Equal on all ranks, which compare them: ``name``; ``average``, False for the sum over ranks in place of the mean;
+    ``order_step``, in which rank 0's order of arrival becomes the order of the buckets; ``schedule(step, version)``,
+    which returns the plan that begins then, or None; ``topology``, by default one host; the frontend's ``arguments``;
+    ``controlled``, from which the ranks make the running ``controller``; ``compression``, for logs; ``network``, the
+    measured constants that ``reduction="auto"`` needs with several hosts.
+
+    Each rank's own: ``device``, which holds gradients and means, and so the state; ``listener``; ``digests()`` and
+    ``fingerprint(step)``, which begin to compute those of the parameters and of a step; ``roster``. ``advice`` ends
+    the error for ranks of which some applied the means of a step and others did not. ``problem`` says why this rank
+    cannot take part: it raises this, and the others a PlanMismatchError that quotes it.
+    """
+
+    name: str = FIRST
+    average: bool = True
+    order_step: int = 0
+    schedule: Schedule | None = None
+    topology: Topology | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    controlled: Controlled | None = None
+    controller: ControllerRun | None = None
+    compression: str = ""
+    network: Network | None = None
+    device: Device = HOST
+    listener: Listener | None = None
+    digests: Callable[[], Future[Digests]] | None = None
+    fingerprint: Callable[[int], DeferredFingerprint] | None = None
+    roster: Roster | None = None
+    advice: str = ""
+    problem: GradcompError | None = None
+
+    @property
+    def controller_text(self) -> str:
+        """Return the controller's name and arguments, for logs."""
+        return "none" if self.controlled is None else self.controlled.controller.to_string()

@@ -1,0 +1,44 @@
+"""A step waits for numbers that a device still computes and for collectives, and says why it pauses."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Generator
+from typing import Protocol
+
+from gradcomp.transport.base import Handle, Operation, Transport
+
+
+class DeferredScalar(Protocol):
+    """Stands for a number that a device may still be computing."""
+
+    def done(self) -> bool:
+        """Return whether it has come, without waiting; may raise a :class:`gradcomp.GradcompError`."""
+        ...
+
+    def result(self) -> float:
+        """Return the number, once it is done."""
+        ...
+
+
+Number = float | DeferredScalar
+
+
+class Waiting(enum.Enum):
+    """Says what a pipeline needs before it can go on."""
+
+    NOTHING = "no step is open, or the step is done"
+    LAYERS = "the next bucket is not complete"
+    DEVICE = "a device computes: the next bucket's gradients, or what is to be sent"
+    WIRE = "a collective is under way"
+    BACKGROUND = "a controller's work is due and not done"
+
+
+def until_complete(handle: Handle) -> Generator[Waiting, None, None]:
+    while not handle.poll():
+        yield Waiting.WIRE
+
+
+def collective(operation: Operation, transport: Transport) -> Generator[Waiting, None, None]:
+    """Issue a collective and wait for it."""
+    yield from until_complete(operation.issue(transport))

@@ -1,0 +1,251 @@
+"""Ranks meet, compare hosts, settings and versions, and leave the job together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+
+from gradcomp.core.config import unknown_variables
+from gradcomp.core.errors import ConfigError, TransportError, WireFormatError
+from gradcomp.core.strings import printable
+from gradcomp.core.topology import Topology
+from gradcomp.exchange.deadlock import Need
+from gradcomp.exchange.members import publish_abort, publish_departure
+from gradcomp.exchange.watchdog import ABORT, LEFT, LEFT_GRACE_SECONDS, Answer, arrival_of, calls_among
+from gradcomp.job.launch import Ranks, placed
+from gradcomp.job.signing import agree_on_seal
+from gradcomp.job.state import Runtime
+from gradcomp.reduce.header import PROTOCOL
+from gradcomp.transport.control import StoreSilentError
+from gradcomp.version import __version__
+
+logger = logging.getLogger("gradcomp")
+
+
+def set_of(process_set: Any, size: int) -> Ranks:
+    """Return the ranks of a process set that :func:`init` was given; ConfigError if it is none."""
+    given = getattr(process_set, "ranks", process_set)
+    ranks = list(given) if isinstance(given, Iterable) else []
+    if not ranks or len(set(ranks)) < len(ranks) or not all(type(r) is int and 0 <= r < size for r in ranks):
+        raise ConfigError(f"process_sets: {given!r} is not a list of some of the ranks 0 .. {size - 1}")
+    return tuple(sorted(ranks))
+
+
+def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
+    """Exchange hosts, transports and versions with the other ranks, and derive places and topology from the hosts.
+
+    Then agree on a key for signatures, and make the process sets that all ranks must make together. Collective.
+    ConfigError on every rank if versions, transports or process sets differ.
+    """
+    version = f"gradcomp {__version__}, wire protocol {PROTOCOL}"
+    unknown = unknown_variables(os.environ)
+    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets), version, *unknown])
+    told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
+    if runtime.rank == 0:
+        _warn_of_variables([warnings for *_, warnings in told])
+    if others := [rank for rank, (_, _, _, theirs, _) in enumerate(told) if theirs != told[0][3]]:
+        raise ConfigError(
+            f"rank 0 runs {told[0][3]}, rank {others[0]} {told[others[0]][3]}: all ranks need the same version"
+        )
+    transports = [transport for _, transport, *_ in told]
+    if others := [rank for rank, name in enumerate(transports) if name != transports[0]]:
+        raise ConfigError(
+            f"rank 0 has transport={transports[0]}, rank {others[0]} has {transports[others[0]]}: "
+            "all ranks need the same one"
+        )
+    if others := [rank for rank, (_, _, sets, *_) in enumerate(told) if sets != told[0][2]]:
+        raise ConfigError(
+            f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks "
+            "must be given all of them"
+        )
+    hosts = [host for host, *_ in told]
+    runtime.hosts = tuple(hosts)
+    runtime.topology = Topology.of(hosts)
+    runtime.launch = placed(runtime.launch, runtime.rank, hosts)
+    if runtime.network.exposed:
+        one_host = len(runtime.topology.leaders) == 1
+        runtime.seal = agree_on_seal(runtime.group(runtime.everyone), one_host, runtime.launch.secret)
+    if process_sets and runtime.config.transport == "horovod":
+        from gradcomp.transport.horovod import process_set  # Horovod is imported only where it is used
+
+        for ranks in process_sets:
+            process_set([runtime.network.ranks[rank] for rank in ranks])
+
+
+def _warn_of_variables(by_rank: Sequence[Sequence[str]]) -> None:
+    """Log each rank's warnings, those of several ranks once, and name the ranks unless it is all of them."""
+    for text in sorted({text for texts in by_rank for text in texts}):
+        ranks = [rank for rank, texts in enumerate(by_rank) if text in texts]
+        where = "" if len(ranks) == len(by_rank) else f" (on rank {', '.join(map(str, ranks))})"
+        logger.warning("%s%s", text, where)
+
+
+def _introduction(part: bytes) -> tuple[str, str, str, str, list[str]]:
+    try:
+        introduction = json.loads(part)
+    except ValueError as error:
+        raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
+    if not isinstance(introduction, list) or len(introduction) < 4:
+        raise ConfigError(
+            f"a rank introduced itself with {part!r:.80}: it runs another version of gradcomp; all ranks need the same"
+        )
+    host, transport, process_sets, version, *warnings = (printable(str(item)) for item in introduction)
+    return host, transport, process_sets, version, warnings
+
+
+_POLL_SECONDS = 0.01
+
+
+def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
+    """Wait for the other ranks, which call this too. Collective over ``ranks``.
+
+    In messages ``purpose`` follows "rank 0 waits to", and ``lacking`` follows the ranks that are missing.
+    TransportError if one of them has left, if a rank of the job has failed, or at the deadline. Wire: the purpose, one
+    small value per rank in the job's key-value store, read by every other.
+    """
+    watchdog, control, meeting = state.watchdog, state.watchdog.control, state.next_meeting(ranks)
+    roster = state.roster(ranks)
+    missing = [member for member, rank in enumerate(ranks) if rank != state.rank]
+    asked = -1.0
+
+    def all_there() -> bool:
+        nonlocal asked
+        if missing and monotonic() - asked < _POLL_SECONDS:
+            return False
+        asked = monotonic()
+        try:
+            while missing and control.lookup(arrival_of(meeting, ranks[missing[0]])) is not None:
+                del missing[0]
+        except StoreSilentError:
+            return False
+        return not missing
+
+    def look(waited: float) -> TransportError | None:
+        if ranks == state.everyone and (abort := control.lookup(ABORT)) is not None:
+            return TransportError(f"aborted: {printable(abort)}")
+        if waited > LEFT_GRACE_SECONDS and any(watchdog.has_left(ranks[member]) for member in missing):
+            return TransportError(absent())
+        return None
+
+    def absent() -> str:
+        late = list(missing)
+        answers: dict[int, Answer] = {}
+        with suppress(TransportError):
+            answers = watchdog.ask([ranks[member] for member in late])
+        text = f"rank {state.rank} waits to {purpose}: {roster.names(late)} {lacking}"
+        for member in late:
+            where = answers[ranks[member]].waits_for if ranks[member] in answers else ""
+            has = f"has left, and is in {LEFT}" if where == LEFT else f"waits in {where}"
+            text += f"; {roster.name(member)} {has}" if where else ""
+        return text
+
+    scope = f"meeting/{state.key(ranks)}"
+    watchdog.met[scope] = number = watchdog.met.get(scope, 0) + 1
+    control.publish(arrival_of(meeting, state.rank), purpose.encode())
+    need = Need(scope, ranks, number, where=f"a call in which ranks {list(ranks)} meet to {purpose}")
+    if not watchdog.hold(all_there, state.config, absent, look, need):
+        raise TransportError(f"{absent()}; that took longer than {state.config.timeout_seconds:g} s")
+
+
+def who_waits(state: Runtime, ranks: Ranks) -> str | None:
+    """Return, as text, the first of ``ranks`` that waits to :func:`meet` this one, and its purpose; else None."""
+    meeting = state.meeting_to_come(ranks)
+    for rank in ranks:
+        if rank != state.rank and (purpose := state.watchdog.control.lookup(arrival_of(meeting, rank))):
+            return f"rank {rank} waits to {printable(purpose)}"
+    return None
+
+
+#: Live ranks look within a second of a failure for its cause; rank 0 does not wait longer, for ranks that are dead.
+_LONGEST_READING_SECONDS = 2.0
+_PAUSE_SECONDS = 0.02
+
+
+def part(runtime: Runtime, reason: str | None) -> bool:
+    """Tell the other ranks that this one leaves, and wait for them. Return whether all have left without an error."""
+    for exchanger in runtime.exchangers:
+        if reason is not None:
+            exchanger.abort(reason)
+    for channel in runtime.channels.values():
+        channel.close(reason)
+    failures = [e.error for e in runtime.exchangers if e.error is not None]
+    failures += [channel.failure for channel in runtime.channels.values() if channel.failure is not None]
+    if reason is not None or failures:
+        runtime.watchdog.leave()
+        message = reason or f"rank {runtime.rank} ended after {describe(failures[0])}"
+        publish_abort(runtime.watchdog, ABORT, message)
+        if runtime.rank == 0:
+            _let_others_read(runtime)
+        return False
+    runtime.network.finish(runtime.config.timeout_seconds)
+    for exchanger in runtime.exchangers:
+        exchanger.part()
+        exchanger.leave()
+    if runtime.everyone not in runtime.channels:
+        # A channel's close() would have published it. Other ranks may be in their first call.
+        publish_departure(runtime.watchdog, calls_among(runtime.key(runtime.everyone)), runtime.rank)
+    runtime.watchdog.leave()
+    return _farewell(runtime)
+
+
+def _let_others_read(runtime: Runtime) -> None:
+    """Wait until the other ranks have left too, two seconds at most.
+
+    They look in the job's store for the cause of the failure. This rank may serve the store, which ends with it.
+    """
+    deadline = monotonic() + _LONGEST_READING_SECONDS
+    waiting = set(runtime.everyone) - {runtime.rank}
+    while waiting and monotonic() < deadline:
+        waiting = {rank for rank in waiting if not runtime.watchdog.has_left(rank)}
+        sleep(_PAUSE_SECONDS)
+
+
+def _farewell(runtime: Runtime) -> bool:
+    """Wait until all ranks are here, at most ``timeout_seconds``. Return whether they are.
+
+    The rank that serves the job's store must not leave before the others. A rank that failed will not come, so the
+    others do not wait for it.
+    """
+    group, watchdog = runtime.group(runtime.everyone), runtime.watchdog
+    aborted = False
+
+    def look(_: float) -> None:
+        nonlocal aborted
+        aborted = watchdog.control.lookup(ABORT) is not None
+
+    def failed() -> bool:
+        return aborted or any(exchanger.error is not None for exchanger in runtime.exchangers)
+
+    def waits_for() -> str:
+        others = [rank for rank in runtime.everyone if rank != runtime.rank]
+        absent = [rank for rank in others if not watchdog.has_left(rank)]
+        names = runtime.roster(runtime.everyone).names(absent) or "the others"
+        return (
+            f"shutdown: rank {runtime.rank} is done and waits for {names} to end, at most "
+            f"{runtime.config.timeout_seconds:g} s"
+        )
+
+    try:
+        handle = group.allreduce(np.zeros(1, dtype=np.float32))
+        if not watchdog.hold(lambda: failed() or handle.poll(), runtime.config, waits_for, look):
+            logger.warning("%s: this time is over, so this rank ends without them", waits_for())
+            return False
+    except TransportError as error:
+        logger.debug("shutdown: %s", error)
+        return False
+    return not failed()
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type and text, or only its type where the text of another program's error cannot be made."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - str() of another program's error may raise anything
+        return type(error).__name__

@@ -1,0 +1,289 @@
+"""Broadcasts the root's parameters, optimizer state and objects; gathers objects.
+
+:mod:`gradcomp.torch.collectives` describes what all calls share. ``root_rank`` is a rank of the job, also if a
+process set takes part.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.strings import printable
+from gradcomp.exchange.checkpoint_manager import not_from_checkpoint
+from gradcomp.exchange.request_group import Call
+from gradcomp.job import runtime
+from gradcomp.job.all_or_none import MOST_OBJECT_BYTES, broadcast_payload, gather_payloads
+from gradcomp.job.channel import Channel, alone, chunks, current_channel
+from gradcomp.job.process_sets import Members, ranks_of, root_of
+from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
+
+logger = logging.getLogger("gradcomp")
+
+_ALIGNMENT_BYTES = 16
+
+
+def broadcast_parameters(
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor],
+    root_rank: int = 0,
+    process_set: Members = None,
+) -> None:
+    """Overwrite parameters and buffers on every rank with those of ``root_rank``, in place, bit for bit.
+
+    ``params`` is a module, with its extra state (``get_extra_state``) and buffers that are not persistent; a
+    ``state_dict()``; ``(name, tensor)`` pairs such as ``named_parameters()``; or tensors such as ``parameters()``,
+    whose names are their positions. Names, shapes and dtypes must be the same on all ranks; the order of pairs not.
+    Extra state, and entries of a dict that are not tensors, are replaced as by :func:`broadcast_object`. A
+    ``state_dict()`` cannot give a module its extra state; a warning says so. Nothing happens on a rank outside
+    ``process_set``. Wire: broadcasts of up to 64 MiB, d bytes in all.
+    """
+    if runtime.rank() not in ranks_of(process_set):
+        return
+    stateful: dict[str, torch.nn.Module] = {}
+    if isinstance(params, torch.nn.Module):
+        stateful = {name: module for name, module in params.named_modules() if _has_extra_state(module)}
+        params = [*params.named_parameters(), *params.named_buffers()]
+    entries, problem = _entries(params)
+    lines = [f"broadcast_parameters(root_rank={root_rank})"]
+    lines += [f"{name}: {form(value)}" for name, value in entries]
+    lines += [f"{name}: extra state" for name in stateful]
+    channel, root, wrong_root = _meet(process_set, root_rank)
+    call = Call("broadcast_parameters", lines, problem=problem or wrong_root)
+    if channel is None:
+        alone(call).result()
+        return
+    channel.submit(call, lambda _: None).result()
+    tensors = [value.detach() for _, value in entries if isinstance(value, torch.Tensor)]
+    for chunk in chunks(tensors, lambda tensor: _aligned(tensor.nbytes)):
+        _broadcast_chunk(channel, chunk, root)
+    others = {name: value for name, value in entries if not isinstance(value, torch.Tensor)}
+    if others:
+        received = broadcast_object(others, root_rank, process_set=process_set)
+        if channel.rank != root:
+            assert isinstance(params, MutableMapping)
+            params.update(received)
+    if stateful:
+        states = {name: module.get_extra_state() for name, module in stateful.items()}
+        received = broadcast_object(states, root_rank, process_set=process_set)
+        if channel.rank != root:
+            for name, module in stateful.items():
+                module.set_extra_state(received[name])
+    _warn_of_extra_state([name for name, _ in entries], channel)
+
+
+def _has_extra_state(module: torch.nn.Module) -> bool:
+    """Return True if the module's class defines extra state, as ``state_dict()`` decides it."""
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _warn_of_extra_state(names: list[str], channel: Channel) -> None:
+    found = [name for name in names if name.rpartition(".")[2] == "_extra_state"]
+    if found and channel.rank == 0:
+        logger.warning(
+            "broadcast_parameters: extra state of modules (%s%s) was replaced in the state_dict, but not in the other "
+            "ranks' modules: pass the module itself, gc.broadcast_parameters(model)",
+            found[0],
+            f" and {len(found) - 1} more" if len(found) > 1 else "",
+        )
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    process_set: Members = None,
+) -> None:
+    """Give every rank's optimizer the state and the hyperparameters of ``root_rank``'s, bit for bit.
+
+    This works for any optimizer, including LBFGS, also where only the root has state or other ranks have more: no step
+    is taken to make state, and gradients do not change. The optimizers must be of one class, with groups of the same
+    parameter shapes and dtypes. ``model`` is Horovod's argument, which finds sparse parameters there and has no effect
+    here. Nothing happens on a rank outside ``process_set``. Wire: a :func:`broadcast_object` of
+    ``optimizer.state_dict()``.
+    """
+    if runtime.rank() not in ranks_of(process_set):
+        return
+    lines = [f"broadcast_optimizer_state(root_rank={root_rank})"]
+    problem: str | None = None
+    given: Any = optimizer
+    module: Any = model
+    if isinstance(given, torch.optim.Optimizer):
+        lines.append(type(optimizer).__name__)
+        for number, group in enumerate(optimizer.param_groups):
+            lines += [f"group {number}: {form(parameter)}" for parameter in group["params"]]
+    else:
+        problem = f"not a torch.optim.Optimizer: {type(optimizer).__name__}"
+    if not isinstance(module, torch.nn.Module | None):
+        problem = problem or f"model must be a torch.nn.Module or None, got {type(module).__name__}"
+    channel, root, wrong_root = _meet(process_set, root_rank)
+    call = Call("broadcast_optimizer_state", lines, problem=problem or wrong_root)
+    if channel is None:
+        alone(call).result()
+        return
+    channel.submit(call, lambda _: None).result()
+    is_root = channel.rank == root
+    state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, process_set=process_set)
+    if not is_root:
+        with not_from_checkpoint(optimizer):
+            optimizer.load_state_dict(state)
+        _restore_dtypes(optimizer, state["state"])
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
+    """Undo the casts of ``load_state_dict`` to the parameters' dtypes, which the root's state did not undergo."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, state in saved.items():
+        held = optimizer.state[parameters[index]]
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and held[key].dtype != value.dtype:
+                held[key] = value.to(held[key].device)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Members = None
+) -> Any:
+    """Return ``root_rank``'s object on every rank; the other ranks' argument is ignored.
+
+    Objects are tensors (received on the CPU), numbers, strings, bytes, None, and lists, tuples, dicts and
+    sets of them. Unlike Horovod, gradcomp never unpickles arbitrary classes: anything else is a ConfigError
+    on every rank. Wire: one broadcast of the object as ``torch.save`` writes it.
+    """
+    channel, root, problem = _meet(process_set, root_rank)
+    payload, number = b"", 0
+    if channel is not None and channel.rank == root:
+        payload, number = _encode(obj)
+    lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
+    call = Call("broadcast_object", lines, number, problem, name)
+    if channel is None:
+        alone(call).result()
+        return obj
+
+    def work(numbers: list[int]) -> tuple[bytes, bool]:
+        return broadcast_payload(channel, payload, abs(numbers[root]), root), numbers[root] > 0
+
+    received, encoded = channel.submit(call, work).result()
+    if not encoded:
+        raise ConfigError(f"broadcast_object: rank {root_rank}: {printable(received)}")
+    return obj if channel.rank == root else _decode(received)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: Members = None) -> list[Any]:
+    """Return every rank's object, in rank order.
+
+    :func:`broadcast_object` lists the objects that can be sent; another one is a ConfigError on every rank.
+    Wire: one all-to-all of the objects as ``torch.save`` writes them.
+    """
+    channel = current_channel(process_set)
+    payload, number = (b"", 0) if channel is None else _encode(obj)
+    call = Call("allgather_object", [f"allgather_object(name={name!r})"], number, key=name)
+    if channel is None:
+        alone(call).result()
+        return [obj]
+
+    def work(numbers: list[int]) -> list[tuple[bytes, bool]]:
+        payloads = gather_payloads(channel, payload, [abs(number) for number in numbers])
+        return [(data, number > 0) for data, number in zip(payloads, numbers, strict=True)]
+
+    received = channel.submit(call, work).result()
+    for rank, (data, encoded) in enumerate(received):
+        if not encoded:
+            raise ConfigError(f"allgather_object: rank {rank}: {printable(data)}")
+    return [_decode(data) for data, _ in received]
+
+
+def _meet(process_set: Members, root_rank: Any) -> tuple[Channel | None, int, str | None]:
+    """Return the channel, or None for one rank; the root's rank in it; and a problem with ``root_rank``."""
+    return current_channel(process_set), *root_of(root_rank, process_set)
+
+
+def _encode(obj: Any) -> tuple[bytes, int]:
+    """Return the object's bytes and their number; or an error text and minus the number of its bytes."""
+    try:
+        buffer = io.BytesIO()
+        torch.save(obj, buffer)
+        data = buffer.getvalue()
+        _refuse_wrapped(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        if len(data) > MOST_OBJECT_BYTES:
+            raise ValueError(f"{len(data)} bytes, more than {MOST_OBJECT_BYTES}")
+    except Exception as error:  # noqa: BLE001 - pickling runs the object's own code
+        complaint = (
+            "only tensors, numbers, strings, bytes, None and lists, tuples, dicts and sets of them can be sent, "
+            f"this has {culprit(error, obj)}"
+        ).encode()
+        return complaint, -len(complaint)
+    return data, len(data)
+
+
+def _refuse_wrapped(value: Any) -> None:
+    """Raise TypeError for DTensors, which torch would read back, with the root's part only."""
+    if isinstance(value, torch.Tensor) and not has_memory(value):
+        raise TypeError("a tensor whose values are in others; use to_local() or full_tensor()")
+    if isinstance(value, Mapping):
+        value = value.values()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | torch.Tensor):
+        for each in value:
+            _refuse_wrapped(each)
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise WireFormatError(f"these {len(data)} bytes are no object") from error
+
+
+def _entries(params: Any) -> tuple[list[tuple[str, Any]], str | None]:
+    """Return the named values in order of name, and a problem with them if there is one."""
+    try:
+        given = list(params.items() if isinstance(params, Mapping) else params)
+        if given and all(isinstance(each, torch.Tensor) for each in given):
+            given = [(f"parameter {place}", tensor) for place, tensor in enumerate(given)]
+        pairs = [(name, value) for name, value in given]
+    except (TypeError, ValueError):
+        return (
+            [],
+            "params must be a module, a state_dict, (name, tensor) pairs such as named_parameters(), or tensors",
+        )
+    names = [name for name, _ in pairs]
+    if not all(isinstance(name, str) for name in names):
+        return [], "a name in params is not a string"
+    if (
+        repeated := {name for name in names if names.count(name) > 1}
+        if len(set(names)) < len(names)
+        else None
+    ):
+        return [], f"name {min(repeated)!r} appears twice in params"
+    for name, value in pairs:
+        if isinstance(value, torch.Tensor):
+            if problem := dense_problem(value):
+                return [], f"{name}: {problem}"
+        elif not isinstance(params, MutableMapping):
+            return [], f"{name} is not a tensor but {type(value).__name__}, and params is not a dict"
+    return sorted(pairs), None
+
+
+def _broadcast_chunk(channel: Channel, tensors: list[torch.Tensor], root: int) -> None:
+    """Broadcast the bytes of all tensors at once, each at a multiple of 16."""
+    buffer = torch.zeros(sum(_aligned(t.nbytes) for t in tensors), dtype=torch.uint8)
+    parts, start = [], 0
+    for tensor in tensors:
+        parts.append(buffer[start : start + tensor.nbytes])
+        start += _aligned(tensor.nbytes)
+    if channel.rank == root:
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(bytes_of(tensor))
+    call = Call("broadcast_parameters", [f"{len(buffer)} bytes from rank {root}"])
+    channel.submit(call, lambda _: channel.broadcast(buffer.numpy(), root)).result()
+    if channel.rank != root:
+        with torch.no_grad():
+            for part, tensor in zip(parts, tensors, strict=True):
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,339 @@
+"""The state that ``DistributedOptimizer`` adds to an optimizer, its arguments and its construction."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, fields
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+
+from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.control import Controller
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.exchange.driver import StepDriver
+from gradcomp.job import joining, runtime
+from gradcomp.job.launch import Ranks
+from gradcomp.job.momentum import warn_of_averages
+from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
+from gradcomp.job.start import (
+    Proposal,
+    check_arguments,
+    say_what_is_bypassed,
+    start,
+    validate_together,
+)
+from gradcomp.job.state import Runtime
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.torch.devices import device_of
+from gradcomp.torch.fingerprint import scalars_of
+from gradcomp.torch.hooks import Finish, GradientExchange, OnSkip, Timing
+from gradcomp.torch.layers import Named, name_parameters, propose
+from gradcomp.torch.loss_scale import LossScale, Scaler
+from gradcomp.torch.modules import opaque
+from gradcomp.torch.momentum import Momenta, averages
+from gradcomp.torch.streams import number_of
+
+
+class Adopted:
+    """The mixin that goes in front of an optimizer's class; ``_gradcomp`` holds the state that wrapping adds.
+
+    ``is_opaque`` lists methods that torch.compile must not trace. torch.compile does not trace those in
+    ``calls_own`` either, but may trace the method of the wrapped class that they call.
+    """
+
+    _gradcomp: Any
+    is_opaque: ClassVar[tuple[str, ...]] = ()
+    calls_own: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Horovod's attribute: the name of each parameter, which is a position where the user gave none."""
+        names: dict[torch.Tensor, str] = self._gradcomp.parameter_names
+        return names
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain optimizer of the wrapped class, because an exchange cannot be copied."""
+        # The pickle names a function of copyreg, so that it loads where gradcomp is not installed.
+        return copyreg._reconstructor, (_base(type(self)), object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a plain optimizer with copies of the parameters."""
+        base: Any = _base(type(self))
+        plain = base.__new__(base)
+        memo[id(self)] = plain
+        plain.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return plain
+
+
+def check_plain(optimizer: Any) -> None:
+    """Raise ConfigError if this is not an optimizer, StateError if it is wrapped already."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if hasattr(optimizer, "_gradcomp"):
+        raise StateError("this optimizer is already a DistributedOptimizer; wrap an optimizer once only")
+
+
+def adopt(optimizer: torch.optim.Optimizer, mixin: type[Adopted], core: Any) -> None:
+    """Put ``mixin`` in front of the optimizer's class.
+
+    The object stays the same, so schedulers and users that hold a reference to it need no change.
+    """
+    kind = type(optimizer)
+    # A scheduler that was made before may have set a bound ``step`` on the instance, which would bypass ours.
+    optimizer.__dict__.pop("step", None)
+    optimizer.__dict__["_gradcomp"] = core
+    hidden = {name: opaque(getattr(mixin, name), calls_own=True) for name in mixin.calls_own}
+    hidden |= {name: opaque(getattr(mixin, name)) for name in mixin.is_opaque}
+    optimizer.__class__ = type(
+        kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__, **hidden}
+    )
+
+
+def _base(kind: type) -> type:
+    wrapped: type = kind.__bases__[1]
+    return wrapped
+
+
+def groups_of(num_groups: Any, groups: Any) -> Any:
+    """Return ``groups``, or ``num_groups``, its older spelling, with a warning as Horovod gives it."""
+    if isinstance(num_groups, int) and num_groups == 0:
+        return groups
+    warnings.warn(
+        "num_groups is the older spelling of groups; give groups=", DeprecationWarning, stacklevel=3
+    )
+    return num_groups if groups is None else groups
+
+
+def check_groups(groups: Any) -> None:
+    """Raise ConfigError unless this is None, a number from 0, or lists of tensors without repetitions.
+
+    The argument has no effect: layers are laid out in exchange buckets of ``slice_elements`` values in the
+    order in which their gradients come, and the means of all of them are applied together.
+    """
+    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
+        return
+    if not isinstance(groups, list) or not all(isinstance(group, list | tuple) for group in groups):
+        raise ConfigError(
+            f"groups must be a non-negative integer or a list of lists of tensors, got {groups!r:.80}"
+        )
+    members = [member for group in groups for member in group]
+    for member in members:
+        if not isinstance(member, torch.Tensor):
+            raise ConfigError(f"groups must consist of tensors, got {type(member).__name__}")
+    if len({id(member) for member in members}) < len(members):
+        raise ConfigError("a parameter can only appear once in groups")
+
+
+_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
+
+
+@dataclass(eq=False)
+class Arguments:
+    """The arguments of :func:`DistributedOptimizer`, validated by :meth:`check`."""
+
+    compression: Policy | Compressor | str = Compression.none
+    passes: int = 1
+    op: ReduceOp = Average
+    predivide: float = 1.0
+    groups: Any = None
+    sparse_as_dense: bool = False
+    finish: Finish = "backward"
+    grad_scaler: InitVar[Scaler] = None
+    reduction: str | None = None
+    controller: Controller | str | None = None
+    on_skip: OnSkip = "raise"
+
+    def __post_init__(self, grad_scaler: Scaler) -> None:
+        self.loss_scale = LossScale(grad_scaler)
+
+    def take(self, policy: Policy) -> None:
+        """Use this compression from now on, without a controller."""
+        self.compression, self.controller = policy, None
+
+    def check(self) -> tuple[Policy, Timing]:
+        """Return the policy and the timing; raise ConfigError for arguments that cannot work."""
+        # check() sees Adasum in a world of one only, where the Adasum of the step is the step itself.
+        op = Average if self.op is Adasum else self.op
+        check_arguments(op, self.predivide, self.reduction)
+        check_groups(self.groups)
+        self.loss_scale.check()
+        return as_policy(self.compression), Timing(self.passes, self.finish, self.on_skip)
+
+    def check_adasum(self) -> None:
+        """Raise ConfigError for arguments that cannot work, or have no meaning, with ``op=Adasum``."""
+        check_groups(self.groups)
+        Timing(self.passes)
+        if self.predivide != 1.0:
+            raise ConfigError("gradient_predivide_factor needs op=Average")
+        for field in fields(self):
+            if field.name in _NOT_FOR_ADASUM and getattr(self, field.name) != field.default:
+                raise ConfigError(
+                    f"{field.name}= has no meaning with op=Adasum: ranks exchange steps, not gradients"
+                )
+
+
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class Core:
+    """The state that wrapping adds to an optimizer: its exchange, driver, arguments and parameter names."""
+
+    def __init__(
+        self, ranks: Ranks, arguments: Arguments, named: Named, frozen: Named, exchange: GradientExchange
+    ) -> None:
+        self.ranks = ranks
+        self.arguments = arguments
+        self.named = named
+        self.frozen = frozen
+        self.exchange = exchange
+        self.driver: StepDriver = exchange.driver
+        #: Saves and loads the compression state.
+        self.checkpoint_manager = self.driver.checkpoint_manager
+        self.skip_synchronize = False
+        #: True if the program has called ``synchronize()`` since the last step.
+        self.synchronized = False
+
+    @property
+    def parameter_names(self) -> dict[torch.Tensor, str]:
+        """The names of all parameters, including frozen ones."""
+        return {parameter: name for name, parameter in (*self.named, *self.frozen)}
+
+    def check_frozen(self) -> None:
+        """Raise StateError if a parameter that was frozen at wrapping requires gradients now."""
+        thawed = [name for name, parameter in self.frozen if parameter.requires_grad]
+        if thawed:
+            raise StateError(
+                f"parameters that were frozen when the optimizer was wrapped now require gradients and are not "
+                f"exchanged: {', '.join(thawed[:5])}; wrap after unfreezing, or add them with add_param_group()"
+            )
+
+
+def build(
+    state: Runtime,
+    ranks: Ranks,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters | None,
+    arguments: Arguments,
+    *,
+    before: Core | None = None,
+) -> Core:
+    """Validate the arguments, compare them over ranks, and start the exchange. Collective.
+
+    ``before`` is the state of the same optimizer when it is wrapped already and gets more parameters.
+    """
+
+    def validate() -> tuple[Timing, Named, Named, Proposal, Device]:
+        if before is None:
+            check_plain(optimizer)
+        policy, timing = arguments.check()
+        check_rate(optimizer, policy)
+        named, frozen = name_parameters(optimizer, named_parameters)
+        proposal = propose(
+            policy, named, 0 if before is None else before.checkpoint_manager.step, arguments.controller
+        )
+        # In a world of one nothing is exchanged, so gradients may be on any device.
+        device = device_of(named) if len(ranks) > 1 else HOST
+        return timing, named, frozen, proposal, device
+
+    (timing, named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
+    exchange = GradientExchange(
+        named,
+        timing,
+        sparse_as_dense=arguments.sparse_as_dense,
+        predivide=arguments.predivide,
+        loss_scale=arguments.loss_scale,
+        # Adafactor with relative steps computes its own rate, which is not known here: it counts as 0.
+        learning_rate=lambda: number_of(0.0 if (rate := _rate(optimizer)) is None else rate),
+        scalars=lambda: scalars_of([optimizer]),
+        momenta=Momenta(named, lambda: [optimizer]),
+    )
+    if transport is None:
+        say_what_is_bypassed(proposal.policy)
+    elif transport.rank == 0:
+        check_averages(optimizer, proposal.policy)
+        if named_parameters is None and proposal.policy.compresses:
+            _warn_of_positions(named)
+    driver = start(
+        state,
+        ranks,
+        transport,
+        proposal,
+        exchange,
+        [tuple(parameter.shape) for _, parameter in named],
+        op=arguments.op,
+        predivide=arguments.predivide,
+        agrees=timing.on_skip == "agree",
+        reduction=arguments.reduction,
+        device=device,
+        arguments={
+            "backward_passes_per_step": timing.passes,
+            "finish": timing.finish,
+            "sparse_as_dense": arguments.sparse_as_dense,
+            "gradient_predivide_factor": arguments.predivide,
+            "on_skip": timing.on_skip,
+        },
+    )
+    exchange.attach(driver, None if before is None else before.exchange)
+    joining.register(exchange)
+    return Core(ranks, arguments, named, frozen, exchange)
+
+
+def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[torch.nn.Parameter]) -> Core:
+    """Make an exchange for the old and the added parameters, with the old one's residuals and step.
+
+    Collective. After an error the old exchange is still in use.
+    """
+    state = runtime.current()
+    old = core.exchange
+    core.driver.check()
+    old.drain()
+    named = chain(core.named, core.frozen, _name_group(names, added))
+    fresh = build(state, core.ranks, optimizer, named, core.arguments, before=core)
+    old.detach()
+    fresh.checkpoint_manager.inherit(core.checkpoint_manager)
+    if core.driver.attached:
+        state.close(old.exchanger)
+    return fresh
+
+
+def _name_group(
+    names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Pair names with parameters lazily, so that the error is raised where all ranks validate together."""
+    if len(names) != len(parameters):
+        raise ConfigError(f"{len(names)} names for {len(parameters)} parameters")
+    yield from zip(names, parameters, strict=True)
+
+
+def _warn_of_positions(named: Named) -> None:
+    runtime.logger.warning(
+        "named_parameters was not given, so layers are named by position (%s, ...): patterns of a policy cannot match "
+        "them, and a checkpoint fits only while their order stays. Pass named_parameters=model.named_parameters()",
+        named[0][0],
+    )
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor | None:
+    rate: float | torch.Tensor | None = optimizer.param_groups[0].get("lr")
+    return rate
+
+
+def check_rate(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Raise ConfigError if a compressor follows the learning rate and the optimizer has none."""
+    following = [c.to_string() for c in policy.compressors if c.traits.follows_rate]
+    if following and _rate(optimizer) is None:
+        raise ConfigError(
+            f"{following[0]} follows the learning rate, and {type(optimizer).__name__} has none in its param_groups: "
+            "leave follow_rate away"
+        )
+
+
+def check_averages(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Warn if the compressor accumulates gradients and the optimizer averages them once more."""
+    if averages(optimizer):
+        warn_of_averages(policy, type(optimizer).__name__)

@@ -1,0 +1,591 @@
+"""Turns autograd's hooks into steps of the exchange, and holds the windows of gradient accumulation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.driver import Means, Phase, StepDriver, Words
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.fingerprint import NO_SAY, NOTHING, DeferredFingerprint, Digests
+from gradcomp.exchange.thread import in_background
+from gradcomp.exchange.waiting import Number
+from gradcomp.job import runtime
+from gradcomp.kernels.devices import Device
+from gradcomp.reduce.header import LATE
+from gradcomp.torch.end_of_backward import EndOfBackward, at_end, watch_backward
+from gradcomp.torch.fingerprint import ParameterSamples
+from gradcomp.torch.layers import (
+    SKIP_TOGETHER,
+    Named,
+    digests_behind,
+    digests_of,
+    rows_of,
+    take_over,
+    tensor_of,
+)
+from gradcomp.torch.loss_scale import LossScale, means_before_unscaling
+from gradcomp.torch.modules import DdpCheck, StepWatch, UnexchangedSteps, opaque, refuse_inside_backward
+from gradcomp.torch.momentum import Momenta
+from gradcomp.torch.streams import Handed, staging_for, untouched
+from gradcomp.torch.tensors import Form, has_memory
+from gradcomp.torch.tensors import form as form_of
+
+
+class Gradients:
+    """The ``.grad`` of parameters, by layer number; :meth:`attach` must be called first.
+
+    With ``sparse_as_dense`` sparse gradients travel as dense ones, see :meth:`restore_sparse`.
+    """
+
+    def __init__(self, named: Named, *, sparse_as_dense: bool) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._forms = [Form.of(parameter) for parameter in self.parameters]
+        self._sparse_as_dense = sparse_as_dense
+        #: Layers of which this rank has had a sparse gradient that travelled as a dense one.
+        self.made_dense: set[int] = set()
+        self._staging = untouched()
+        self._handed: dict[int, Handed] = {}
+        self._made: dict[int, Handed] = {}  # memory for means of layers without a gradient on this rank
+
+    def attach(self, device: Device) -> None:
+        """Choose how gradients reach the engine, whose kernels run on ``device``."""
+        self._staging = staging_for(device, self.parameters[0].device)
+
+    def open(self) -> None:
+        self._staging.open()
+        self._handed = {}
+
+    def own(self, layer: int) -> torch.Tensor:
+        """Return the layer's gradient, made dense in memory unless it travels as rows.
+
+        Raises StateError if its shape, dtype or device differs from the parameter's at wrapping.
+        """
+        parameter, form = self.parameters[layer], self._forms[layer]
+        gradient = parameter.grad
+        if gradient is None:
+            raise self.taken_away(layer)
+        if not form.fits(gradient):
+            raise self._became_another(layer, gradient)
+        if gradient.is_sparse:
+            if not self._sparse_as_dense:
+                return gradient
+            self.made_dense.add(layer)
+            gradient = gradient.to_dense()
+        if gradient.stride() != form.strides:
+            gradient = form.dense(gradient)
+        if gradient is not parameter.grad:
+            parameter.grad = gradient
+        return gradient.detach()
+
+    def hand_in(self, layer: int, gradient: torch.Tensor) -> Handed:
+        """Return the memory on which the engine works in place of this gradient."""
+        handed = self._handed[layer] = self._staging.hand_in(gradient)
+        return handed
+
+    def allocate(self, layer: int, *, apart: bool = False) -> int:
+        """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread).
+
+        With ``apart`` it is never the gradient's own memory.
+        """
+        parameter, form = self.parameters[layer], self._forms[layer]
+        gradient = parameter.grad
+        if gradient is not None and (apart or gradient.is_sparse or gradient.stride() != form.strides):
+            gradient = None
+        if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
+            raise self._became_another(layer, parameter)
+        made = self._staging.allocate(form, None if gradient is None else gradient.detach())
+        self._made[layer] = made
+        return made.address
+
+    def give_back(self) -> None:
+        """End the step: the gradients that were submitted hold their means now."""
+        handed, self._handed = self._handed, {}
+        self._staging.give_back(handed.values())
+
+    def take_means(self) -> None:
+        """Set the gradients of layers that only other ranks had to their means."""
+        made, self._made = self._made, {}
+        for layer, mean in made.items():
+            self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
+
+    def restore_sparse(self, layers: Iterable[int]) -> None:
+        """Make the means of these layers sparse, because SparseAdam takes no dense gradients."""
+        for layer in layers:
+            mean = self.parameters[layer].grad
+            assert mean is not None, "a layer that is present on some rank has a mean"
+            self.parameters[layer].grad = mean.to_sparse(1)
+
+    def forget_means(self) -> None:
+        """Drop the means of layers that only other ranks had."""
+        self._made = {}
+
+    def described(self) -> str:
+        """Return a text that changes with the gradients, except where every norm and sum stays the same."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return repr([(float(g.norm()), float(g.sum())) for g in gradients if g is not None])
+
+    def taken_away(self, layer: int) -> StateError:
+        """Return the error for a gradient that became None before its exchange ended."""
+        return StateError(
+            f"the gradient of layer {self.names[layer]!r} was set to None inside backward(), perhaps by a "
+            "register_post_accumulate_grad_hook() that updates the parameter there. Until backward() returns, a "
+            "gradient is this rank's alone and its mean is being exchanged: remove the hook, and call step() after "
+            "backward()"
+        )
+
+    def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
+        kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "
+        return StateError(
+            f"layer {self.names[layer]!r} was {self._forms[layer]} when the optimizer was wrapped; its gradient is "
+            f"{kind}{form_of(tensor)}, {tensor.layout}, on {tensor.device} now: wrap the optimizer when the model has "
+            "its final dtype, shapes and device, and let hooks keep dtype, shape and device of gradients"
+        )
+
+
+logger = logging.getLogger("gradcomp")
+
+#: A warning needs this many steps in a row that took the same number of exchanges, more than one.
+_LIMIT = 3
+
+Finish = Literal["backward", "step"]
+OnSkip = Literal["raise", "agree"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The number of backward passes in an exchange, and the moment when its means must be there.
+
+    ``passes`` is the number of backward passes per exchange. With ``finish="backward"`` gradients are means
+    when the last of these passes returns; with ``"step"`` when ``synchronize()`` or ``step()`` returns, for
+    several backward passes over disjoint parameters. ``on_skip`` tells what happens when a rank skips a step
+    that others take: ``"raise"`` an error on all ranks, or ``"agree"`` on each step before it is taken.
+    """
+
+    passes: int = 1
+    finish: Finish = "backward"
+    on_skip: OnSkip = "raise"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.passes, int) or self.passes < 1:
+            raise ConfigError(
+                f"backward_passes_per_step must be a whole number of at least 1, got {self.passes!r}"
+            )
+        if self.finish not in ("backward", "step"):
+            raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
+        if self.on_skip not in ("raise", "agree"):
+            raise ConfigError(f'on_skip must be "raise" or "agree", got {self.on_skip!r}')
+
+
+class Windows:
+    """Warns once if accumulation windows are exchanged pass by pass because their passes were not declared.
+
+    ``kept`` counts exchanges since the last step whose means were added to.
+    """
+
+    def __init__(self) -> None:
+        self.kept = 0
+        self._before = 0
+        self._alike = 0
+        self._warned = False
+
+    def stepped(self, timing: Timing, *, speaks: bool) -> None:
+        """End the window with a step on means; ``speaks`` if this rank may warn."""
+        exchanges, self.kept = self.kept + 1, 0
+        self._alike = self._alike + 1 if exchanges == self._before else 1
+        self._before = exchanges
+        if exchanges == 1 or self._alike < _LIMIT or self._warned:
+            return
+        self._warned = True
+        if speaks:
+            logger.warning(
+                "step() comes every %d exchanges, and the means of the others are only added up: "
+                "backward_passes_per_step=%d, or no_sync() around all passes but the last, trains the same on 1/%d of "
+                "the bytes",
+                exchanges,
+                exchanges * timing.passes,
+                exchanges,
+            )
+
+
+#: Exchanges whose window ends with the backward pass that is about to return.
+_ending: list[GradientExchange] = []
+_numbers = count()
+
+
+def _finish_together() -> None:
+    """Wait for the exchanges that end with this backward pass, on all ranks in the same order.
+
+    All of them are flushed before, so ranks whose first gradients came in different orders do not wait for
+    each other.
+    """
+    ending = sorted(_ending, key=lambda exchange: exchange.number)
+    _ending.clear()
+    for exchange in ending:
+        exchange.finish()
+
+
+class GradientExchange:
+    """Hooks the parameters and turns their gradients into steps; implements :class:`gradcomp.exchange.driver.Adapter`.
+
+    A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward
+    passes touched it. At the end of the window the step is flushed and waited for; then every ``.grad`` that
+    some rank touched is the mean. :meth:`attach` must be called first. ``learning_rate`` returns the
+    optimizer's current rate, ``scalars`` its settings as text, and ``momenta`` holds its momentum.
+    """
+
+    words = Words(
+        "a step is open: there are gradients that neither step() nor zero_grad() has dealt with",
+        '; with several backward passes over different parameters use finish="step"',
+        SKIP_TOGETHER,
+    )
+    listener = None
+
+    def __init__(
+        self,
+        named: Named,
+        timing: Timing,
+        *,
+        sparse_as_dense: bool,
+        predivide: float,
+        loss_scale: LossScale,
+        learning_rate: Callable[[], Number],
+        scalars: Callable[[], str],
+        momenta: Momenta,
+    ) -> None:
+        self.number = next(_numbers)
+        self.timing = timing
+        self.named = named
+        self._gradients = Gradients(named, sparse_as_dense=sparse_as_dense)
+        self._predivide = predivide
+        self._loss_scale = loss_scale
+        #: With ``sparse_as_dense``: layers that all ranks know to be sparse or not; ``_sparse`` marks the sparse ones.
+        self._known = None if not sparse_as_dense else np.zeros(len(named), np.bool_)
+        self._sparse = np.zeros(len(named), np.bool_)
+        self._learning_rate = learning_rate
+        self._scalars = scalars
+        self.momenta = momenta
+        self._ddp_check: DdpCheck | None = None
+        self._touched: dict[int, int] = {}  # layer -> number of backward passes in this window
+        self._submitted: set[int] = set()
+        self._passes = 0
+        self._in_backward = False
+        self._suspended = False
+        self._stands_in = False
+        self._means: dict[int, torch.Tensor] = {}  # layer -> the .grad tensor that the finished step set
+        #: The means as text if another rank was late: an edit is an error, because its script could not make it.
+        self._before_edits = ""
+        self._windows = Windows()
+        self._hooks: list[Any] = []
+
+    @property
+    def exchanger(self) -> Exchanger:
+        return self.driver.exchanger
+
+    def attach(self, driver: StepDriver, before: GradientExchange | None = None) -> None:
+        """Take the driver and hook the parameters, unless the world is one rank.
+
+        :func:`take_over` describes ``before``.
+        """
+        self.driver = driver
+        if not driver.attached:
+            return
+        take_over(self, "DistributedOptimizer", before)
+        means_before_unscaling()
+        driver.before_end = partial(self._loss_scale.agree, driver.exchanger)
+        self._gradients.attach(driver.exchanger.device)
+        self._samples = ParameterSamples(self.named, driver.exchanger.device)
+        self._ddp_check = DdpCheck(self._gradients.parameters)
+        self._optimizers = StepWatch(self._gradients.parameters, self)
+        self._unexchanged = UnexchangedSteps(driver, lambda: self._suspended)
+        watch_backward()
+        self._end = EndOfBackward(self._end_of_backward)
+        self._behind_all = opaque(_finish_together)
+        for layer, parameter in enumerate(self._gradients.parameters):
+            hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+
+    def detach(self) -> None:
+        """Remove all hooks from the parameters and the optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self in _ending:  # a backward pass raised before its end
+            _ending.remove(self)
+        self._end_ddp_check()
+        if self.driver.attached:
+            self._optimizers.end()
+
+    def retire(self, why: str) -> None:
+        """Stop for good, because another exchange took over some of the parameters.
+
+        Collective if a step has begun.
+        """
+        state = runtime.current()
+        if self.exchanger in state.exchangers:  # else its job has ended
+            self.drain()
+            state.close(self.exchanger)
+        self.detach()
+        self.driver.retire(why)
+
+    def _end_ddp_check(self) -> None:
+        if self._ddp_check is not None:
+            self._ddp_check.end()
+            self._ddp_check = None
+
+    # -- autograd -------------------------------------------------------------------------------------------------
+
+    def _hook(self, layer: int) -> Any:
+        def fire(_: torch.Tensor) -> None:
+            self._arrived(layer)
+
+        return opaque(fire)
+
+    def _arrived(self, layer: int) -> None:
+        if not self._touched and not self._submitted:
+            self._leave_last_means(layer)
+        self._touched[layer] = self._touched.get(layer, 0) + 1
+        if self._suspended:
+            self._unexchanged.signs += 1
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            self._end.wait()
+        last = (self._passes if self.timing.finish == "backward" else self._touched[layer] - 1) + 1
+        if last >= self.timing.passes:
+            self._submit(layer)
+
+    def _leave_last_means(self, layer: int) -> None:
+        """End the last step, because a new window begins although its means were neither stepped on nor zeroed.
+
+        Means that are still in the gradients will be applied with the new ones, so what was sent counts as
+        sent.
+        """
+        if self.driver.means is None:
+            return
+        kept = [i for i, mean in self._means.items() if self._gradients.parameters[i].grad is mean]
+        if kept and layer not in self._means and layer not in self.exchanger.pipeline.ordering.sparse:
+            raise self.driver.late(layer)
+        if kept:
+            self.driver.keep()
+            self._windows.kept += 1
+            # The means stay part of the sum on every rank, including ranks without a new gradient.
+            self._touched.update(dict.fromkeys(kept, 0))
+        else:
+            self.driver.discard()
+        self._means = {}
+
+    def _submit(self, layer: int) -> None:
+        name = self._gradients.names[layer]
+        if layer in self._submitted:
+            raise StateError(
+                f"layer {name!r} has a second gradient in one exchange; declare all passes with "
+                "backward_passes_per_step, or accumulate under no_sync(); if several checkpoints of one backward pass "
+                "share the layer, give them use_reentrant=False"
+            )
+        try:
+            gradient = self._gradients.own(layer)
+        except StateError as error:  # all ranks fail, and this one raises its own error
+            self.driver.fail(error)
+            raise
+        if not gradient.is_sparse:
+            self.driver.refuse_dense(layer)
+        self._open()
+        self._submitted.add(layer)
+        if gradient.is_sparse:
+            self.driver.submit_rows(layer, partial(rows_of, name, gradient))
+        else:
+            handed = self._gradients.hand_in(layer, gradient)
+            address = handed.address
+            self.driver.submit(Submission(layer, address, address, handed, handed.event))
+
+    def _open(self) -> None:
+        if self.driver.under_way:
+            return
+        if self._ddp_check is not None:
+            self._ddp_check.first_gradient()
+        pipeline = self.exchanger.pipeline
+        with self.driver.telling():
+            pipeline.lay_out()
+            momenta = self.momenta.of_step(pipeline)
+        self._gradients.open()
+        self.driver.open(self._loss_scale.of(pipeline, self._predivide), self._learning_rate(), momenta)
+
+    def _end_of_backward(self) -> None:
+        was_in_backward, self._in_backward = self._in_backward, False
+        if self._suspended or not was_in_backward:  # the callback may be that of a backward pass that failed
+            return
+        self._passes += 1
+        if self.timing.finish == "backward" and self._passes >= self.timing.passes:
+            self._flush()
+            _ending.append(self)
+            at_end(self._behind_all)
+
+    # -- the end of a window --------------------------------------------------------------------------------------
+
+    def finish(self, *, late: bool = False) -> None:
+        """Exchange what the window has accumulated; then gradients are means. Free if there is nothing new.
+
+        ``late`` is set when ``step()`` calls: the means are applied before the user sees them, while other ranks
+        may have seen theirs at the end of their backward pass. Those ranks then note whether they change them.
+        """
+        if self.has_result():
+            return
+        self.driver.check()
+        late = late and self.timing.finish == "backward"
+        self._flush(late=late)
+        means = self._wait()
+        self._gradients.take_means()
+        parameters = self._gradients.parameters
+        for layer, rows in means.rows.items():
+            if rows is not None:
+                parameters[layer].grad = tensor_of(rows, parameters[layer])
+        present = means.result.present.nonzero()[0].tolist()
+        self._gradients.restore_sparse(np.flatnonzero(means.result.present & self._sparse).tolist())
+        self._means = {i: mean for i in present if (mean := parameters[i].grad) is not None}
+        self._unexchanged.signs += bool(present or means.rows)
+        if len(self._means) < len(present):
+            error = self._gradients.taken_away(next(i for i in present if i not in self._means))
+            self.driver.fail(error)
+            raise error
+        self._before_edits = ""
+        if means.result.notices & LATE and not late:
+            self._before_edits = self._gradients.described()
+
+    def _wait(self) -> Means:
+        """Wait for the step's means; ranks also tell each other which layers that are new in it are sparse.
+
+        A rank without a gradient of its own would not know, and its optimizer would update it otherwise than
+        other ranks' do.
+        """
+        means = self.driver.wait()
+        if self._known is not None and (new := means.result.present & ~self._known).any():
+            self._known |= new
+            of_ranks = np.zeros(len(new), np.float32)
+            of_ranks[list(self._gradients.made_dense)] = 1.0
+            self.exchanger.allreduce(of_ranks)
+            self._sparse |= new & (of_ranks != 0)
+        return means
+
+    def _flush(self, *, late: bool = False) -> None:
+        """Submit the rest of the window and tell the driver that no more follows."""
+        if self.driver.phase is Phase.FLUSHED:
+            return
+        self._open()
+        for layer in sorted(self._touched.keys() - self._submitted):
+            if self._gradients.parameters[layer].grad is not None:
+                self._submit(layer)
+        self.driver.flush(late=late)
+
+    def has_result(self) -> bool:
+        """Return True if an exchange waits for ``step()`` and no gradient has accumulated since."""
+        return self.driver.means is not None and not self._touched
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise StateError where the optimizer's ``step()`` is refused, see :class:`UnexchangedSteps`."""
+        refuse_inside_backward()
+        if self.driver.means is None and not self._touched:
+            self.before_step(optimizer)
+
+    def commit(self) -> bool:
+        """Accept the means, which will be applied; return False if the ranks agreed to skip the step."""
+        edited = bool(self._before_edits) and self._gradients.described() != self._before_edits
+        self._means, self._before_edits = {}, ""
+        self._windows.stepped(self.timing, speaks=self.exchanger.pipeline.transport.rank == 0)
+        return self.driver.commit(edited=edited)
+
+    def stand_in(self) -> None:
+        """Take part in one exchange without a gradient; this rank's gradients and parameters do not change."""
+        self._stands_in = True
+        try:
+            self._open()
+            self.driver.flush()
+            self._wait()
+            self._gradients.forget_means()
+            self.driver.commit()
+        finally:
+            self._stands_in = False
+
+    def drain(self) -> None:
+        """End an open step without applying it, because gradients are about to be zeroed."""
+        driver = self.driver
+        if not driver.attached or driver.error is not None:
+            return
+        self._in_backward = False  # a backward pass that raised made no callback at its end
+        if self in _ending:
+            _ending.remove(self)
+        if driver.under_way:
+            self.finish()
+        if driver.means is not None:
+            driver.discard()
+        self._means, self._touched, self._passes, self._windows.kept = {}, {}, 0, 0
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Accumulate gradients without exchanging them, within a ``with`` block."""
+        previous, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = previous
+
+    # -- gradcomp.torch.modules.Listener -----------------------------------------------------------------------
+
+    def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
+        """Do nothing: only communication hooks need to learn of optimizers."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise StateError inside a backward pass, and on gradients that were not exchanged."""
+        self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the wrapped ``step()`` gives the momentum back."""
+
+    # -- gradcomp.exchange.driver.Adapter -----------------------------------------------------------------------------
+
+    def allocate(self, layer: int) -> int:
+        """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread)."""
+        return self._gradients.allocate(layer, apart=self._stands_in)
+
+    def digests(self) -> Digests:
+        return digests_of(self.named)
+
+    def begin_digests(self) -> Future[Digests]:
+        """Compute digests on a thread, after the device work that updates the parameters.
+
+        A rank in ``join()`` contributes none.
+        """
+        if self._stands_in:
+            return in_background(lambda: NO_SAY)
+        return in_background(digests_behind(self.named))
+
+    def fingerprint(self, turn: int) -> DeferredFingerprint:
+        """Sample the parameters and the optimizer's settings; a rank in ``join()`` contributes nothing."""
+        return NOTHING if self._stands_in else self._samples.take(turn, self._scalars())
+
+    def means_complete(self) -> None:
+        self._gradients.give_back()
+        self._touched, self._submitted, self._passes = {}, set(), 0
+        self._end_ddp_check()
+        if self.driver.agrees:  # a rank that gives up its step only votes later, so scalers are compared here
+            self._loss_scale.agree(self.exchanger)
+
+    def finalise(self) -> bool:
+        """Refuse a step with values that are not finite; return False if gradients wait for a step."""
+        means = self.driver.means
+        if means is not None and not self._touched and not means.result.finite:
+            self._means = {}
+            self.driver.refuse()
+        return not self._touched

@@ -1,0 +1,196 @@
+"""Between a device's kernels and NCCL, payloads stay on the device: steps over the stand-ins of both."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu.nccl import nccl_ranks
+from exchange.test_devices import LAYERS, TOPOLOGY, assert_alike
+from kernels import standin
+from tiers import every_value
+
+from gradcomp import (
+    DGC,
+    Cast,
+    Compressor,
+    LayerSpec,
+    OneBit,
+    PowerSGD,
+    Quantize,
+    ScaledSign,
+    Signum,
+    TopK,
+)
+from gradcomp.compress import Identity
+from gradcomp.kernels.cuda import mirrors
+from gradcomp.kernels.cuda.mirrors import DeviceMirror
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.reduce.header import ByteHeader
+from gradcomp.testing.simulation import Simulation
+from gradcomp.transport.base import host_allocator, wait
+
+DOUBLE = LayerSpec("e.weight", (50,), "float64", "weight")
+
+COMPRESSORS: dict[str, Compressor] = {
+    "none": Identity(),
+    "4 bits": Quantize(4, bucket_size=128),
+    "3 bits, with feedback": Quantize(3, bucket_size=100, rounding="nearest"),
+    "bfloat16": Cast("bfloat16"),
+    "sign": ScaledSign(),
+    "one bit": OneBit(),
+    "vote": Signum(),
+    "TopK": TopK(0.1, zeros=True),
+    "TopK of 4 bits": TopK(0.1, values=Quantize(4), zeros=True),
+    "TopK without zeros": TopK(0.1),
+    "TopK, deflated": TopK(0.1, indices="deflate"),
+    "DGC": DGC(0.1),
+    "PowerSGD": PowerSGD(2),
+}
+#: That make partial sums, which votes do not have.
+PARTIAL = ("ring", "tree", "hierarchical")
+OTHERS = ("all_to_all", "gather", "parameter_server", "parameter_server:servers=2")
+STAY = (
+    "PowerSGD",
+    "TopK",
+    "TopK of 4 bits",
+    "none",
+    "4 bits",
+    "3 bits, with feedback",
+    "bfloat16",
+    "sign",
+    "one bit",
+    "vote",
+)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Device]:
+    with standin.device(order=2) as (device, _):
+        yield device
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[DeviceMirror]:
+    """All device mirrors there are."""
+    found: list[DeviceMirror] = []
+    monkeypatch.setattr(
+        "gradcomp.transport.nccl.mirror", lambda *given: found.append(mirrors.mirror(*given)) or found[-1]
+    )
+    return found
+
+
+def over_nccl(
+    device: Device, compressor: Compressor, layers: Any = LAYERS, world: int = 3, **settings: Any
+) -> Simulation:
+    transports: list[Any] = nccl_ranks(world)
+    for transport in transports:
+        driver = transport._driver
+        driver.reaches = lambda address, own=driver.reaches: own(address) or device.driver.reaches(address)
+    return Simulation(layers, compressor, world, devices=[device] * world, transports=transports, **settings)
+
+
+def step(ranks: Simulation, gradients: Any) -> Any:
+    return ranks.step(gradients, during=breathe)
+
+
+def breathe() -> None:
+    """Let the threads of the streams go on."""
+    time.sleep(1e-5)
+
+
+CASES = [(name, "sra") for name in COMPRESSORS]
+CASES += [
+    (name, reduction)
+    for name, compressor in COMPRESSORS.items()
+    if compressor.traits.reduces
+    for reduction in (OTHERS if name == "vote" else OTHERS + PARTIAL)
+]
+
+
+@pytest.mark.parametrize(("name", "reduction"), every_value(CASES))
+def test_the_same_bytes_as_on_the_host(
+    name: str, reduction: str, gpu: Device, made: list[DeviceMirror]
+) -> None:
+    layers = [*LAYERS, DOUBLE] if name == "none" else LAYERS
+    settings: dict[str, Any] = {"slice_elements": 900, "reduction": reduction, "topology": TOPOLOGY}
+    alone = Simulation(layers, COMPRESSORS[name], 3, **settings)
+    ranks = over_nccl(gpu, COMPRESSORS[name], layers, **settings)
+    assert_alike(ranks, alone, exact=name != "PowerSGD", during=breathe)
+    assert [p.transport.bytes_sent for p in ranks.pipelines] == [
+        p.transport.bytes_sent for p in alone.pipelines
+    ]
+    assert bool(made) == (name in STAY)
+    for message in made:
+        assert not payload(message).any(), "written on the host"
+
+
+def payload(message: DeviceMirror) -> Any:
+    """The host's side of a device mirror without headers."""
+    found = np.array(message)
+    for part, _ in message.host_parts():
+        begin = part.ctypes.data - message.ctypes.data
+        found[begin : begin + len(part)] = 0
+    return found
+
+
+def test_only_headers_are_copied(gpu: Device, made: list[DeviceMirror]) -> None:
+    ranks = over_nccl(gpu, Quantize(4), [LayerSpec("a.weight", (300, 400), "float32", "weight")])
+    step(ranks, ranks.gradients())
+    copied: list[int] = []
+    drivers = [gpu.driver, *(p.transport._driver for p in ranks.pipelines)]
+    for driver in drivers:
+        up, down = driver.upload, driver.download
+        driver.upload = lambda address, source, up=up: (copied.append(source.nbytes), up(address, source))
+        driver.download = lambda target, address, down=down: (
+            copied.append(target.nbytes),
+            down(target, address),
+        )
+    step(ranks, ranks.gradients())
+    assert made
+    assert max(copied) < 300 * 400 // 2 // 3 / 5  # of a chunk
+    # Headers of one layer: of chunks to and from two ranks each; of the own chunk's mean, once, and of two others.
+    assert copied.count(ByteHeader.size(1)) == 3 * (2 + 2 + 1 + 2)
+
+
+def test_what_is_not_finite_is_not_finite_everywhere(gpu: Device) -> None:
+    for compressor in (Identity(), Quantize(4)):
+        ranks = over_nccl(gpu, compressor)
+        gradients = ranks.gradients()
+        gradients[1][0][7] = np.inf
+        outcome = step(ranks, gradients)
+        assert outcome.committed == [False] * 3
+        assert outcome.result.nonfinite.tolist() == [True, False, False, False, False, False]
+        assert np.isnan(outcome.mean(0).astype(np.float64)).all()
+        assert np.isfinite(outcome.mean(4)).all()
+
+
+def test_of_other_places_messages_are_the_hosts(gpu: Device) -> None:
+    transport = nccl_ranks(1)[0]
+    assert transport.allocator(HOST) is host_allocator
+    assert transport.allocator(gpu) is host_allocator  # another device than the communicator's
+
+
+def test_messages_of_both_kinds_travel_together(gpu: Device) -> None:
+    ranks = over_nccl(gpu, Quantize(4), world=2)
+    transports = [p.transport for p in ranks.pipelines]
+    buffers = [t.allocator(gpu)(100, [(0, 10)]) for t in transports]
+    for number, buffer in enumerate(buffers):
+        buffer[:10] = 40 + number
+        mirrors.fill(buffer[20:60], 7 + number)
+    plain = [np.full(30, 90 + number, np.uint8) for number in range(2)]
+    handles = [
+        transports[0].exchange([(1, plain[0])], [(1, buffers[0])]),
+        transports[1].exchange([(0, buffers[1])], [(0, plain[1])]),
+    ]
+    for handle in handles:
+        wait(handle)
+    assert plain[1].tolist() == [90] * 30
+    assert buffers[0][:10].tolist() == [41] * 10
+    assert list(ctypes.string_at(buffers[0].address, 100)) == [41] * 10 + [0] * 10 + [8] * 40 + [0] * 40
+    with pytest.raises(AssertionError, match="cannot send itself"):
+        transports[0].alltoallv(buffers[0], [50, 50], np.zeros(100, np.uint8), [50, 50])

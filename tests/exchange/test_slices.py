@@ -1,0 +1,108 @@
+"""How large buckets are where no setting says: one size for all ranks, whatever their gradients lie on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from gradcomp import Config, LayerSpec, PlanMismatchError, Quantize, WireFormatError
+from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
+from gradcomp.exchange.agreement import agree, agree_on_slices, describe
+from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.settings import Settings
+from gradcomp.exchange.thread import Engine
+from gradcomp.exchange.watchdog import Watchdog
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.testing.simulation import plan_for
+from gradcomp.transport.control import LocalControl
+from gradcomp.transport.inprocess import World
+
+LAYERS = [LayerSpec("a.weight", (40, 50))]
+
+
+def agreed(on_device: Sequence[bool], configs: Sequence[Config], tamper=None) -> list[Config | Exception]:
+    """What every rank comes to, as it does when an exchanger is made."""
+    transports = World(len(on_device), tamper=tamper).transports()
+    plan = plan_for(LAYERS, Quantize(4))
+
+    def rank(number: int) -> Config | Exception:
+        try:
+            agree(transports[number], describe(LAYERS, plan, configs[number]))
+            return agree_on_slices(transports[number], configs[number], on_device[number])
+        except Exception as error:  # noqa: BLE001  (the verdict is the test's)
+            return error
+
+    with ThreadPoolExecutor(len(on_device)) as threads:
+        return list(threads.map(rank, range(len(on_device))))
+
+
+@pytest.mark.parametrize(
+    ("on_device", "elements"),
+    [
+        ([True, True, True], DEVICE_SLICE),
+        ([False, False], HOST_SLICE),
+        ([True, False, True], HOST_SLICE),
+    ],
+    ids=["all on devices", "none", "mixed"],
+)
+def test_ranks_come_to_one_size(on_device: list[bool], elements: int) -> None:
+    found = agreed(on_device, [Config()] * len(on_device))
+    assert [config.slice_elements for config in found] == [elements] * len(on_device)
+
+
+def test_a_setting_wins() -> None:
+    found = agreed([True, False], [Config(slice_elements=4096)] * 2)
+    assert [config.slice_elements for config in found] == [4096, 4096]
+
+
+def test_a_setting_on_some_ranks_is_an_error_on_all() -> None:
+    found = agreed([True, True], [Config(slice_elements=DEVICE_SLICE), Config()])
+    assert [type(error) for error in found] == [PlanMismatchError] * 2
+    assert "slice_elements" in str(found[0])
+
+
+def test_an_answer_that_cannot_be_is_refused() -> None:
+    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
+        return np.full_like(message, 7) if source == 1 and len(message) == 1 else message
+
+    found = agreed([True, True], [Config()] * 2, tamper)
+    assert isinstance(found[0], WireFormatError)
+
+
+def test_a_pipeline_that_nobody_chose_for_takes_the_host_s() -> None:
+    (transport,) = World(1).transports()
+    pipeline = Pipeline(LAYERS, plan_for(LAYERS, Quantize(4)), transport, Config(), lambda layer: 0)
+    assert pipeline.config.slice_elements == HOST_SLICE
+
+
+@pytest.mark.parametrize(("second", "elements"), [("device", DEVICE_SLICE), ("host", HOST_SLICE)])
+def test_exchangers_are_made_with_it(second: str, elements: int, gpu: Device) -> None:
+    places = {"host": HOST, "device": gpu}
+    transports, control = World(2).transports(), LocalControl()
+    engines, watchdogs = [Engine(), Engine()], [Watchdog(control, rank) for rank in range(2)]
+    plan = plan_for(LAYERS, Quantize(4))
+
+    def make(rank: int) -> int:
+        device = places[["device", second][rank]]
+        made = Exchanger(
+            engines[rank],
+            LAYERS,
+            plan,
+            transports[rank],
+            watchdogs[rank],
+            Config(),
+            lambda layer: 0,
+            Settings(device=device),
+        )
+        return made.pipeline.config.slice_elements
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(make, range(2)))
+    for one in (*engines, *watchdogs):
+        one.stop()
+    assert found == [elements] * 2
+    assert 16 <= DEVICE_SLICE / 2**20 <= 32
