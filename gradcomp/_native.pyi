@@ -1,4 +1,4 @@
-"""The compiled module, without its kernels: `gradcomp.kernels.bodies` calls those, by the names of their definitions.
+"""The compiled module, without its kernels: `gradcomp.kernels.dispatch` calls those, by the names of their definitions.
 
 A table is an array of rows of bytes there; `tests/kernels/test_signatures.py` compares all arguments.
 """
@@ -52,7 +52,7 @@ def shm_bytes(size: int, ring_bytes: int) -> int:
     """Bytes of memory that a segment takes."""
 
 def sources_digest() -> str:
-    """What `gradcomp.kernels.compiled.digest` gave of the sources that this was built from."""
+    """What `gradcomp.kernels.dispatch.digest` gave of the sources that this was built from."""
 
 def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "baseline"."""

@@ -1,4 +1,4 @@
-// Payloads without what is left of their room; gradcomp/kernels/reference_compact.py defines both kernels.
+// Payloads without what is left of their room; gradcomp/kernels/reference_bits.py defines both kernels.
 
 #include <cstring>
 #include <stdexcept>

@@ -15,6 +15,17 @@ from gradcomp.core.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 
+Codes = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64]
+Binning = Literal["uniform", "quantile"]
+#: The quantiser of section III has 2^32 levels.
+MOST_BINS = 2**32
+#: Quantiles are computed one by one, so there are fewer of them.
+MOST_QUANTILES = 2**16
+#: Codes are sorted instead of counted in a table if the table would have more cells.
+_MOST_CELLS = 2**20
+Correction = Literal["none", "miller-madow"]
+
 
 def gaussian_information(correlation: float) -> float:
     """Returns the mutual information of two Gaussian variables in bits, I = - log2(1 - rho^2) / 2.
@@ -40,20 +51,6 @@ def gaussian_pair(correlation: float, elements: int, seed: int = 0) -> tuple[Flo
         raise ConfigError(f"a correlation must be in -1 .. 1, got {correlation!r}")
     x, noise = np.random.default_rng(seed).standard_normal((2, elements))
     return x, correlation * x + math.sqrt(1 - correlation**2) * noise
-
-
-Codes = npt.NDArray[np.int64]
-Counts = npt.NDArray[np.int64]
-Binning = Literal["uniform", "quantile"]
-
-#: The quantiser of section III has 2^32 levels.
-MOST_BINS = 2**32
-
-#: Quantiles are computed one by one, so there are fewer of them.
-MOST_QUANTILES = 2**16
-
-#: Codes are sorted instead of counted in a table if the table would have more cells.
-_MOST_CELLS = 2**20
 
 
 @dataclass(frozen=True)
@@ -134,9 +131,6 @@ def joint_counts(x: Coded, y: Coded) -> Counts:
         return counts
     counts = np.bincount(cells)
     return counts[counts > 0]
-
-
-Correction = Literal["none", "miller-madow"]
 
 
 @dataclass(frozen=True)

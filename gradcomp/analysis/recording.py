@@ -25,6 +25,32 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.version import __version__
 
+Positions = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+FORMAT = 1
+_KIND = "gradcomp gradients"
+_MOST_ABOUT_BYTES = 1 << 26
+_MOST_HEADER_BYTES = 1 << 12
+#: The arrays of the file, with their dtype and number of dimensions.
+_ARRAYS = {
+    "about": ("|u1", 1),
+    "counts": ("<i8", 1),
+    "positions": ("<i8", 1),
+    "steps": ("<i8", 1),
+    "values": ("<f4", 3),
+}
+#: Exceptions that reading a file which is not a recording may raise.
+_UNREADABLE = (
+    ValueError,
+    KeyError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    NotImplementedError,
+    RuntimeError,
+    struct.error,
+)
+
 
 class Kept:
     """Steps that are multiples of ``every``, with the values of all ranks: at most ``most`` of them.
@@ -62,35 +88,6 @@ class Kept:
         stay = [place for place, step in enumerate(self.steps) if self.due(step)]
         self.steps = [self.steps[place] for place in stay]
         self.rows = [self.rows[place] for place in stay if place < len(self.rows)]
-
-
-Positions = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-
-FORMAT = 1
-
-_KIND = "gradcomp gradients"
-_MOST_ABOUT_BYTES = 1 << 26
-_MOST_HEADER_BYTES = 1 << 12
-#: The arrays of the file, with their dtype and number of dimensions.
-_ARRAYS = {
-    "about": ("|u1", 1),
-    "counts": ("<i8", 1),
-    "positions": ("<i8", 1),
-    "steps": ("<i8", 1),
-    "values": ("<f4", 3),
-}
-#: Exceptions that reading a file which is not a recording may raise.
-_UNREADABLE = (
-    ValueError,
-    KeyError,
-    EOFError,
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,
-    RuntimeError,
-    struct.error,
-)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The registry maps string forms to compressors: ``"quantize:bits=4"`` <-> ``Quantize(bits=4)``.
+"""The registry finds compressors by name and parses string forms: ``"quantize:bits=4"`` is ``Quantize(bits=4)``.
 
 A compressor's name is written in one place, above its class: ``@register("quantize")``. A script may register its own
 compressor, on every rank; other packages name theirs under the entry point group ``gradcomp.compressors``.
@@ -22,15 +22,16 @@ C = TypeVar("C", bound=Compressor)
 
 #: Compressors by name, without those of entry points.
 REGISTERED: dict[str, type[Compressor]] = {}
+#: Compressors by their short names, such as ``fp16``.
 _SHORT: dict[str, Compressor] = {}
-#: Plans in checkpoints of earlier versions may hold these names.
+#: Names of earlier versions, which plans in checkpoints may hold, and what they are called now. They are refused.
 _RENAMED = {"graded": "two_level_selection"}
-#: Controllers register their names here, and how to ask for them, so that error messages can tell.
+#: Names of controllers, and how to choose each; for the error if one is given as a compressor.
 OF_CONTROLLERS: dict[str, str] = {}
 
 
 def register(name: str) -> Callable[[type[C]], type[C]]:
-    """Register a class under ``name`` in string forms. ValueError if another class has that name."""
+    """Return a decorator that registers a class under ``name``, its name in string forms. ValueError if it is taken."""
 
     def decorate(kind: type[C]) -> type[C]:
         if name in REGISTERED:
@@ -46,13 +47,13 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
 
 
 def abbreviate(short: str, compressor: Compressor) -> None:
-    """Make ``short`` a string form of this compressor that takes no fields."""
+    """Make ``short``, which takes no fields, a string form of this compressor."""
     _SHORT[short] = compressor
 
 
 @cache
 def registered() -> dict[str, type[Compressor]]:
-    """Return every compressor by its name, those of entry points included."""
+    """Return every class of compressor by its name, also from entry points. ConfigError for an invalid entry point."""
     found = dict(REGISTERED)
     for point in entry_points(group="gradcomp.compressors"):
         loaded = point.load()
@@ -64,7 +65,7 @@ def registered() -> dict[str, type[Compressor]]:
 
 
 def from_string(text: str) -> Compressor:
-    """Parse a string form. ConfigError says what is wrong, what exists, and what was probably meant."""
+    """Parse a string form. ConfigError says what is wrong and, where that can be guessed, what was meant."""
     try:
         return _parse(text, None)
     except ConfigError as error:
@@ -104,7 +105,7 @@ def _parse(text: str, level: Level) -> Compressor:
         raise ConfigError(
             f"{text!r}: {name} wraps another compressor: name it in square brackets"
             if inner is None
-            else f"{text!r}: {name} wraps nothing: leave the square brackets away"
+            else f"{text!r}: {name} wraps nothing: leave out the square brackets"
         )
     wrapped = {} if inner is None else {"inner": _parse(inner, level)}
     arguments = arguments_of(text, rest, fields - {"inner"}, lambda _, value: value_of(value, _nested))
@@ -122,6 +123,6 @@ def _nested(text: str) -> Compressor:
 # Plans name a few compressors many times. The cache is typed, because a level of 4 may be valid where 4.0 is not.
 @lru_cache(maxsize=4096, typed=True)
 def at_level(family: str, level: Level) -> Compressor:
-    """Return the compressor that a plan's assignment names."""
+    """Return the compressor of a family string form, at a level; plans name compressors by these two."""
     # with_level would build the compressor at its default level first, which its other fields may not allow.
     return _parse(family, level)

@@ -27,10 +27,19 @@ from gradcomp.reduce.model import Network
 #: A fitted rate above this one means that messages of the probe's size cost only their latency.
 _MOST_GBIT = 1000
 
+logger = logging.getLogger("gradcomp")
+#: The first steps of a run allocate memory, fix the order of exchange buckets and compare parameters, so their times
+#: are not typical.
+SETTLING_STEPS = 6
+#: Stands for a step that is not known yet: the observation begins SETTLING_STEPS after the next step.
+_SOON = -1
+#: After a change of plan, the reports of this many steps still describe the previous plan.
+_BEHIND_STEPS = 3
+
 
 @dataclass(frozen=True)
 class Limits:
-    """The numeric arguments of :class:`gradcomp.control.auto.Auto`, described there."""
+    """The numeric arguments of :class:`Auto`, described there."""
 
     warmup_steps: int
     hidden: float
@@ -110,17 +119,6 @@ def median(rows: Sequence[Floats], width: int = 1) -> Doubles:
     if not rows:
         return np.full(width, np.nan)
     return np.median(np.stack(rows).astype(np.float64), axis=0)
-
-
-logger = logging.getLogger("gradcomp")
-
-#: The first steps of a run allocate memory, fix the order of exchange buckets and compare parameters, so their times
-#: are not typical.
-SETTLING_STEPS = 6
-#: Stands for the step in which an observation begins: it begins SETTLING_STEPS after the next step.
-_SOON = -1
-#: After a change of plan, the reports of this many steps still describe the previous plan.
-_BEHIND_STEPS = 3
 
 
 class AutoRun(PhasedRun[AutoState]):

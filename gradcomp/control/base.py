@@ -28,6 +28,10 @@ from gradcomp.reduce.model import Network
 
 S = TypeVar("S")
 
+Doubles = npt.NDArray[np.float64]
+#: Runs long work on another thread and returns a future of its result.
+Background = Callable[[Callable[[], Any]], "Future[Any]"]
+
 
 def to_plain(value: Any) -> Any:
     """Converts a value to what JSON can hold: a dataclass by field names, an enum by name, an array as lists.
@@ -89,12 +93,6 @@ def _read_fields(kind: Any, data: Mapping[str, Any]) -> Any:
 
 def _refuse(kind: Any, data: Any) -> Any:
     raise TypeError(f"expected {kind.__name__}, got {data!r}")
-
-
-Doubles = npt.NDArray[np.float64]
-
-#: Runs long work on another thread and returns a future of its result.
-Background = Callable[[Callable[[], Any]], "Future[Any]"]
 
 
 def at_once(work: Callable[[], Any]) -> Future[Any]:

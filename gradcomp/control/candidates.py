@@ -40,6 +40,9 @@ _HYBRID_BITS = (2, 3, 4, 6, 8)
 _HYBRID_CONVOLUTIONS = ((0.005, 0.01, 0.02, 0.05), (1, 2, 4, 8))
 _HYBRID_MATRICES = ((0.02, 0.05, 0.1, 0.2), (8, 16, 32, 64))
 
+#: A range is too short if more than this fraction of a family's elements is at one end of it.
+MOST = 0.5
+
 
 def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
     """Returns the bytes that one rank sends for each segment in one step: the mean over ranks, without headers.
@@ -364,10 +367,6 @@ def _check_candidates(own: Compressor, candidates: Candidates) -> None:
                 f"the reference level {level} of {own.to_string()} is outside of levels "
                 f"{min(numbers)} to {max(numbers)}: add levels around it"
             )
-
-
-#: A range is too short if more than this fraction of a family's elements is at one end of it.
-MOST = 0.5
 
 
 @dataclass(frozen=True, eq=False)

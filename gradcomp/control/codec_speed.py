@@ -18,14 +18,15 @@ from gradcomp.kernels.step import StepContext
 
 _LAYER = LayerSpec("probe", (512, 512))
 _REPEATS, _PATIENCE_SECONDS = 6, 0.5
-_LEAST = 1e-9  # seconds, so that no rate is infinite
+_LEAST_SECONDS = 1e-9  # so that no rate is infinite
 
 
 def measure_rates(compressor: Compressor) -> Rates:
-    """Returns bytes of float32 a second, encoded and decoded, in exchanges of a matrix of 1 MiB by one rank alone.
+    """Returns the bytes of float32 that a compressor encodes, and decodes, in a second.
 
-    The shortest of 6 exchanges counts, since training runs at the same time; of fewer if they take more than half a
-    second. The time to make messages counts as encoding, all other time as decoding. It takes 5 MiB and the payload.
+    One rank alone exchanges a matrix of 1 MiB up to 6 times; no exchange begins after half a second. Making messages
+    counts as encoding, all other time as decoding. The shortest encoding and the shortest decoding count, since
+    training runs at the same time. The memory is about 5 MiB and the payload.
     """
     group = group_of([Piece(0, 0, _LAYER.size)], [_LAYER], [compressor])
     values = np.random.default_rng(0).standard_normal(_LAYER.size).astype(np.float32)
@@ -44,12 +45,12 @@ def measure_rates(compressor: Compressor) -> Rates:
     deadline = perf_counter() + _PATIENCE_SECONDS
     while len(seconds) < _REPEATS and (not seconds or perf_counter() < deadline):
         seconds.append(_seconds(compressor.exchange(group, context), context))
-    encode, decode = np.maximum(np.array(seconds).min(axis=0), _LEAST).tolist()
+    encode, decode = np.maximum(np.array(seconds).min(axis=0), _LEAST_SECONDS).tolist()
     return Rates(values.nbytes / encode, values.nbytes / decode)
 
 
 def _seconds(exchange: Exchange, context: StepContext) -> tuple[float, float]:
-    """Returns the seconds of one exchange that make messages, and the other ones."""
+    """Runs one exchange, and returns the seconds spent on making messages and the rest."""
     inside, begin = 0.0, perf_counter()
     try:
         message = next(exchange)

@@ -48,6 +48,11 @@ _TIMES = 2
 #: theta_min, theta_c and the sent factor, as indices of factors.
 Choice = tuple[int, int, int]
 
+#: Rules by which candidate factors grow.
+POLICIES = ("exponential", "geometric")
+#: Definitions of the gain.
+GAINS = (NORM, ENERGY)
+
 
 @dataclass
 class GraVACState:
@@ -262,13 +267,6 @@ class GraVACRun(ControllerRun):
         # A plan for other layers has no choice for these.
         self._in_force = saved.in_force and saved.layers == self._layer_names
         self._choose()
-
-
-#: Rules by which candidate factors grow.
-POLICIES = ("exponential", "geometric")
-
-#: Definitions of the gain.
-GAINS = (NORM, ENERGY)
 
 
 @dataclass(frozen=True)

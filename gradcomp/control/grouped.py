@@ -15,6 +15,9 @@ from gradcomp.control.levels import check_count, check_levels, check_positive, f
 from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.periodic import Periodic
 
+#: Number of starts, of which the best is taken, and the most steps of each.
+_STARTS, _STEPS = 20, 300
+
 
 @dataclass(frozen=True)
 class Grouped(Periodic):
@@ -94,10 +97,6 @@ class Linear(Grouped):
         rows = np.flatnonzero(~observed.silent)
         density = observed.norm[rows] / [observed.candidates.specs[row].size for row in rows]
         return [rows[i : i + 1] for i in np.argsort(density, kind="stable")[::-1]]
-
-
-#: Number of starts, of which the best is taken, and the most steps of each.
-_STARTS, _STEPS = 20, 300
 
 
 @dataclass(frozen=True)

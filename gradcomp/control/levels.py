@@ -16,6 +16,10 @@ from gradcomp.control.candidates import HYBRID, CandidateLevels, Candidates
 from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.core.errors import ConfigError
 
+logger = logging.getLogger("gradcomp")
+Numbers = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+
 
 def checked(choice: Any, what: str) -> int | float | Compressor:
     """Returns a level or a compressor, parsed from its string form if need be; errors begin with ``what``."""
@@ -46,12 +50,6 @@ def check_count(name: str, value: Any) -> None:
     """Raises ConfigError unless the value is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-logger = logging.getLogger("gradcomp")
-
-Numbers = npt.NDArray[np.int64]
-Doubles = npt.NDArray[np.float64]
 
 
 def check_levels(levels: Candidates | None) -> None:

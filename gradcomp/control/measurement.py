@@ -23,6 +23,17 @@ from gradcomp.kernels import dispatch, selection
 from gradcomp.kernels.codec import Table
 from gradcomp.kernels.segments import SEGMENT
 
+#: Columns before those of the errors: norm, mean, standard deviation.
+COLUMNS = 3
+#: Returns the table's rows of the given layers; the second argument limits the bytes besides the gathered values.
+Measure = Callable[[Mapping[int, Vector], int | None], Doubles]
+#: Arrays that ranks hold in a checkpoint: kind -> layer name -> array.
+Held = Mapping[str, Mapping[str, Any]]
+#: A row begins with this many columns before those of the table: the number of samples that it is the mean of.
+_COUNT = 1
+#: The column of the table whose mean is arithmetic; all others are norms.
+_MEAN = 1
+
 
 def share_out(sizes: Mapping[int, int], world: int) -> dict[int, int]:
     """Maps each layer to the rank that owns it.
@@ -84,10 +95,6 @@ class Accumulators:
         self._rows.set(layer, values)
 
 
-#: Columns before those of the errors: norm, mean, standard deviation.
-COLUMNS = 3
-
-
 def measure(
     candidates: CandidateLevels, sums: Mapping[int, Vector], width: int, seed: int, memory_bytes: int | None
 ) -> Doubles:
@@ -147,13 +154,6 @@ def _means(values: Floats, begins: Numbers, lengths: Numbers) -> Doubles:
         return np.array([values.mean(dtype=np.float64)])
     found: Doubles = np.add.reduceat(values, begins, dtype=np.float64) / lengths
     return found
-
-
-#: Returns the table's rows of the given layers; the second argument limits the bytes besides the gathered values.
-Measure = Callable[[Mapping[int, Vector], int | None], Doubles]
-
-#: Arrays that ranks hold in a checkpoint: kind -> layer name -> array.
-Held = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -246,9 +246,9 @@ class Gathering(ABC):
 
 
 class Windowed(Gathering):
-    """Sums gradients over the last ``window`` steps of a period, as Markov et al.
+    """Sums gradients over the last ``window`` steps of a period.
 
-    2024, section 4, "System Implementation".
+    Source: Markov et al. 2024, section 4, "System Implementation".
 
     It takes 8 bytes per element, and as many again while the sums of the closed period are measured.
     """
@@ -313,12 +313,6 @@ def fitting(held: Held, kind: str, name: str, size: int) -> Floats | None:
     """Returns the saved array of a layer if it exists and has ``size`` elements."""
     value = held.get(kind, {}).get(name)
     return None if value is None or value.size != size else np.array(value, dtype=np.float32).reshape(-1)
-
-
-#: A row begins with this many columns before those of the table: the number of samples that it is the mean of.
-_COUNT = 1
-#: The column of the table whose mean is arithmetic; all others are norms.
-_MEAN = 1
 
 
 def sample_steps(every: int, samples: int) -> list[int]:

@@ -17,6 +17,9 @@ from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.periodic import Periodic, PeriodicRun
 from gradcomp.core.errors import ConfigError
 
+#: Stands for the norm of a layer before its first period.
+NEVER = -1.0
+
 
 @dataclass(frozen=True)
 class TwoLevels(Periodic):
@@ -70,10 +73,6 @@ class TwoLevels(Periodic):
         running = PeriodicRun(self, environment)
         running.choose()
         return running
-
-
-#: Stands for the norm of a layer before its first period.
-NEVER = -1.0
 
 
 def critical(previous: Doubles, now: Doubles, eta: float) -> npt.NDArray[np.bool_]:

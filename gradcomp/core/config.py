@@ -74,8 +74,8 @@ class Config:
     )
     slice_elements: int = _setting(
         0,
-        "Most elements of one exchange bucket, four times that uncompressed; a larger layer is cut into slices. 0: "
-        "16777216 if the gradients of all ranks are on GPUs, else 1048576.",
+        "Most elements of one exchange bucket; uncompressed layers count a quarter. A larger layer is cut into slices. "
+        "0: 16777216 if the gradients of all ranks are on GPUs, else 1048576.",
         lambda v: v == 0 or v >= 8,
         "at least 8, or 0",
         shared=True,
@@ -92,17 +92,18 @@ class Config:
     )
     reorder: bool = _setting(
         True,
-        "Re-order exchange buckets once, by the order in which rank 0's gradients arrived in its first step.",
+        "Re-order exchange buckets once, by the order in which rank 0's gradients arrived in its first step, or under "
+        "a communication hook its second.",
         lambda v: True,
         "a boolean",
         shared=True,
     )
     cold_after_steps: int = _setting(
-        3, "Steps without a gradient on any rank after which a layer moves to the last exchange bucket.", _positive,
+        3, "Steps without a gradient on any rank after which a layer moves to the last exchange buckets.", _positive,
         "positive", shared=True,
     )  # fmt: skip
     statistics_every_steps: int = _setting(
-        100, "Steps between reduced statistics and the periodic log line; 0 for never.", _not_negative,
+        100, "Steps between two reductions of the statistics, each with a log line; 0 for never.", _not_negative,
         "not negative", shared=True,
     )  # fmt: skip
     fingerprint_steps: int = _setting(
@@ -111,7 +112,8 @@ class Config:
     )  # fmt: skip
     fingerprint_every_steps: int = _setting(
         500,
-        "Steps between further comparisons of all parameters; 0 for none, and no sample of them in each step.",
+        "Steps between further comparisons of all parameters; 0 for none. 0 also ends the comparison of a sample in "
+        "each step.",
         _not_negative,
         "not negative",
         shared=True,
@@ -125,7 +127,7 @@ class Config:
     )
     deterministic: bool = _setting(
         False,
-        "Apply a controller's decisions a fixed number of steps after they began, so that its runs are repeatable.",
+        "Apply a controller's decision a fixed number of steps after its work began, so that runs are repeatable.",
         lambda v: True,
         "a boolean",
         shared=True,

@@ -1,7 +1,8 @@
-"""Describes plans: short names of compressors, levels with their unit, and the histogram of a plan.
+"""Describes plans in words: short names of compressors, levels with their unit, and a histogram of the layers.
 
-All of it is derived from the strings in a plan, because a log may also be read where the package of a compressor is not
-installed, and by a gradcomp that does not know it.
+A family is the string form of a compressor without its level, as plans name it. A log may be read where the package of
+a compressor is not installed. Names are therefore derived from the strings alone; only the unit of a level needs
+the compressor to be registered.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from gradcomp.core.plan import Level, Plan
 
 EXACT = "exact"
 
-#: The kind of a compressor's level, by name; others have no level, or are of a package that is not installed.
+#: Compressor name -> kind of its level. Compressors without a level, and those not registered here, are missing.
 #: `gradcomp.compress.registry.register` adds entries.
 LEVELS: dict[str, str] = {}
 
-#: Most levels that a histogram lists; if there are more, it gives the lowest, the median and the highest.
+#: A histogram lists up to so many levels per compressor; of more it gives the lowest, the highest and the median.
 MOST_LEVELS = 12
 
 
@@ -37,7 +38,10 @@ def short_name(family: str) -> str:
 
 
 def names(families: Iterable[str]) -> dict[str, str]:
-    """Returns short names by family; names that would be equal get the fields in which they differ."""
+    """Returns short names by family. Equal names get the fields in which they differ, or else the whole family.
+
+    All families that lose nothing are named :data:`EXACT`.
+    """
     alike: dict[str, list[str]] = {}
     for family in sorted(set(families)):
         alike.setdefault(short_name(family), []).append(family)
@@ -49,7 +53,9 @@ def names(families: Iterable[str]) -> dict[str, str]:
             own = ",".join(field for field in fields[family] if field not in common)
             named[family] = f"{name}({own})" if own and name != EXACT else name
         if len({named[family] for family in members}) < len(members) and name != EXACT:
-            named.update(zip(members, members, strict=True))  # the same fields at different nesting levels
+            named.update(
+                zip(members, members, strict=True)
+            )  # equal fields that belong to different nested compressors
     return named
 
 
@@ -59,7 +65,7 @@ def level_kind(family: str) -> str | None:
 
 
 def level_text(family: str, level: Level) -> str:
-    """Returns a level with its unit; of levels by block their range; empty for None."""
+    """Returns a level with its unit, a range for levels by block, and an empty text for None."""
     if level is None:
         return ""
     if isinstance(level, tuple):
@@ -75,7 +81,7 @@ def level_text(family: str, level: Level) -> str:
 
 
 def level_number(level: Level) -> float:
-    """Returns a level as one number: of levels by block their mean, 0 for None."""
+    """Returns a level as one number: the mean of levels by block, 0 for None."""
     if isinstance(level, tuple):
         return sum(level) / len(level)
     return 0.0 if level is None else float(level)
@@ -113,10 +119,10 @@ def _part(name: str, levels: list[tuple[float, str]]) -> str:
 
 
 def _head(family: str) -> str:
-    """Returns the text before the first field: ``error_feedback[topk``."""
+    """Returns the text before the first field or closing bracket: ``error_feedback[topk``."""
     return re.split(r"[\]:]", family, maxsplit=1)[0]
 
 
 def _fields(family: str) -> list[str]:
-    """Returns ``name=value`` of all nesting levels, in order."""
+    """Returns the ``name=value`` parts, those of nested compressors included, in order."""
     return [part for part in re.split(r"[\[\],:]+", family) if "=" in part and not part.endswith("=")]

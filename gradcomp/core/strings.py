@@ -13,6 +13,22 @@ from gradcomp.core.errors import ConfigError
 
 _MOST_CHARACTERS = 2000
 
+Made = TypeVar("Made")
+#: Inner compressors in examples of wrappers; the first one that fits is shown.
+_INNER = ("topk:density=0.01", "quantize:bits=4")
+#: Words that are not names of compressors here, and their string forms: bits, then formats, then names of methods.
+_WORDS = {
+    r"(?:int|u?q|qsgd|quanti[sz]e)?[-_ ]?([1-8])[-_ ]?(?:bits?)?": r"quantize:bits=\1",
+    r"fp?8|float8|e4m3": "block_float:format=fp8_e4m3",
+    r"fp?4|float4|e2m1|nvfp4|mxfp4": "block_float:format=fp4_e2m1",
+    r"float16|half|f16": "fp16",
+    r"bfloat16|brain_?float": "bf16",
+    r"float32|fp32|f32|off|no|false": "none",
+    r"qsgd": "quantize:bits=4,scaling=l2",
+    r"sign_?sgd": "scaled_sign",
+    r"rank[-_ ]?(\d+)": r"powersgd:rank=\1",
+}
+
 
 def printable(text: str | bytes, most: int = _MOST_CHARACTERS) -> str:
     """Returns the text on one line of at most ``most`` characters: escapes what a terminal could act on, cuts the rest.
@@ -29,9 +45,6 @@ def printable(text: str | bytes, most: int = _MOST_CHARACTERS) -> str:
         return shown
     end = f" ... (cut, of {whole})"
     return shown[: most - len(end)] + end
-
-
-Made = TypeVar("Made")
 
 
 def split(text: str) -> tuple[str, str | None, str]:
@@ -105,23 +118,6 @@ def value_of(text: str, nested: Callable[[str], Any]) -> Any:
         except ValueError:
             continue
     return text
-
-
-#: Inner compressors in examples of wrappers; the first one that fits is shown.
-_INNER = ("topk:density=0.01", "quantize:bits=4")
-
-#: Words that are not names of compressors here, and their string forms: bits, then formats, then names of methods.
-_WORDS = {
-    r"(?:int|u?q|qsgd|quanti[sz]e)?[-_ ]?([1-8])[-_ ]?(?:bits?)?": r"quantize:bits=\1",
-    r"fp?8|float8|e4m3": "block_float:format=fp8_e4m3",
-    r"fp?4|float4|e2m1|nvfp4|mxfp4": "block_float:format=fp4_e2m1",
-    r"float16|half|f16": "fp16",
-    r"bfloat16|brain_?float": "bf16",
-    r"float32|fp32|f32|off|no|false": "none",
-    r"qsgd": "quantize:bits=4,scaling=l2",
-    r"sign_?sgd": "scaled_sign",
-    r"rank[-_ ]?(\d+)": r"powersgd:rank=\1",
-}
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Times and counts of an exchanger: a bounded trace, a timeline file, and statistics."""
+"""Times and counts of an exchanger: a profiler's ranges, a bounded trace, a timeline file, and statistics."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ Listener = Callable[[str, int, int, float, float], None]
 Ranges = Callable[[str], Callable[[], object] | None]
 
 _ranges: Ranges | None = None
+
+logger = logging.getLogger("gradcomp")
+_HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
+_TAIL = b"\n]}\n"
+_WRITE_SECONDS = 0.5
+_MOST_ROWS = 1 << 16  # of one exchanger
+_FIRST_CHANNEL_ROW = 1 << 30  # after the rows of all exchangers
 
 
 def profile_with(ranges: Ranges) -> None:
@@ -115,15 +122,6 @@ def span_event(rank: int, row: int, name: str, begin: float, seconds: float, **a
     """Returns the event of one interval, ``begin`` seconds after the first; ``args`` are shown with it."""
     times = {"ts": begin * 1e6, "dur": seconds * 1e6}
     return {"ph": "X", "pid": rank, "tid": row, "name": name, **times, "args": args}
-
-
-logger = logging.getLogger("gradcomp")
-
-_HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
-_TAIL = b"\n]}\n"
-_WRITE_SECONDS = 0.5
-_MOST_ROWS = 1 << 16  # of one exchanger
-_FIRST_CHANNEL_ROW = 1 << 30  # after the rows of all exchangers
 
 
 class Timeline:

@@ -24,6 +24,8 @@ from gradcomp.exchange.thread import in_background
 from gradcomp.transport.base import Handle, Transport, wait
 from gradcomp.version import __version__
 
+logger = logging.getLogger("gradcomp")
+
 
 def describe(layers: Sequence[LayerSpec], plan: Plan, config: Config, **extra: Any) -> dict[str, Any]:
     """Return what must be equal on all ranks: version, settings, layers, plan."""
@@ -114,9 +116,6 @@ def _difference(everyone: Sequence[Mapping[str, Any]]) -> str:
                 )
             return f"{key}: rank 0 has {mine}, rank {rank} has {theirs}"
     return "the ranks differ"
-
-
-logger = logging.getLogger("gradcomp")
 
 
 def agree_on_settings(

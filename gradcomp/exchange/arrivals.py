@@ -1,8 +1,8 @@
-"""The training thread hands in the gradients of the current step here."""
+"""Arrivals record the gradients submitted in the current step, and which exchange buckets are complete."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -16,15 +16,13 @@ from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.reduce.header import PRESENT, SPARSE
 
-#: Allocates the mean of a layer of which this rank has no gradient, and returns its address.
-Allocate = Callable[[int], int]
-
 
 class Submission(NamedTuple):
-    """Says that a layer's gradient is ready at address ``gradient``, and that its mean goes to ``output``.
+    """Reports a layer's gradient at address ``gradient``, and the address ``output`` for its mean.
 
-    ``keep`` is referenced until the step ends. ``event`` is the device event behind which the gradient is ready.
-    With ``zero_is_absent`` a gradient of zeros stands for none, which :meth:`Arrivals.decide` finds out.
+    ``keep`` is an object that is kept alive until the step ends. ``event`` is the device event after which the gradient
+    may be read; None: at once. With ``zero_is_absent`` a gradient that is all zeros counts as absent;
+    :meth:`Arrivals.decide` checks that.
     """
 
     layer: int
@@ -36,10 +34,11 @@ class Submission(NamedTuple):
 
 
 class Arrivals:
-    """Records the addresses and states of layers that reported, and which buckets are complete.
+    """Records addresses and header states of the layers that were submitted, and which exchange buckets are complete.
 
-    Whoever submits writes, and the pipeline reads when a bucket starts; the owner serialises the two. A bucket is
-    complete when all its layers reported, or at the flush.
+    One thread at a time submits. The engine's thread reads a bucket's entries once it is :meth:`ready`. No lock
+    is held, so the count of a bucket's missing layers is written last. A bucket is complete when all its layers were
+    submitted, or at the flush.
     """
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
@@ -52,7 +51,7 @@ class Arrivals:
         self._whole["length"] = [layer.size for layer in layers]
         self._whole["dtype"] = [DTYPE_NUMBERS[layer.dtype] for layer in layers]
         self.order: list[int] = []
-        self.events: list[Any] = [None] * len(layers)  # device events behind which the gradients are ready
+        self.events: list[Any] = [None] * len(layers)  # device events after which the gradients may be read
         self.flushed = True  # no step is open
         self._keep: list[object] = []
         self.completed: list[float] = []  # when each bucket became complete, on time.perf_counter's clock
@@ -88,13 +87,16 @@ class Arrivals:
         return self._count_down(layer)
 
     def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> bool:
-        """Report a layer without a dense gradient in this step; return whether a bucket became complete."""
+        """Report a layer without a dense gradient in this step; return whether a bucket became complete.
+
+        ``output``: the address for the mean of the other ranks' gradients; 0: it is allocated if there is one.
+        """
         self._report(layer, SPARSE if sparse else 0)
         self.outputs[layer] = output
         return self._count_down(layer)
 
     def decide(self, layers: Sizes) -> None:
-        """Mark layers as absent whose gradient, now ready, is zero and stands for none."""
+        """Mark those of ``layers`` as absent that have ``zero_is_absent`` and a gradient of zeros. All are ready."""
         doubtful = layers[self._doubtful[layers]]
         if not len(doubtful):
             return
@@ -120,7 +122,7 @@ class Arrivals:
         complete = False
         for bucket in self._buckets_of[layer]:
             if self._missing[bucket] == 1:
-                # It is set before the count, which the engine's thread reads.
+                # The time is set before the count, because the engine's thread reads the count first.
                 self.completed[bucket] = perf_counter()
                 complete = True
             self._missing[bucket] -= 1

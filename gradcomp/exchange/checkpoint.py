@@ -1,7 +1,7 @@
 """A checkpoint is a directory with a safetensors file per rank, further files and a manifest that names them.
 
 ``manifest.json`` is renamed into place last, after all that it names is on disk: without it there is no checkpoint.
-:mod:`gradcomp.exchange.checkpoint_directory` keeps several. Nothing here communicates.
+:mod:`gradcomp.exchange.checkpoint_directory` manages several checkpoints. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradcomp.exchange.snapshot import Shared, Snapshot
 from gradcomp.version import __version__
 
 FORMAT = 2
-#: Formats that this version reads. Format 1 had compression state only, in files whose names ended in a token.
+#: Formats that this version reads. Format 1 had compression state only; its file names had 16 random hex digits.
 READABLE = (1, 2)
 MANIFEST = "manifest.json"
 PARTIAL = MANIFEST + ".partial"
@@ -35,6 +35,8 @@ PARTIAL = MANIFEST + ".partial"
 _KIND = "gradcomp checkpoint"
 _MOST_MANIFEST_BYTES = 1 << 28
 _MOST_RANKS = 1 << 16
+#: Prefixes of tensor names in a rank's file: residuals, further state of compressors, and state of the controller.
+#: "second" has the server-side errors, "ranges" the elements that they belong to.
 _FIRST = "first/"
 _FIELD = "field/"
 _CONTROL = "control/"
@@ -47,7 +49,8 @@ FILE_NAME = re.compile(
 class Sink:
     """Writes a file, and counts and hashes its bytes on the way.
 
-    :meth:`end` reports a full disk, not :meth:`write`: the writer may be a library that an exception would crash.
+    :meth:`write` does not raise, because an exception might crash the library that calls it; :meth:`end` raises the
+    error, as of a full disk.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -102,9 +105,9 @@ class File:
 
     @staticmethod
     def from_plain(data: Any) -> File:
-        """Invert ``asdict``; raise StateError for anything else, above all for names outside of the directory."""
+        """Invert ``asdict``; raise StateError for anything else, and for names that are not :data:`FILE_NAME`."""
         if not isinstance(data, dict) or data.keys() != {"name", "nbytes", "sha256"}:
-            raise StateError("the checkpoint's manifest does not name its files")
+            raise StateError(f"the checkpoint's manifest has a malformed file entry: {data!r:.200}")
         name, nbytes, sha256 = data["name"], data["nbytes"], data["sha256"]
         sound = (
             type(name) is str and FILE_NAME.fullmatch(name) and type(nbytes) is int and 0 <= nbytes < 1 << 48
@@ -116,9 +119,10 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Holds what the ranks' states have in common, and where they are: ``files[i]`` is rank i's.
+    """Holds what the ranks' states have in common, and the entries of all files: ``files[i]`` is rank i's.
 
-    ``parts`` are further files. ``parameters`` are digests of the model at the save, or None if it is not known.
+    ``parts`` lists the files beside those, such as ``model.pt``. ``parameters`` has digests of the model's parameters
+    when it was saved; None if the model was not known.
     """
 
     shared: Shared
@@ -179,7 +183,7 @@ class Manifest:
 
 
 def write_files(directory: Path, writers: Mapping[str, Writer]) -> tuple[File, ...]:
-    """Write files and sync them, with the names that lead to them, to disk; raise StateError if that fails."""
+    """Write files into the directory and sync them and their directory entries; StateError if that fails."""
     files = []
     with as_state_error(f"{directory} cannot be made"):
         _make(directory)
@@ -198,13 +202,13 @@ def rank_name(rank: int, world: int) -> str:
 
 
 def write_rank(directory: Path, state: Snapshot) -> File:
-    """Write one rank's part and sync it to disk."""
+    """Write one rank's compression state and sync it to disk."""
     (file,) = write_files(directory, {rank_name(state.rank, state.world): rank_writer(state)})
     return file
 
 
 def rank_writer(state: Snapshot) -> Writer:
-    """Return a function that writes one rank's part."""
+    """Return a function that writes one rank's compression state."""
     tensors: dict[str, np.ndarray[Any, Any]] = {_FIRST + name: value for name, value in state.first.items()}
     for prefix, kinds in ((_FIELD, state.fields), (_CONTROL, state.control)):
         for kind, values in kinds.items():
@@ -217,7 +221,7 @@ def rank_writer(state: Snapshot) -> Writer:
 
 
 def read_rank(directory: Path, manifest: Manifest, rank: int) -> Snapshot:
-    """Read the part of rank ``rank``; raise StateError if it is missing, or not the file that was written."""
+    """Read the compression state of rank ``rank``; raise StateError if its file is missing or was changed."""
     file = manifest.files[rank]
     with as_state_error(f"{file.name} cannot be read"), (directory / file.name).open("rb") as stream:
         data = stream.read(file.nbytes + 1)
@@ -256,7 +260,7 @@ def _by_kind(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Make the directory a checkpoint, atomically, after everything that the manifest names was written."""
+    """Write the manifest atomically, last of all files: with it the directory is a checkpoint."""
     partial = directory / PARTIAL
     with as_state_error(f"{MANIFEST} cannot be written"):
         with partial.open("wb") as stream:
@@ -283,7 +287,7 @@ def read_manifest(directory: Path) -> str:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Return whether the manifest in the directory is gradcomp's, of whatever format, not another program's."""
+    """Return whether the directory has a manifest of gradcomp, in any format."""
     try:
         body = json.loads(read_manifest(directory))
     except (StateError, ValueError, RecursionError):

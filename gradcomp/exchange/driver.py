@@ -1,4 +1,4 @@
-"""The step driver takes a step through its life, the same under every framework."""
+"""The step driver takes a step through its life under every framework, and computes means of row-sparse gradients."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ from gradcomp.exchange.settings import Listener
 from gradcomp.exchange.step import StepResult
 from gradcomp.exchange.waiting import Number
 from gradcomp.reduce.header import DISCARDED, KEPT
+
+Array = npt.NDArray[Any]
+#: Row numbers, int64, ascending and distinct, and the values of these rows.
+Rows = tuple[npt.NDArray[np.int64], Array]
 
 
 class Phase(enum.Enum):
@@ -119,12 +123,6 @@ class Adapter(Protocol):
     def finalise(self) -> bool:
         """End a step that needs nothing more from the user. Return False if gradients are pending that no step took."""
         ...
-
-
-Array = npt.NDArray[Any]
-
-#: Row numbers, int64, ascending and distinct, and the values of these rows.
-Rows = tuple[npt.NDArray[np.int64], Array]
 
 
 def mean_of_rows(

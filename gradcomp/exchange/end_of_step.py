@@ -14,6 +14,10 @@ from gradcomp.exchange.fingerprint import Digests
 from gradcomp.exchange.waiting import Waiting, collective
 from gradcomp.transport.base import AllGather, Transport
 
+logger = logging.getLogger("gradcomp")
+#: This many discarded exchanges in a row are no accident.
+LIMIT = 3
+
 
 def agree_on_order(
     transport: Transport, count: int, arrived: Sequence[int]
@@ -56,12 +60,6 @@ def check_same_plan(transport: Transport, digest: bytes, version: int) -> Genera
             f"plan {version} of rank {transport.rank} differs from that of rank {', '.join(map(str, others))}; "
             "set_compression() takes the same arguments on every rank, between the same two steps"
         )
-
-
-logger = logging.getLogger("gradcomp")
-
-#: This many discarded exchanges in a row are no accident.
-LIMIT = 3
 
 
 class Discards:

@@ -1,8 +1,7 @@
-"""An exchanger is one wrapped optimizer's side of the engine: layers, plan, state, steps and a communicator."""
+"""An exchanger is one wrapped optimizer's side of the exchange; Progress drives its steps on the engine's thread."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -184,7 +183,7 @@ class Progress(StepWatch):
         work = self._work
         if self._done.is_set() or (not self.is_open and work is None):
             return Waiting.NOTHING
-        # From here on the training thread waits, or is about to: its arrays stay until ``_done`` is set.
+        # The arrays of what is under way stay until ``_done`` is set, whether the training thread waits already or not.
         try:
             waiting = self._pipeline.poll() if work is None else work()
         except GradcompError as error:
@@ -281,9 +280,6 @@ class Progress(StepWatch):
 
 def _poll(handle: Handle) -> Waiting:
     return Waiting.NOTHING if handle.poll() else Waiting.WIRE
-
-
-logger = logging.getLogger("gradcomp")
 
 
 class Recorder(Protocol):

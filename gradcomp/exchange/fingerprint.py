@@ -17,6 +17,10 @@ from gradcomp.transport.base import AllGather, Transport
 
 CRC32C = "crc32c"
 
+Words = npt.NDArray[np.uint32]
+#: Bytes of its scalars that a rank sends once ranks are known to differ.
+_SHOWN_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class Digests:
@@ -59,12 +63,6 @@ class Digests:
 
 #: The digests of a rank whose parameters are not compared.
 NO_SAY = Digests(CRC32C, {})
-
-
-Words = npt.NDArray[np.uint32]
-
-#: Bytes of its scalars that a rank sends once ranks are known to differ.
-_SHOWN_BYTES = 4096
 
 
 @dataclass(frozen=True, eq=False)

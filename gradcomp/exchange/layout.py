@@ -17,6 +17,8 @@ from gradcomp.core.state import Begin
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.devices import HOST, Device
 
+Mask = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
@@ -140,9 +142,6 @@ def _bucket(
             for group in groups
         ),
     )
-
-
-Mask = npt.NDArray[np.bool_]
 
 
 class Ordering:

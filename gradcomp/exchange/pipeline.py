@@ -45,6 +45,9 @@ from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE, READY, WAITING, HeaderId
 from gradcomp.transport.base import AllReduce, Transport
 
+#: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
+_LONGEST_FAREWELL_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class Resumption:
@@ -65,10 +68,6 @@ class Resumption:
     fields: Fields | None = None
     learning_rate: float | None = None
     switch: Switch | None = None
-
-
-#: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
-_LONGEST_FAREWELL_SECONDS = 5.0
 
 
 class Pipeline:

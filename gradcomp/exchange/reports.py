@@ -1,4 +1,4 @@
-"""Messages to users: measured costs of links, how ranks diverge, and changes of plan."""
+"""Measured costs of links, errors for ranks that have diverged, and the log of an exchanger's plans."""
 
 from __future__ import annotations
 
@@ -33,6 +33,22 @@ PROBE_BYTES = (1 << 10, 1 << 20)
 _REPEATS = 5
 _ELEMENTS = 1 << 18
 _LEAST = 1e-9  # seconds; a measured time of 0 would make a rate infinite
+
+#: A rank waits this long for the others to publish what they did; all of them know that they must.
+ANSWER_SECONDS = 5.0
+_IN_WORDS = {
+    APPLIED: "applied the means (step())",
+    DISCARDED: "threw the means away (no step(), or zero_grad() before it)",
+    KEPT: "went on accumulating (neither step() nor zero_grad())",
+    REPEATED: "stepped more than once",
+    0: "had no exchange",
+}
+_OF_MEANS = {
+    LATE: "had no gradient",
+    EDITED: "changed theirs between backward() and step()",
+    0: "left them as they were",
+}
+logger = logging.getLogger("gradcomp")
 
 
 def measure(transport: Transport, topology: Topology, wait_for: Callable[[Handle], None] = wait) -> Network:
@@ -99,24 +115,6 @@ def _median(work: Callable[[], None]) -> float:
         work()
         seconds.append(perf_counter() - begin)
     return max(median(seconds[1:]), _LEAST)
-
-
-#: A rank waits this long for the others to publish what they did; all of them know that they must.
-ANSWER_SECONDS = 5.0
-
-_IN_WORDS = {
-    APPLIED: "applied the means (step())",
-    DISCARDED: "threw the means away (no step(), or zero_grad() before it)",
-    KEPT: "went on accumulating (neither step() nor zero_grad())",
-    REPEATED: "stepped more than once",
-    0: "had no exchange",
-}
-
-_OF_MEANS = {
-    LATE: "had no gradient",
-    EDITED: "changed theirs between backward() and step()",
-    0: "left them as they were",
-}
 
 
 def comparison_is_due(config: Config, exchanges: int) -> bool:
@@ -282,9 +280,6 @@ def _parse(value: bytes) -> int | None:
     return known.get(bytes(value))
 
 
-logger = logging.getLogger("gradcomp")
-
-
 class PlanLog:
     """Records one exchanger's plans on rank 0; if a controller changes its plan every step, only what is notable.
 
@@ -340,7 +335,7 @@ class PlanLog:
         reason = f" ({pipeline.controller.reason})" if pipeline.controller.reason else ""
         controlled = pipeline.predicted[pipeline.controller.environment.controlled]
         logger.log(
-            logging.INFO if step else logging.DEBUG,  # the banner has said what a run begins with
+            logging.INFO if step else logging.DEBUG,  # the first lines of the log name the first compression
             "step %d: plan %d by %s: %s; %.3f MB per step and rank predicted, %.3f of them under control%s%s",
             step,
             version,

@@ -20,6 +20,13 @@ from gradcomp.transport.base import AllGather, Bytes, Transport
 
 _MOST_DESCRIPTION_BYTES = 1 << 26
 
+#: A prediction is used once this many before it were right.
+TRUSTED = 3
+#: The length of the history in groups. A step of up to a quarter of it is predicted without a break.
+_MOST = 16384
+#: The texts of a group's requests, and whether some rank had new inputs.
+_Key = tuple[tuple[str, ...], bool]
+
 
 @dataclass(frozen=True)
 class Inline:
@@ -98,16 +105,6 @@ def difference(texts: Sequence[str]) -> str:
             if pair[0] != pair[1]:
                 return f"rank 0 has {printable(pair[0])}, rank {rank} has {printable(pair[1])}"
     raise WireFormatError("the digests of the ranks' calls differ, but their descriptions do not")
-
-
-#: A prediction is used once this many before it were right.
-TRUSTED = 3
-
-#: The length of the history in groups. A step of up to a quarter of it is predicted without a break.
-_MOST = 16384
-
-#: The texts of a group's requests, and whether some rank had new inputs.
-_Key = tuple[tuple[str, ...], bool]
 
 
 class RequestOrder:

@@ -54,6 +54,11 @@ from gradcomp.transport.base import Allocator
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
+REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
+#: An outcome of requests only, which need no READY bit: the optimizer stepped several times since the last run.
+REPEATED = READY
+_KINDS: dict[str, type[ReduceScatter | AllGather]] = {REDUCE_SCATTER: ReduceScatter, ALL_GATHER: AllGather}
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -163,7 +168,7 @@ def bases_of_layers(arrays: Sequence[Array], begins: Sizes) -> Addresses:
 
 
 def bases_of_blocks(array: Array, blocks: Blocks, borders: Sizes, own: int | None) -> Addresses:
-    """Return the same by layer and owner; with ``own`` the array is only that rank's block."""
+    """Return, by layer and owner, where its element 0 would be; with ``own`` the array is only that rank's block."""
     owners = np.arange(borders.shape[1] - 1)
     elements = np.array(blocks.offsets)[:, None] + blocks.size * (owners if own is None else owners - own)
     found: Addresses = np.uint64(array.ctypes.data) + ((elements - borders[:, :-1]) * array.itemsize).astype(
@@ -186,13 +191,6 @@ def objection_to(
                 f"got {array.size} x {array.dtype}"
             )
     return None
-
-
-REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
-
-#: An outcome of requests only, which need no READY bit: the optimizer stepped several times since the last run.
-REPEATED = READY
-_KINDS: dict[str, type[ReduceScatter | AllGather]] = {REDUCE_SCATTER: ReduceScatter, ALL_GATHER: AllGather}
 
 
 @dataclass(frozen=True)

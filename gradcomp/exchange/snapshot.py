@@ -28,6 +28,9 @@ SETTINGS = ("seed", "slice_elements", "cold_after_steps", "reduction")
 
 _LONGEST_STREAK = 2**62
 
+logger = logging.getLogger("gradcomp")
+Floats = npt.NDArray[np.float32]
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -151,11 +154,6 @@ def _number(value: Any, least: int, most: int) -> int:
     return value
 
 
-logger = logging.getLogger("gradcomp")
-
-Floats = npt.NDArray[np.float32]
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """Holds one rank's state between two steps.
@@ -218,7 +216,7 @@ class Snapshot:
         return found
 
 
-# ------------------------------------------------------------------------------------------- out and back in
+# ------------------------------------------------------------------------------------------- taken and restored
 
 
 def snapshot(pipeline: Pipeline, unit: float = 1.0) -> Snapshot:

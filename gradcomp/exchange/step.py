@@ -30,6 +30,8 @@ from gradcomp.transport.base import Handle, Operation, Transport
 
 Mask = npt.NDArray[np.bool_]
 
+Waits = Generator[Waiting, None, None]
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -64,7 +66,7 @@ class StepResult:
 class InFlight:
     """Runs one bucket's program between its collectives.
 
-    The pipeline decides when collectives are issued, since all ranks share their order. What lies between two of
+    The caller decides when collectives are issued, since all ranks share their order. What lies between two of
     them can be done at any time: handles are polled, kernels are started and finished. ``round`` is the last one
     that was issued, -1 before the first. ``is_complete`` says that the program has ended. ``completed(bucket,
     begin, end)`` is called for every round.
@@ -121,9 +123,6 @@ class InFlight:
         self._handles = [operation.issue(transport) for operation in operations]
         self.round += 1
         return True
-
-
-Waits = Generator[Waiting, None, None]
 
 
 class BucketScheduler:
@@ -308,7 +307,7 @@ class StepExchange:
         arrivals = workplace.arrivals
         arrivals.open(laid_out.layout)
         workplace.steering.open(context.number, self.opened_at, len(laid_out.programs))
-        self._ticks: BucketScheduler | None = BucketScheduler(
+        self._scheduler: BucketScheduler | None = BucketScheduler(
             laid_out.programs,
             arrivals,
             workplace.device,
@@ -321,7 +320,7 @@ class StepExchange:
     @property
     def position(self) -> tuple[int, int]:
         """Return the bucket and the round that are waited for; round -1 stands for the bucket's gradients."""
-        return self._ticks.position if self._ticks else (len(self._laid_out.programs), 0)
+        return self._scheduler.position if self._scheduler else (len(self._laid_out.programs), 0)
 
     def run(self, header_id: HeaderId, own_state: int) -> Generator[Waiting, None, None]:
         """Run all buckets.
@@ -331,9 +330,9 @@ class StepExchange:
         """
         self._header_id, self._own_state = header_id, own_state
         contribute = partial(self._workplace.steering.contribute, self._context.number, self._transport)
-        assert self._ticks is not None, "an exchange runs once"
-        yield from self._ticks.run(overlap=self._workplace.overlap, last_is_issued=contribute)
-        self._ticks = None  # a cycle with this object would keep both until the garbage collector runs
+        assert self._scheduler is not None, "an exchange runs once"
+        yield from self._scheduler.run(overlap=self._workplace.overlap, last_is_issued=contribute)
+        self._scheduler = None  # a cycle with this object would keep both until the garbage collector runs
         self._take_numbers()
 
     def result(self) -> tuple[StepResult, bool]:

@@ -25,6 +25,15 @@ _END_SECONDS = 10.0
 
 Work = Callable[[], Any]
 
+_lock = threading.Lock()
+_workers: set[_Worker] = set()
+_idle: list[_Worker] = []
+logger = logging.getLogger("gradcomp")
+SPIN_SECONDS = 50e-6
+LONGEST_SLEEP_SECONDS = 250e-6
+_IDLE_SECONDS = 0.5
+_PR_SET_TIMERSLACK, _SLACK_NANOSECONDS = 29, 1000
+
 
 class _Worker(threading.Thread):
     """Runs one piece of work after the other; a daemon, so that the end of the program need not wait for it."""
@@ -58,11 +67,6 @@ class _Worker(threading.Thread):
         return True
 
 
-_lock = threading.Lock()
-_workers: set[_Worker] = set()
-_idle: list[_Worker] = []
-
-
 def in_background(work: Work) -> Future[Any]:
     """Start ``work`` beside all that has been started before; return its future."""
     future: Future[Any] = Future()
@@ -89,15 +93,6 @@ def finish_background() -> None:
     deadline = monotonic() + _END_SECONDS
     for worker in workers:
         worker.join(max(0.0, deadline - monotonic()))
-
-
-logger = logging.getLogger("gradcomp")
-
-SPIN_SECONDS = 50e-6
-LONGEST_SLEEP_SECONDS = 250e-6
-_IDLE_SECONDS = 0.5
-
-_PR_SET_TIMERSLACK, _SLACK_NANOSECONDS = 29, 1000
 
 
 def sleep_precisely() -> None:

@@ -1,4 +1,4 @@
-"""One thread per process looks at the control channel for all that this rank may wait for."""
+"""One thread per process looks at the control channel for all that this rank may wait for; its keys are here."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ DEADLOCK = "deadlock"
 
 _MOST_ANSWER_BYTES = 1 << 16
 _MOST = 10**15
+
+logger = logging.getLogger("gradcomp")
+#: Seconds between looks while something waits, or nothing goes on.
+LOOK_SECONDS = 0.5
+#: Seconds between looks while steps go on: a look is a round trip behind whatever is queued on the link.
+LONGEST_LOOK_SECONDS = 1.0
+#: A rank whose process lives answers within this time, whatever its training thread does.
+ANSWER_SECONDS = 2.0
+#: A rank that waits for one that has left gives up after this time: its last message may still be on the way.
+LEFT_GRACE_SECONDS = 2.0
+#: Seconds between looks at the verdict in a wait that does not poll.
+_LONGEST_BLOCK_SECONDS = 0.1
 
 
 def abort_of(scope: str) -> str:
@@ -128,20 +140,6 @@ def parse_departure(value: bytes | None) -> tuple[int, Position] | None:
     """Return the member that left first and the position that it had reached; None while all are there."""
     found = numbers_of(value, 4)
     return None if found is None else (found[0], (found[1], found[2], found[3]))
-
-
-logger = logging.getLogger("gradcomp")
-
-#: Seconds between looks while something waits, or nothing goes on.
-LOOK_SECONDS = 0.5
-#: Seconds between looks while steps go on: a look is a round trip behind whatever is queued on the link.
-LONGEST_LOOK_SECONDS = 1.0
-#: A rank whose process lives answers within this time, whatever its training thread does.
-ANSWER_SECONDS = 2.0
-#: A rank that waits for one that has left gives up after this time: its last message may still be on the way.
-LEFT_GRACE_SECONDS = 2.0
-#: Seconds between looks at the verdict in a wait that does not poll.
-_LONGEST_BLOCK_SECONDS = 0.1
 
 
 class Wait:
@@ -526,7 +524,7 @@ class Watchdog:
                 self.answer()
             except TransportError as error:
                 logger.debug("no question can be answered: %s", error)
-            try:  # first of all, since ranks that have heard of a deadlock publish aborts
+            try:  # before the waits are checked, since ranks that have heard of a deadlock publish aborts
                 if self._rank == 0 and self._size:
                     self._prove()
                 self._look_for_deadlock()

@@ -19,6 +19,11 @@ from gradcomp.job.runtime import current
 #: The longest object that can be broadcast.
 MOST_OBJECT_BYTES = 1 << 36
 
+T = TypeVar("T")
+_MOST_REPORT_BYTES = 1 << 29
+_MOST_SHOWN = 1 << 16  # characters of a rank's error: it may list every layer
+_KINDS: dict[Any, type[GradcompError]] = {"ConfigError": ConfigError, "TransportError": TransportError}
+
 
 def broadcast_payload(channel: Channel, payload: bytes, length: int, root: int) -> bytes:
     """Return the root's ``payload`` on every rank; the root has announced ``length``. On the channel's thread.
@@ -52,13 +57,6 @@ def gather_payloads(channel: Channel, payload: bytes, lengths: Sequence[int]) ->
     whole = channel.allgather(np.frombuffer(bytearray(payload), np.uint8), list(lengths))
     ends = np.cumsum(lengths).tolist()
     return [whole[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
-
-
-T = TypeVar("T")
-
-_MOST_REPORT_BYTES = 1 << 29
-_MOST_SHOWN = 1 << 16  # characters of a rank's error: it may list every layer
-_KINDS: dict[Any, type[GradcompError]] = {"ConfigError": ConfigError, "TransportError": TransportError}
 
 
 class Together:

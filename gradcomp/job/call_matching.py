@@ -21,6 +21,12 @@ from gradcomp.transport.base import AllGather, Bytes
 
 T = TypeVar("T")
 
+_MOST_LIST_BYTES = 1 << 28
+#: Its fields: whether the call has a problem, its number, the digest of its description.
+_HEADER = struct.Struct("<qq32s")
+#: The most bytes of small arrays: of one rank, and of all ranks together.
+_MOST_INLINE_BYTES, _ALL_INLINE_BYTES = 1 << 12, 1 << 14
+
 
 class Reply(Generic[T]):
     """Holds what a call returns or raises. It is a future with a single lock, since a small call makes several.
@@ -118,13 +124,6 @@ class Reply(Generic[T]):
 
     def __del__(self) -> None:
         self._settle()
-
-
-_MOST_LIST_BYTES = 1 << 28
-#: Its fields: whether the call has a problem, its number, the digest of its description.
-_HEADER = struct.Struct("<qq32s")
-#: The most bytes of small arrays: of one rank, and of all ranks together.
-_MOST_INLINE_BYTES, _ALL_INLINE_BYTES = 1 << 12, 1 << 14
 
 
 @dataclass(frozen=True)

@@ -140,9 +140,9 @@ def allreduce(
 ) -> Reply[None]:
     """Reduce each tensor over ranks, in place: ``values`` are flat, in the tensors' own dtypes.
 
-    Wire: 2 d (N-1)/N bytes per rank, in one collective or two for each dtype; see :func:`reducing.reduce_all`. Tensors
-    of together at most :func:`matching.inline_bytes` travel with the comparison, without a collective of their own, and
-    are combined in rank order; those of Adasum never do.
+    Wire: 2 d (N-1)/N bytes per rank, in one collective or two for each dtype; see
+    :func:`gradcomp.job.reduce_op.reduce_all`. Tensors of together at most :func:`inline_bytes` travel with the
+    comparison, without a collective of their own, and are combined in rank order; those of Adasum never do.
     """
     how = called[0].how or ScaledOp()
     little = sum(value.nbytes for value in values) <= inline_bytes(len(called[0].ranks))

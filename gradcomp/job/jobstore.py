@@ -32,6 +32,13 @@ _BACKLOG = 4096  # every rank connects several times; the kernel lowers a value 
 
 _Bindable = tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]
 
+_POLL_SECONDS = 0.05
+_KEY = "/gradcomp/store"  # the scope and the key at horovodrun's server
+_ADDRESS_BYTES = 300  # holds a host name (253 bytes), a colon and a port
+_MOST_ANSWER_BYTES = 2 * _ADDRESS_BYTES  # holds an address and its signature
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+
 
 def own_address(launch: Launch) -> str:
     """Return the address at which the other ranks reach this host.
@@ -138,14 +145,6 @@ def _address_of_interface(name: str) -> str | None:
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
     except OSError:
         return None
-
-
-_POLL_SECONDS = 0.05
-_KEY = "/gradcomp/store"  # the scope and the key at horovodrun's server
-_ADDRESS_BYTES = 300  # holds a host name (253 bytes), a colon and a port
-_MOST_ANSWER_BYTES = 2 * _ADDRESS_BYTES  # holds an address and its signature
-_HOST = re.compile(r"[A-Za-z0-9._:-]+")
-_PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 
 class Deadline:

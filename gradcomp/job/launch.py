@@ -19,6 +19,8 @@ Ranks = tuple[int, ...]
 
 Address = tuple[str, int]
 
+_HOROVOD_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -298,9 +300,6 @@ def _check_horovodrun(told: Mapping[_Form, _Place], environ: Mapping[str, str]) 
         f"{why}{_HOROVODRUN.rank} and {_HOROVODRUN.size} are set, but {' and '.join(_HOROVOD_SERVER)}, where "
         "horovodrun's ranks meet, are not: start the job by horovodrun or mpirun, or set MASTER_ADDR and MASTER_PORT"
     )
-
-
-_HOROVOD_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
 def _interface(environ: Mapping[str, str]) -> tuple[str | None, str]:

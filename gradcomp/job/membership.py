@@ -1,4 +1,4 @@
-"""Ranks meet, compare hosts, settings and versions, and leave the job together."""
+"""Ranks exchange hosts, compare transports, process sets and versions, wait for each other, and leave together."""
 
 from __future__ import annotations
 
@@ -28,9 +28,14 @@ from gradcomp.version import __version__
 
 logger = logging.getLogger("gradcomp")
 
+_POLL_SECONDS = 0.01
+#: Rank 0 waits this long for the others to read why the job failed. Live ranks read it within a second.
+_LONGEST_READING_SECONDS = 2.0
+_PAUSE_SECONDS = 0.02
+
 
 def set_of(process_set: Any, size: int) -> Ranks:
-    """Return the ranks of a process set that :func:`init` was given; ConfigError if it is none."""
+    """Return the sorted ranks of a process set that was given to ``init``; ConfigError if it is not a process set."""
     given = getattr(process_set, "ranks", process_set)
     ranks = list(given) if isinstance(given, Iterable) else []
     if not ranks or len(set(ranks)) < len(ranks) or not all(type(r) is int and 0 <= r < size for r in ranks):
@@ -39,10 +44,11 @@ def set_of(process_set: Any, size: int) -> Ranks:
 
 
 def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
-    """Exchange hosts, transports and versions with the other ranks, and derive places and topology from the hosts.
+    """Exchange hosts, transports, process sets, versions and warnings with the other ranks. Collective.
 
-    Then agree on a key for signatures, and make the process sets that all ranks must make together. Collective.
-    ConfigError on every rank if versions, transports or process sets differ.
+    The topology follows from the hosts, and so do local and cross ranks if the launcher did not give them. If strangers
+    may write to the job's store, the ranks agree on a key for signatures. Process sets are made here for Horovod only,
+    which makes them on all ranks together. ConfigError on every rank if versions, transports or process sets differ.
     """
     version = f"gradcomp {__version__}, wire protocol {PROTOCOL}"
     unknown = unknown_variables(os.environ)
@@ -63,7 +69,7 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
     if others := [rank for rank, (_, _, sets, *_) in enumerate(told) if sets != told[0][2]]:
         raise ConfigError(
             f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks "
-            "must be given all of them"
+            "must pass the same process sets"
         )
     hosts = [host for host, *_ in told]
     runtime.hosts = tuple(hosts)
@@ -80,35 +86,32 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
 
 
 def _warn_of_variables(by_rank: Sequence[Sequence[str]]) -> None:
-    """Log each rank's warnings, those of several ranks once, and name the ranks unless it is all of them."""
+    """Log each distinct warning once, and name the ranks that gave it unless all did."""
     for text in sorted({text for texts in by_rank for text in texts}):
         ranks = [rank for rank, texts in enumerate(by_rank) if text in texts]
         where = "" if len(ranks) == len(by_rank) else f" (on rank {', '.join(map(str, ranks))})"
         logger.warning("%s%s", text, where)
 
 
-def _introduction(part: bytes) -> tuple[str, str, str, str, list[str]]:
+def _introduction(message: bytes) -> tuple[str, str, str, str, list[str]]:
     try:
-        introduction = json.loads(part)
+        introduction = json.loads(message)
     except ValueError as error:
-        raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
+        raise WireFormatError(f"the start-up message of a rank is not JSON: {message!r:.80}") from error
     if not isinstance(introduction, list) or len(introduction) < 4:
         raise ConfigError(
-            f"a rank introduced itself with {part!r:.80}: it runs another version of gradcomp; all ranks need the same"
+            f"the start-up message {message!r:.80} is that of another version of gradcomp; all ranks need the same"
         )
     host, transport, process_sets, version, *warnings = (printable(str(item)) for item in introduction)
     return host, transport, process_sets, version, warnings
 
 
-_POLL_SECONDS = 0.01
-
-
 def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
     """Wait for the other ranks, which call this too. Collective over ``ranks``.
 
-    In messages ``purpose`` follows "rank 0 waits to", and ``lacking`` follows the ranks that are missing.
-    TransportError if one of them has left, if a rank of the job has failed, or at the deadline. Wire: the purpose, one
-    small value per rank in the job's key-value store, read by every other.
+    Messages are made of ``purpose`` and ``lacking``: "rank 0 waits to <purpose>: rank 1 <lacking>".
+    TransportError if one of them has left, at the deadline, and, if ``ranks`` are the whole job, if a rank has failed.
+    Wire: every rank writes its purpose to the job's key-value store, and reads that of every other.
     """
     watchdog, control, meeting = state.watchdog, state.watchdog.control, state.next_meeting(ranks)
     roster = state.roster(ranks)
@@ -155,7 +158,7 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
 
 
 def who_waits(state: Runtime, ranks: Ranks) -> str | None:
-    """Return, as text, the first of ``ranks`` that waits to :func:`meet` this one, and its purpose; else None."""
+    """Return a sentence that names a rank of ``ranks`` that waits for this one in :func:`meet`; None if none does."""
     meeting = state.meeting_to_come(ranks)
     for rank in ranks:
         if rank != state.rank and (purpose := state.watchdog.control.lookup(arrival_of(meeting, rank))):
@@ -163,13 +166,11 @@ def who_waits(state: Runtime, ranks: Ranks) -> str | None:
     return None
 
 
-#: Live ranks look within a second of a failure for its cause; rank 0 does not wait longer, for ranks that are dead.
-_LONGEST_READING_SECONDS = 2.0
-_PAUSE_SECONDS = 0.02
-
-
 def part(runtime: Runtime, reason: str | None) -> bool:
-    """Tell the other ranks that this one leaves, and wait for them. Return whether all have left without an error."""
+    """Leave the job and wait for the other ranks. Return whether all have come to the end without an error.
+
+    ``reason``: why this rank failed, or None. After a failure the others are told to stop, and only rank 0 waits.
+    """
     for exchanger in runtime.exchangers:
         if reason is not None:
             exchanger.abort(reason)
@@ -189,7 +190,7 @@ def part(runtime: Runtime, reason: str | None) -> bool:
         exchanger.part()
         exchanger.leave()
     if runtime.everyone not in runtime.channels:
-        # A channel's close() would have published it. Other ranks may be in their first call.
+        # Without a channel there is no close() that publishes the departure. Others may wait in their first collective.
         publish_departure(runtime.watchdog, calls_among(runtime.key(runtime.everyone)), runtime.rank)
     runtime.watchdog.leave()
     return _farewell(runtime)
@@ -208,7 +209,7 @@ def _let_others_read(runtime: Runtime) -> None:
 
 
 def _farewell(runtime: Runtime) -> bool:
-    """Wait until all ranks are here, at most ``timeout_seconds``. Return whether they are.
+    """Wait at most ``timeout_seconds`` until all ranks have come here. Return whether all have and none has failed.
 
     The rank that serves the job's store must not leave before the others. A rank that failed will not come, so the
     others do not wait for it.
@@ -244,7 +245,7 @@ def _farewell(runtime: Runtime) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type and text, or only its type where the text of another program's error cannot be made."""
+    """Return an error's type and text, or only its type if ``str()`` of it raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - str() of another program's error may raise anything

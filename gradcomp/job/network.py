@@ -49,7 +49,7 @@ class Network(ABC):
         """Release the engine's resources. Communicators were closed or abandoned before."""
 
     def describe(self) -> str:
-        """Return the engine with its version, for the banner."""
+        """Return the engine with its version, for the log."""
         return self.engine
 
 

@@ -30,6 +30,15 @@ _before: Any = None
 #: Frames of these packages say nothing about an error whose cause lies in another process.
 _MACHINERY = ("gradcomp", "torch", "concurrent", "keras", "tensorflow")
 
+logger = logging.getLogger("gradcomp")
+#: Only launchers set these variables, each to values of its own. Users may set others (``RANK``, ``MASTER_ADDR``).
+_MARKS = (
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "PMI_FD",
+    "PMI_PORT", "SLURM_STEP_ID",
+)  # fmt: skip
+#: From the launcher's end to SIGTERM, which a program may handle; from there to SIGKILL, as under torchrun.
+TERMINATE_SECONDS, KILL_SECONDS = 5.0, 30.0
+
 
 def observe() -> None:
     """Install a hook for uncaught exceptions, which calls the earlier hook afterwards."""
@@ -75,18 +84,6 @@ def _shorten(error: BaseException, traceback: TracebackType | None) -> None:
         entry = entry.tb_next
     if last is not None:
         last.tb_next = None
-
-
-logger = logging.getLogger("gradcomp")
-
-#: Only launchers set these variables, each to values of its own. Users may set others (``RANK``, ``MASTER_ADDR``).
-_MARKS = (
-    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "HOROVOD_GLOO_RENDEZVOUS_PORT", "PMIX_NAMESPACE", "PMI_FD",
-    "PMI_PORT", "SLURM_STEP_ID",
-)  # fmt: skip
-
-#: From the launcher's end to SIGTERM, which a program may handle; from there to SIGKILL, as under torchrun.
-TERMINATE_SECONDS, KILL_SECONDS = 5.0, 30.0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ from gradcomp.job.channel import Channel
 
 Array = npt.NDArray[Any]
 
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_HALVES = ("float16", "bfloat16")
+Bytes = npt.NDArray[np.uint8]
+
 
 def adasum(channel: Channel, flat: Array, lengths: Sequence[int]) -> None:
     """Overwrite ``flat``, of float32 or float64, with the Adasum over ranks of each tensor in it.
@@ -127,7 +131,6 @@ def scaled_op_of(
     return ScaledOp(reduce_op, *(1.0 if problem else factor for factor in factors)), problem
 
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.AVERAGE: np.add,
     ReduceOp.SUM: np.add,
@@ -199,9 +202,6 @@ def _times(values: Array, factor: float) -> Array:
     return np.asarray(np.trunc(values.astype(np.float64) * factor)).astype(values.dtype)
 
 
-_HALVES = ("float16", "bfloat16")
-
-
 def coder_of(compression: Any, half: Callable[[str], Coder], none: Coder) -> tuple[Coder, str | None]:
     """Return what is applied before and after a collective, and an error text if the argument is invalid.
 
@@ -222,9 +222,6 @@ def coder_of(compression: Any, half: Callable[[str], Coder], none: Coder) -> tup
         return (chosen.compress, chosen.decompress), None
     told = chosen.to_string() if isinstance(chosen, Compressor) else repr(chosen)
     return none, f"compression must be Compression.none, fp16 or bf16 here, got {told}"
-
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def reduce_all(channel: Channel, flat: Array, how: ScaledOp, lengths: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Log lines: what runs at the start, a line now and then, and a verdict after 50 steps."""
+"""Readings of an exchange for users, and log lines at the start, at intervals, and after 50 steps with a verdict."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 #: Exposed communication below this share of a step is not worth another setting.
 _WORTH = 0.05
+
+logger = logging.getLogger("gradcomp")
+VERDICT_STEPS = 50
+WARM_UP_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,6 @@ def verdict(measured: Measured, compressed: bool) -> str:
         f"{8e-9 / measured.seconds_per_byte:.2f} Gbit/s); {measured.exposed}: "
         + ("a higher ratio may gain more" if measured.worth else "keep it")
     )
-
-
-logger = logging.getLogger("gradcomp")
-
-VERDICT_STEPS = 50
-WARM_UP_STEPS = 10
 
 
 class Readers:

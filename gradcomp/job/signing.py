@@ -31,6 +31,12 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 #: One second, as a ``struct timeval``: a process that offers a text answers at once, unless it was stopped.
 _PATIENCE = struct.pack("ll", 1, 0)
 
+logger = logging.getLogger("gradcomp")
+SECRET_BYTES = 32
+_MOST_SIGNED_BYTES = 1 << 20
+_SIGNATURE_BYTES = 65  # hexadecimal digits and a colon
+_NAME = re.compile(r"[0-9a-f]{32}")
+
 
 class HostSocket:
     """Offers a short text to other processes of its user, under a name derived from a job's.
@@ -106,14 +112,6 @@ def _is_own(connection: socket.socket) -> bool:
     """Return whether the process at the other end runs as this one's user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
-
-
-logger = logging.getLogger("gradcomp")
-
-SECRET_BYTES = 32
-_MOST_SIGNED_BYTES = 1 << 20
-_SIGNATURE_BYTES = 65  # hexadecimal digits and a colon
-_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class Seal:

@@ -31,6 +31,9 @@ from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.transport.base import Transport
 
+logger = logging.getLogger("gradcomp")
+T = TypeVar("T")
+
 
 def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0) -> ConfigError | None:
     """Return why a compressor cannot learn what it has to, or None if it can or none of them learns.
@@ -50,11 +53,6 @@ def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0
             "deterministic=True: by default its train_share depends on measured times: set train_share to 1/m"
         )
     return ConfigError(f"{learning[0].to_string()}: {why}") if why else None
-
-
-logger = logging.getLogger("gradcomp")
-
-T = TypeVar("T")
 
 
 def validate_together(
@@ -153,7 +151,7 @@ def start(
     arguments: Mapping[str, Any] | None = None,
     device: Device = HOST,
 ) -> StepDriver:
-    """Make an exchanger on the runtime's engine, which the banner announces, and return the driver of its steps.
+    """Make an exchanger on the runtime's engine, log what it compresses, and return the driver of its steps.
 
     Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``
     are those of the gradients in the framework. The ranks compare ``arguments``, which are the frontend's.

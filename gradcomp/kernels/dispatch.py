@@ -43,9 +43,30 @@ from gradcomp.kernels.segments import SEGMENT, Bytes, SegmentTable, check_array,
 NAME: Final = "gradcomp._native"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+BodyName: TypeAlias = Literal["reference", "native"]
+DEFINITIONS: Final = (
+    reference,
+    reference_adacomp,
+    reference_checksum,
+    reference_bits,
+    philox,
+    reference_indices,
+    reference_lowrank,
+    reference_program,
+    reference_selection,
+)
+"""The modules that define the kernels."""
+_COLUMNS = SEGMENT.names or ()
+_ADDRESSES = _COLUMNS.index("payload")  # columns that hold addresses come first, eight bytes each
+_RECORDS = {"Shapes", "Factor"}  # names of the annotations of arguments that are passed member by member
+Reaches: TypeAlias = Callable[[int], bool]
+"""Tells whether a device's kernels can use memory at this address."""
+
 
 def load(root: Path = _ROOT) -> tuple[ModuleType | None, str]:
-    """Returns the compiled module and ""; where this package has none, None, and why and what to do about it.
+    """Returns the compiled module and "", or None and the reason, with what to do, if this package has no module.
 
     ``root`` is the folder of this package, which in a source tree has ``native/`` too. A module that is there but
     broken raises ImportError.
@@ -87,35 +108,8 @@ def digest(root: Path) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-BodyName: TypeAlias = Literal["reference", "native"]
-
-DEFINITIONS: Final = (
-    reference,
-    reference_adacomp,
-    reference_checksum,
-    reference_bits,
-    philox,
-    reference_indices,
-    reference_lowrank,
-    reference_program,
-    reference_selection,
-)
-"""The modules that define the kernels."""
-
-_COLUMNS = SEGMENT.names or ()
-_ADDRESSES = _COLUMNS.index("payload")  # columns that hold addresses come first, eight bytes each
-
-_RECORDS = {"Shapes", "Factor"}  # names of the annotations of arguments that are passed member by member
-
-Reaches: TypeAlias = Callable[[int], bool]
-"""Tells whether a device's kernels can use memory at this address."""
-
-
 class Backend:
-    """The kernels of one body, as attributes; all bodies have the same ones with the same signatures."""
+    """The kernels of one backend, as attributes; all backends have the same ones with the same signatures."""
 
     def __init__(self, *modules: ModuleType) -> None:
         self._modules = modules
@@ -180,7 +174,7 @@ class _Compiled(Backend):
         takes = {} if definition is None else definition.__annotations__
         members = _members if not _RECORDS.isdisjoint(takes.values()) else None
 
-        # Steps make these calls: tables are looked for in place, without a function for each argument.
+        # Every step makes such calls, so this loop looks for tables itself, without a function call for each argument.
         def call(*arguments: Any, **settings: Any) -> Any:
             given = arguments if members is None else members(arguments)
             for i, argument in enumerate(given):
@@ -226,24 +220,24 @@ _active: BodyName = "native" if "native" in _bodies else "reference"
 
 
 def named(name: str) -> Backend:
-    """Returns the body of that name; ValueError if it is not installed."""
+    """Returns the backend of that name; ValueError if it is not installed."""
     if name not in _bodies:
         reason = f"; {_why_not}" if _why_not and name == "native" else ""
-        raise ValueError(f"kernel body {name!r} is not installed; available: {', '.join(_bodies)}{reason}")
+        raise ValueError(f"kernel backend {name!r} is not installed; available: {', '.join(_bodies)}{reason}")
     return _bodies[name]
 
 
 def active() -> Backend:
-    """Returns the body in use, which sends calls to devices once there are any."""
+    """Returns the backend in use, which sends calls to devices once there are any."""
     return _routed if _routed.devices else _bodies[_active]
 
 
 def kernel(
     definition: Callable[P, R], on_host: Callable[[Sequence[Any]], Backend] | None = None
 ) -> Callable[P, R]:
-    """Returns the function that callers see for a definition: the same signature, run by the body in use.
+    """Returns the function that callers see for a definition: the same signature, run by the backend in use.
 
-    ``on_host`` chooses the host's body by the arguments.
+    ``on_host`` chooses the host's backend by the arguments.
     """
     name = definition.__name__
 
@@ -266,12 +260,12 @@ def kernel(
 
 
 def bring(name: str, body: Any, reaches: Reaches) -> None:
-    """Registers a device's body for kernels whose tables refer to memory that it reaches."""
+    """Registers a device's backend for kernels whose tables refer to memory that it reaches."""
     _routed.devices[name] = body, reaches
 
 
 def on_device(address: int) -> Any:
-    """Returns the body of the device that reaches an address; None on the host."""
+    """Returns the backend of the device that reaches an address; None on the host."""
     for body, reaches in _routed.devices.values():
         if reaches(address):
             return body
@@ -279,13 +273,13 @@ def on_device(address: int) -> Any:
 
 
 def of(table: Any) -> Any:
-    """Returns the body of the device whose memory a table refers to; None on the host."""
+    """Returns the backend of the device whose memory a table refers to; None on the host."""
     address = _an_address(table) if _routed.devices else 0
     return on_device(address) if address else None
 
 
 def device_of(arguments: Iterable[Any]) -> Any:
-    """Returns the body of the first device that a table refers to or a message lies on; None on the host."""
+    """Returns the backend of the first device that a table refers to or a message lies on; None on the host."""
     if not _routed.devices:
         return None
     # A table may have no address: a chunk's owner without residuals only adds up messages.
@@ -297,20 +291,20 @@ def device_of(arguments: Iterable[Any]) -> Any:
 
 
 def take_away(name: str) -> None:
-    """Removes a device's body that :func:`bring` registered."""
+    """Removes a device's backend that :func:`bring` registered."""
     del _routed.devices[name]
 
 
 def body() -> BodyName:
-    """Returns the name of the host's body in use."""
+    """Returns the name of the host's backend in use."""
     return _active
 
 
 class use:  # noqa: N801  (reads as the statement it is: `use("reference")`, `with use("reference"):`)
-    """Selects the body of all kernels, until further notice or for a `with` block.
+    """Selects the backend of all kernels, until further notice or for a `with` block.
 
     Raises:
-        ValueError: the body is not installed.
+        ValueError: the backend is not installed.
     """
 
     def __init__(self, name: BodyName) -> None:

@@ -1,6 +1,6 @@
-"""Sparse contributions: the coding of index lists, and the mean of lists scattered over dense outputs.
+"""The kernels of sparse contributions code index lists, and scatter the mean of such lists into dense outputs.
 
-`reference_indices` defines and documents the kernels.
+`reference_indices` defines and documents the kernels, and `codings` the codings, whose names are repeated here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def scatter_values(
 ) -> None:
     """Writes output = (value / divisor) * scale at the indices and 0 elsewhere.
 
-    There is one list per row, the same on all ranks, with values that are summed already: this is `scatter_mean` of
-    one rank, with `offsets` and `counts` of shape (rows,).
+    The indices of a row are the same on all ranks, and its values are sums over ranks. The call is `scatter_mean` with
+    one list per row, so `offsets` and `counts` have shape (rows,). Flagged rows are filled with NaN, as there.
     """
     scatter_mean(table, flags, offsets[None], counts[None], indices, values, divisor=divisor, scale=scale)

@@ -1,7 +1,7 @@
 """Philox4x32-10, the counter-based generator of stochastic rounding, and the random indices drawn from it.
 
 A draw is a pure function of (seed, step, rank, layer, element), so nothing random is stored or sent, and
-neither the layout of layers in buckets nor the kernel that computes it can change it.
+neither the layout of layers in exchange buckets nor the backend that computes it can change it.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -20,6 +20,12 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _LAST_BLOCK = 0xFFFFFFFF
+
+Indices: TypeAlias = npt.NDArray[np.uint32]
+Sizes: TypeAlias = npt.NDArray[np.int64]
+Words: TypeAlias = npt.NDArray[np.uint64]
+MAX_DRAWN_FROM: Final = (1 << 32) - 1
+"""The most elements of a row: as many as a 32-bit random word and a 32-bit index can address."""
 
 
 def philox4x32(counter: npt.NDArray[np.uint32], key: tuple[int, int]) -> npt.NDArray[np.uint32]:
@@ -89,14 +95,6 @@ def offset(step: int) -> float:
     return ((step * 0x9E3779B9 & 0xFFFFFFFF) // 2**25 + 0.5) / 128
 
 
-Indices: TypeAlias = npt.NDArray[np.uint32]
-Sizes: TypeAlias = npt.NDArray[np.int64]
-Words: TypeAlias = npt.NDArray[np.uint64]
-
-MAX_DRAWN_FROM: Final = (1 << 32) - 1
-"""The most elements of a row: as many as a 32-bit random word and a 32-bit index can address."""
-
-
 def draw_indices(
     lengths: Sizes,
     counts: Sizes,
@@ -156,7 +154,7 @@ def strata(lengths: Sizes, counts: Sizes) -> tuple[Words, Words]:
 
 
 def check_draws(lengths: Sizes, counts: Sizes, layers: Indices, offsets: Sizes, indices: Indices) -> None:
-    """Raises TypeError or ValueError for arguments that no body accepts."""
+    """Raises TypeError or ValueError for arguments that no backend accepts."""
     for name, column in (("lengths", lengths), ("counts", counts), ("offsets", offsets)):
         check_array(name, column, np.int64, len(lengths))
     check_array("layers", layers, np.uint32, len(lengths))

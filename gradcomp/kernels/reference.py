@@ -1,8 +1,9 @@
-"""The kernels in NumPy: this file defines what every other body computes, byte for byte.
+"""The codecs' kernels in NumPy. They define, byte for byte, what every other backend computes.
 
-Arithmetic is float32 (float64 for codec FP64), rounded to nearest even, every product and sum on its own;
-NumPy evaluates the expressions below exactly as they are written. Functions work one segment at a time and on
-all quantisation buckets of a segment at once. Read `segments` first for the table and the layout of a payload.
+Arithmetic is float32 (float64 for codec FP64). Each product and each sum is rounded to nearest even on its own, without
+fused multiply-add: NumPy evaluates the expressions exactly as they are written. Read `segments` first for the table
+and the layout of a payload. `reference_codes` encodes and decodes one segment; other `reference_*` modules define
+the other kernels.
 
 Encoders work on contributions c = scale * gradient + decay * residual. They also compute the value v that a decoder
 will obtain, so that the new residual is c - v.
@@ -52,16 +53,16 @@ def encode(
 ) -> None:
     """Encodes c = scale * gradient + decay * residual into the payload, and writes next residual = c - decoded value.
 
-    A segment with a non-finite c, or whose scale record would not be finite, gets its flag set and a payload
-    of zero bytes; its next residual is unspecified then.
+    If c, a scale record or a cast value of a segment is not finite, its flag is set and its payload is zero bytes; its
+    next residual is unspecified then.
 
     Args:
         codec: one of the codec numbers of `segments`.
         table: SEGMENT rows; reads gradient, residual; writes next residual.
         payload: uint8, written at each row's offset.
         flags: uint8, one per row; only ORed into.
-        draw: rounds stochastically (codecs in `segments.STOCHASTIC` only), or moves the lattice of MINMAX_SHIFT;
-            None: to nearest, on the lattice of MINMAX.
+        draw: the random numbers of codecs in `segments.STOCHASTIC`, which round stochastically, break ties (VOTE) or
+            shift the lattice (MINMAX_SHIFT); others ignore it. None: to nearest, without a shift.
         scale: factor of the gradient.
         decay: factor of the residual.
         magnitudes: required by codebook codecs, None for all others (see `segments.Magnitudes`).
@@ -95,9 +96,9 @@ def decode(
 ) -> None:
     """Writes output = (value / divisor) * scale, rounded to the segment's dtype.
 
-    A segment whose flag is set on entry is filled with NaN. A segment that decodes to something not finite in
-    its dtype gets its flag set; the quantising codecs judge that by the extreme codes of each bucket, whether or not
-    they occur. Rows without an output are skipped, unchecked.
+    A segment whose flag is set on entry is filled with NaN. If a decoded value is not finite in the segment's dtype,
+    its flag is set; for codecs in `segments.QUANTISERS` the extreme codes of each bucket decide, even if no element has
+    them. Rows without an output are skipped, unchecked.
 
     Args:
         codec: as in `encode`.
@@ -182,7 +183,7 @@ def reduce(
     """Encodes the mean of several payloads: c = (value_0 + value_1 + ...) / divisor + decay * residual.
 
     A chunk's owner draws with rank `segments.OWNER_RANK`, so that results do not depend on who owns which chunk; a
-    rank that adds to a received payload and passes the result on draws with its own rank. Next residual and flags are
+    rank that forwards a partial sum draws with its own rank. Next residual and flags are
     as in `encode`; gradient and output are not used.
 
     Args:
@@ -221,7 +222,7 @@ def reduce(
 
 
 def nonzero(table: SegmentTable, out: Bytes) -> None:
-    """Writes out[i] = 1 if any gradient element of segment i is not zero (NaN is not), else 0.
+    """Writes out[i] = 1 if segment i has a gradient element that is not zero (NaN counts as not zero), else 0.
 
     Args:
         table: SEGMENT rows; reads gradient.

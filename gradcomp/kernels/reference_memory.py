@@ -24,6 +24,10 @@ from gradcomp.kernels.segments import DTYPES, FLOAT32
 
 Floats = npt.NDArray[np.float32]
 
+CHUNK: Final = 4096
+"""The number of elements of a chunk."""
+_LANES: Final = 16
+
 
 def memory_at(address: int, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Returns an array of so many items at an address, to be read and written."""
@@ -56,12 +60,6 @@ def next_residual_of(segment: np.void) -> Floats:
 def all_finite(values: npt.NDArray[Any]) -> bool:
     """Tells whether no value is infinite or NaN."""
     return bool(np.isfinite(values).all())
-
-
-CHUNK: Final = 4096
-"""The number of elements of a chunk."""
-
-_LANES: Final = 16
 
 
 def ordered_sum(x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from gradcomp.kernels.devices import Device
 
+_thread = threading.local()
+
 
 class Pending(Protocol):
     """A call in progress. Its arrays must not change until it is finished."""
@@ -35,9 +37,6 @@ class _Done:
 
 
 DONE: Pending = _Done()
-
-
-_thread = threading.local()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +122,7 @@ class Phase:
 class Collected:
     """Collects what its thread passes to :func:`run` inside its blocks; :meth:`start` runs it, on a device in one call.
 
-    After :meth:`start` it is a :class:`gradcomp.kernels.replayed_calls.Pending`.
+    After :meth:`start` it is a :class:`Pending`.
     """
 
     __slots__ = ("_call", "_is_new", "_kernels", "_one", "_parts", "_phase")

@@ -47,6 +47,24 @@ _STYLE = {
     "legend.fontsize": 8,
 }
 
+PLAIN_COLOUR = "#555555"
+SIZE_COLOUR = "#cfd8e4"
+#: Levels that differ by more than this factor are drawn on a logarithmic axis.
+LINEAR_FACTOR = 20
+#: Largest number of layers that have single marks, which would overlap beyond it.
+MARKED_LAYERS = 200
+#: Largest number of layers that are named below the figure; more are numbered.
+NAMED_LAYERS = 60
+#: Longest name of a layer, and in the legend.
+NAME_LETTERS = 40
+Rows = Sequence[Assignment]
+Legend = dict[str, Any]  # label -> the artist of matplotlib that it names
+ENTROPY_COLOUR = "#777777"
+#: Number of layers that are drawn over steps.
+_SHOWN_LAYERS = 4
+#: Longest name in a legend.
+_NAME_LETTERS = 32
+
 
 @contextmanager
 def drawing(
@@ -84,25 +102,6 @@ def whole_numbers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-PLAIN_COLOUR = "#555555"
-SIZE_COLOUR = "#cfd8e4"
-
-#: Levels that differ by more than this factor are drawn on a logarithmic axis.
-LINEAR_FACTOR = 20
-
-#: Largest number of layers that have single marks, which would overlap beyond it.
-MARKED_LAYERS = 200
-
-#: Largest number of layers that are named below the figure; more are numbered.
-NAMED_LAYERS = 60
-
-#: Longest name of a layer, and in the legend.
-NAME_LETTERS = 40
-
-Rows = Sequence[Assignment]
-Legend = dict[str, Any]  # label -> the artist of matplotlib that it names
 
 
 def draw_profile(run: Run, shown: Logged, path: str | os.PathLike[str]) -> None:
@@ -240,15 +239,6 @@ def _short(name: str) -> str:
     """Returns a name on one line. Names come from a file, and an unescaped dollar would begin a formula."""
     short = name if len(name) <= NAME_LETTERS else name[: NAME_LETTERS - 1] + "…"
     return readable(short).replace("$", r"\$")
-
-
-ENTROPY_COLOUR = "#777777"
-
-#: Number of layers that are drawn over steps.
-_SHOWN_LAYERS = 4
-
-#: Longest name in a legend.
-_NAME_LETTERS = 32
 
 
 def draw_information(

@@ -29,6 +29,9 @@ Addresses = npt.NDArray[np.uint64]
 
 T = TypeVar("T")
 
+#: Once headers are written, a program waits for operations that are issued together, or for a call of a device.
+Framed = list[Operation] | Pending
+
 
 @dataclass(frozen=True, eq=False)
 class Message:
@@ -184,10 +187,6 @@ class Reduction(ABC):
     @abstractmethod
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """Write the means to the outputs; mark layers in which a value is not finite in ``flags``."""
-
-
-#: Once headers are written, a program waits for operations that are issued together, or for a call of a device.
-Framed = list[Operation] | Pending
 
 
 def framed(

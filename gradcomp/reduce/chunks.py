@@ -1,4 +1,4 @@
-"""Exchange buckets are cut into chunks, encoded, and decoded again, in the same way by all reductions."""
+"""Cuts exchange buckets into chunks, and encodes and decodes their messages, for all reductions."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader
 
 @dataclass(eq=False)
 class ChunkSegments:
-    """Holds the segments of one part after cutting: a table, and for each row what it was cut from.
+    """Holds the segments of one :class:`Part`, cut at the borders of chunks.
 
-    Rows are in the order of the chunks; those of chunk j are ``bounds[j]`` to ``bounds[j + 1]``. ``header_index`` has
-    the position of each row's layer in the header, ``cut_from`` the row of the part's own table, and ``rows`` the row
-    of the server-side error.
+    Chunk j has the rows ``bounds[j]`` to ``bounds[j + 1]`` of ``table``. For each row, ``layers`` has the number of its
+    layer, ``header_index`` that layer's position in the header, ``cut_from`` the row of the part's own table that it is
+    a piece of, and ``rows`` the row number of its server-side error, once that is assigned. ``routine`` keeps the
+    kernel calls on the table for the next step.
     """
 
     table: Table
@@ -52,7 +53,7 @@ class ChunkSegments:
 
     @cached_property
     def noted(self) -> Bytes:
-        """Return the array of flags that decoding reads, the same in every step."""
+        """Return one array with a flag per row, which every decoding writes anew."""
         return np.zeros(len(self.table), dtype=np.uint8)
 
     def flags(self) -> Bytes:
@@ -73,10 +74,10 @@ class ChunkSegments:
 
 
 class Chunks:
-    """Cuts the segments of an exchange bucket into ``count`` chunks of nearly equal payload bytes.
+    """Cuts the segments of an exchange bucket into ``count`` chunks.
 
-    Chunk borders are borders of quantisation buckets. ``borders`` gives other ones: for every part, ``count + 1``
-    element numbers in the layer of each segment.
+    By default chunks have nearly equal payload bytes, and their borders are borders of quantisation buckets.
+    ``borders`` replaces these: for every part it has a row per segment, with ``count + 1`` element numbers.
 
     Wire: a chunk is one message of ``sizes[j]`` bytes: a header, then the payloads of its pieces, part by part.
     """
@@ -119,9 +120,10 @@ class Chunks:
         return self.messages(memory, [self.sizes[j]] * count).reshape(count, self.sizes[j])
 
     def place(self, bases: Sequence[int] | None = None) -> list[ChunkSegments]:
-        """Return the pieces of all chunks, by part.
+        """Return the segments of all chunks, by part.
 
-        The messages begin at ``bases`` of one buffer; without ``bases``, each message has a buffer of its own.
+        Payload offsets are those in one buffer, in which message j begins at byte ``bases[j]``. Without ``bases`` each
+        message has a buffer of its own.
         """
         placed = []
         for segments in self._chunk_segments:
@@ -136,7 +138,7 @@ class Chunks:
         return placed
 
     def inputs(self, bases: Sequence[int] | None = None) -> list[ChunkSegments]:
-        """Return :meth:`place` for kernels that read gradients; a prepared group's inputs are float32."""
+        """Return :meth:`place` with the dtype of the gradients that kernels read: float32 in a prepared group."""
         placed = self.place(bases)
         for part, segments in zip(self.parts, placed, strict=True):
             if part.group.prepared:
@@ -144,7 +146,7 @@ class Chunks:
         return placed
 
     def only(self, j: int) -> list[ChunkSegments]:
-        """Return the pieces of one chunk, by part; its message has a buffer of its own."""
+        """Return the segments of chunk j, by part; its message has a buffer of its own."""
         placed = []
         for segments in self._chunk_segments:
             mine = segments.chunk(j)
@@ -154,7 +156,7 @@ class Chunks:
 
 
 class Mean:
-    """Holds the codes of the mean, one chunk behind the other, and decodes them to the outputs."""
+    """Holds the messages with the encoded mean, one chunk behind the other, and decodes them to the outputs."""
 
     def __init__(self, chunks: Chunks, memory: Memory = HOST_MEMORY) -> None:
         self._chunks = chunks
@@ -249,7 +251,7 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
                 rows.append((chunk, i, 0, 0))
             at = 0
             while at < length:
-                # The number of elements up to this chunk's border, rounded to whole quantisation buckets.
+                # The number of elements up to this chunk's border; ``take`` rounds it to whole quantisation buckets.
                 room = (targets[chunk] - done) * length / nbytes
                 take = length - at
                 if chunk < count - 1 and room < take:
@@ -260,7 +262,7 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
                     done += take * nbytes / length
                 if at < length:
                     chunk += 1
-        cut.append(_chunk_segments(part, np.array(rows, dtype=np.int64).reshape(-1, 4), count))
+        cut.append(_segments_of(part, np.array(rows, dtype=np.int64).reshape(-1, 4), count))
     return cut
 
 
@@ -272,10 +274,10 @@ def _cut_at(part: Part, borders: Sizes) -> ChunkSegments:
     begins, lengths = within[:, :-1] - starts, np.diff(within)
     chunks, segments = np.nonzero(lengths.T)
     rows = np.stack([chunks, segments, begins[segments, chunks], lengths[segments, chunks]], axis=1)
-    return _chunk_segments(part, rows, borders.shape[1] - 1)
+    return _segments_of(part, rows, borders.shape[1] - 1)
 
 
-def _chunk_segments(part: Part, rows: npt.NDArray[np.int64], count: int) -> ChunkSegments:
+def _segments_of(part: Part, rows: npt.NDArray[np.int64], count: int) -> ChunkSegments:
     segments = rows[:, 1].copy()
     table = part.group.table[segments].copy()
     table["start"] += rows[:, 2]

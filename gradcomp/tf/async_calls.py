@@ -23,6 +23,11 @@ from gradcomp.job.reduce_op import ScaledOp
 from gradcomp.tf.bridge import VALUES, Array, dense, lent, op
 from gradcomp.tf.ordered import refuse_graph, the_turn
 
+#: Capacity of a queue, which must have one: more calls than a program ever makes.
+_MOST_TOKENS = 1 << 30
+#: Ranks and name -> the latest call with them from a tf.function.
+_latest: WeakValueDictionary[tuple[Ranks, str], Reply[Any]] = WeakValueDictionary()
+
 
 def given_tensors(tensors: Any, dtypes: Iterable[Any] = VALUES) -> tuple[list[Any], str | None]:
     """Return a group as tensors, and why it cannot be exchanged, or None; ``dtypes`` are those allowed."""
@@ -97,13 +102,6 @@ def _to(half: str) -> Coder:
 
 
 CODERS["tensorflow"] = _to
-
-
-#: Capacity of a queue, which must have one: more calls than a program ever makes.
-_MOST_TOKENS = 1 << 30
-
-#: Ranks and name -> the latest call with them from a tf.function.
-_latest: WeakValueDictionary[tuple[Ranks, str], Reply[Any]] = WeakValueDictionary()
 
 
 class Called(NamedTuple):

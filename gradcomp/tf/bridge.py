@@ -1,4 +1,4 @@
-"""Shares arrays between TensorFlow and the engine, and translates the errors of one for the other."""
+"""Connects TensorFlow to the engine: checks of tensors, ops that call Python, memory that both use, and errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,22 @@ FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 INTEGERS = (tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64)
 #: Dtypes that can be reduced.
 REDUCIBLE = (*FLOATS, *INTEGERS, tf.bool)
-#: Dtypes that can be moved.
+#: Dtypes that can be exchanged; complex ones cannot be reduced.
 VALUES = (*REDUCIBLE, tf.complex64, tf.complex128)
+
+#: TensorFlow takes an array over as a tensor if its data begin at a multiple of this; else it copies.
+ALIGNMENT_BYTES = 64
+_MOST_ARRAYS = 3
+_MOST_ERRORS = 16
+#: Errors that were raised inside ops, the latest last.
+_raised: deque[GradcompError] = deque(maxlen=_MOST_ERRORS)
+_probe = [np.empty(0)]
+#: The ``sys.getrefcount`` of an array that only a list holds.
+_IDLE = sys.getrefcount(_probe[0])
 
 
 def dense(value: Any, dtypes: Iterable[Any] = VALUES) -> tuple[Any, str | None]:
-    """Return the value as a tensor, or None and why its values cannot be exchanged.
+    """Return the value as a dense tensor and None, or None and why it cannot be exchanged.
 
     ``dtypes`` lists the dtypes that are allowed.
     """
@@ -46,7 +56,7 @@ def dense(value: Any, dtypes: Iterable[Any] = VALUES) -> tuple[Any, str | None]:
 
 
 def name_of(variable: Any) -> str:
-    """Return a Keras variable's path, or a tf.Variable's name without the number of its output."""
+    """Return a Keras variable's path, or a tf.Variable's name without its ``:0``."""
     return str(getattr(variable, "path", None) or variable.name.removesuffix(":0"))
 
 
@@ -54,30 +64,20 @@ def bytes_of(value: Array) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
-#: TensorFlow takes an array over as a tensor if its data begin at a multiple of this; else it copies.
-ALIGNMENT_BYTES = 64
-
-_MOST_ARRAYS = 3
-_MOST_ERRORS = 16
-
-#: Errors that were raised inside ops, the latest last.
-_raised: deque[GradcompError] = deque(maxlen=_MOST_ERRORS)
-
-
 class ConfigError(tf.errors.InvalidArgumentError, errors.ConfigError):
-    """A :class:`gradcomp.ConfigError` that scripts for Horovod catch as TensorFlow's."""
+    """A :class:`gradcomp.ConfigError` that is also the InvalidArgumentError that scripts for Horovod catch."""
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
-    """A :class:`ConfigError` for what Horovod calls not implemented."""
+    """A :class:`ConfigError` that is raised where Horovod raises NotImplementedError."""
 
 
 class PlanMismatchError(tf.errors.FailedPreconditionError, errors.PlanMismatchError):
-    """A :class:`gradcomp.PlanMismatchError` that scripts for Horovod catch as TensorFlow's."""
+    """A :class:`gradcomp.PlanMismatchError` that is also the FailedPreconditionError that scripts for Horovod catch."""
 
 
 class StateError(tf.errors.FailedPreconditionError, errors.StateError):
-    """A :class:`gradcomp.StateError` that scripts for Horovod catch as TensorFlow's."""
+    """A :class:`gradcomp.StateError` that is also the FailedPreconditionError that scripts for Horovod catch."""
 
 
 _OF_TENSORFLOW: dict[type[GradcompError], type[Any]] = {
@@ -88,7 +88,7 @@ _OF_TENSORFLOW: dict[type[GradcompError], type[Any]] = {
 
 
 def of_tensorflow(error: GradcompError) -> GradcompError:
-    """Return the error as one that is also TensorFlow's, of the class that Horovod raises in its place."""
+    """Return the error as the class of this module that is also TensorFlow's, if there is one; else unchanged."""
     kind = _OF_TENSORFLOW.get(type(error))
     if kind is None:
         return error
@@ -99,16 +99,16 @@ def of_tensorflow(error: GradcompError) -> GradcompError:
 
 
 def op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an op in the traced function that calls ``function`` with the inputs' values as arrays.
+    """Make an op that calls ``function`` with the values of ``inputs`` as arrays, and return its outputs.
 
-    ``function`` may return a list of arrays, one for each dtype. A gradcomp error is kept for
-    :func:`typed_errors`.
+    ``function`` returns a list of arrays, one for each dtype, or one array for one dtype. If it raises a gradcomp
+    error, that is kept for :func:`typed_errors`.
     """
     return list(tf.numpy_function(_keeping_errors(function), list(inputs), list(dtypes)))
 
 
 def eager_op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Make an op as :func:`op` does, with eager tensors in place of arrays, on the op's device."""
+    """Do as :func:`op` does, but call ``function`` with eager tensors on the op's device."""
     return list(tf.py_function(_keeping_errors(function), list(inputs), list(dtypes)))
 
 
@@ -126,7 +126,10 @@ def _keeping_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Restore gradcomp's errors, with their types, from the errors that TensorFlow made of them."""
+    """Raise gradcomp's error in place of the OpError that TensorFlow made of it inside an op.
+
+    All gradcomp errors are raised as :func:`of_tensorflow` returns them.
+    """
     try:
         yield
     except GradcompError as error:
@@ -146,7 +149,7 @@ def lent(tensor: Any) -> Array:
 
 
 def taken_over(array: Array) -> Any:
-    """Return an eager tensor that takes an aligned array over; dtypes that DLPack does not have are copied."""
+    """Return an eager tensor that shares an aligned array's memory; a copy if DLPack does not have the dtype."""
     try:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     except BufferError:
@@ -154,7 +157,7 @@ def taken_over(array: Array) -> Any:
 
 
 def aligned(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-    """Return an uninitialised array that TensorFlow takes over without a copy."""
+    """Return an uninitialised array that :func:`taken_over` can make a tensor of without a copy."""
     kind = np.dtype(dtype)
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     room = np.empty(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
@@ -165,7 +168,7 @@ def aligned(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
 class Pool:
     """Arrays for the means of layers, reused once TensorFlow no longer refers to them.
 
-    A variable that was assigned a mean may keep its values in that array, so two steps may need two arrays.
+    A variable that was assigned a mean may go on using the array's memory, so the next step may need another array.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[npt.DTypeLike]) -> None:
@@ -173,7 +176,7 @@ class Pool:
         self._arrays: dict[int, list[Array]] = {}
 
     def take(self, layer: int) -> Array:
-        """Return an array for the layer's mean to which nothing else refers."""
+        """Return an array for the layer's mean; nothing else refers to the array."""
         arrays = self._arrays.setdefault(layer, [])
         for number in range(len(arrays)):
             if sys.getrefcount(arrays[number]) == _IDLE:
@@ -181,8 +184,3 @@ class Pool:
         fresh = aligned(*self._forms[layer])
         arrays[:] = [*arrays[-(_MOST_ARRAYS - 1) :], fresh]
         return fresh
-
-
-_probe = [np.empty(0)]
-#: The ``sys.getrefcount`` of an array that only a list holds.
-_IDLE = sys.getrefcount(_probe[0])

@@ -21,6 +21,11 @@ from gradcomp.tf.bridge import name_of
 
 _NORM = re.compile(r"(^|[/_])(norm|ln|bn|layer_?norm|batch_?norm|group_?norm|rms_?norm)", re.IGNORECASE)
 
+logger = logging.getLogger("gradcomp")
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
 
 def specs(variables: Sequence[Any], names: Sequence[str] | None = None) -> list[LayerSpec]:
     """Return the layers of these variables, in order, with unique names.
@@ -80,9 +85,6 @@ def _kind(name: str, dimensions: int) -> Kind:
     return "embedding" if "emb" in name.lower() else "weight"
 
 
-logger = logging.getLogger("gradcomp")
-
-
 @dataclass(frozen=True)
 class Place:
     """A GPU: TensorFlow's name for it, and gradcomp's device."""
@@ -140,11 +142,6 @@ class _DLTensor(ctypes.Structure):
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
     )
-
-
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype = ctypes.c_void_p
-_pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def address_of(tensor: Any) -> int:

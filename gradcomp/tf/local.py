@@ -12,6 +12,38 @@ from gradcomp.compress import Compressor, Policy
 from gradcomp.compress.registry import from_string
 from gradcomp.core.errors import ConfigError, MissingNameError
 
+ELASTIC = "a job that loses a rank ends; start a new one, which resumes by BackupAndRestore, or by save() and load()"
+_HELPER = "a helper of Horovod's own modules"
+_MODULE = "modules inside the package are gradcomp's own; import names from gradcomp.tf"
+#: Names in horovod.tensorflow.
+TF: Mapping[str, str] = {
+    "BroadcastGlobalVariablesHook": "a hook for sessions of TensorFlow 1; call broadcast_variables(model.variables)",
+    "elastic": ELASTIC,
+    **dict.fromkeys(
+        (
+            "LocalGradientAggregationHelper", "check_extension", "check_num_rank_power_of_2", "gpu_available",
+            "handle_average_backwards_compatibility", "refs_to_vars", "split_list", "vars_to_refs",
+        ),
+        _HELPER,
+    ),
+    **dict.fromkeys(
+        (
+            "compression", "functions", "gradient_aggregation", "gradient_aggregation_eager", "mpi_ops",
+            "sync_batch_norm", "util",
+        ),
+        _MODULE,
+    ),
+}  # fmt: skip
+#: Names in horovod.keras and horovod.tensorflow.keras.
+KERAS: Mapping[str, str] = {"elastic": ELASTIC, "is_version_greater_equal_than": _HELPER}
+#: Names in their modules ``callbacks``.
+CALLBACKS: Mapping[str, str] = {
+    "BestModelCheckpoint": "it is for Horovod's Spark estimators, which set its path; put keras.callbacks."
+    "ModelCheckpoint(path, save_best_only=True) behind MetricAverageCallback on one rank",
+    "is_version_greater_equal_than": _HELPER,
+    **dict.fromkeys(("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"), ELASTIC),
+}
+
 
 class Local:
     """The trainable variables of some layers, and others that were added.
@@ -86,42 +118,6 @@ def _is_compression(name: str) -> bool:
     except ConfigError:
         return False
     return True
-
-
-ELASTIC = "a job that loses a rank ends; start a new one, which resumes by BackupAndRestore, or by save() and load()"
-_HELPER = "a helper of Horovod's own modules"
-_MODULE = "modules inside the package are gradcomp's own; import names from gradcomp.tf"
-
-#: Names in horovod.tensorflow.
-TF: Mapping[str, str] = {
-    "BroadcastGlobalVariablesHook": "a hook for sessions of TensorFlow 1; call broadcast_variables(model.variables)",
-    "elastic": ELASTIC,
-    **dict.fromkeys(
-        (
-            "LocalGradientAggregationHelper", "check_extension", "check_num_rank_power_of_2", "gpu_available",
-            "handle_average_backwards_compatibility", "refs_to_vars", "split_list", "vars_to_refs",
-        ),
-        _HELPER,
-    ),
-    **dict.fromkeys(
-        (
-            "compression", "functions", "gradient_aggregation", "gradient_aggregation_eager", "mpi_ops",
-            "sync_batch_norm", "util",
-        ),
-        _MODULE,
-    ),
-}  # fmt: skip
-
-#: Names in horovod.keras and horovod.tensorflow.keras.
-KERAS: Mapping[str, str] = {"elastic": ELASTIC, "is_version_greater_equal_than": _HELPER}
-
-#: Names in their modules ``callbacks``.
-CALLBACKS: Mapping[str, str] = {
-    "BestModelCheckpoint": "it is for Horovod's Spark estimators, which set its path; put keras.callbacks."
-    "ModelCheckpoint(path, save_best_only=True) behind MetricAverageCallback on one rank",
-    "is_version_greater_equal_than": _HELPER,
-    **dict.fromkeys(("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"), ELASTIC),
-}
 
 
 def refusing(module: str, reasons: Mapping[str, str]) -> Callable[[str], NoReturn]:

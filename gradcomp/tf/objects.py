@@ -22,6 +22,8 @@ from gradcomp.job.process_sets import Members, members, root_of
 from gradcomp.tf.bridge import VALUES, Array, bytes_of, name_of
 from gradcomp.tf.ordered import plain, run
 
+_LENGTH_BYTES = 8
+
 
 @plain
 def broadcast_variables(
@@ -154,7 +156,6 @@ _DTYPES = {
         *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16),
     )
 }
-_LENGTH_BYTES = 8
 
 
 @plain

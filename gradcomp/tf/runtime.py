@@ -19,6 +19,10 @@ from gradcomp.job.network import Alone, Network
 from gradcomp.tf.bridge import Array
 from gradcomp.tf.ordered import plain, run
 
+MPI, TORCH = "mpi", "torch"
+#: Transport between hosts -> the engine that it needs; other transports work with either engine.
+_NEEDS = {"mpi": MPI, "torch": TORCH, "horovod": TORCH}
+
 
 def gloo_built() -> bool:
     """Return True if PyTorch is installed with Gloo, through which ranks may meet.
@@ -50,12 +54,6 @@ def join() -> Any:
         return [np.asarray(joining.join(), np.int32)]
 
     return run("join", wait, [], [tf.int32])[0]
-
-
-MPI, TORCH = "mpi", "torch"
-
-#: Transport between hosts -> the engine that it needs; other transports work with either engine.
-_NEEDS = {"mpi": MPI, "torch": TORCH, "horovod": TORCH}
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None, **settings: Any) -> None:

@@ -1,4 +1,4 @@
-"""The steps of an exchange, called by the ops of a traced function while it runs, and directly in eager mode."""
+"""The steps of an exchange, called by ops of a traced function or in eager mode: groups, waits and memory."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from gradcomp.tf.layers import Place, address_of
 
 #: For each variable a tensor, ``tf.IndexedSlices``, or None.
 Gradients = list[Any]
+
+_SOMEWHERE = np.zeros(1)
 
 
 class Site:
@@ -157,9 +159,6 @@ class Landing:
         with self._changed:
             self._error = error
             self._changed.notify_all()
-
-
-_SOMEWHERE = np.zeros(1)
 
 
 class Memory(Protocol):

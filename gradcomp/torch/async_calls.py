@@ -26,6 +26,9 @@ REDUCIBLE = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
 )
 
+_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+Tensors = Sequence[torch.Tensor]
+
 
 def host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     """Return the values as a flat tensor in host memory.
@@ -142,9 +145,6 @@ def synchronize(handle: Handle) -> Any:
     return handle.wait()
 
 
-_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
 def coder_of(compression: Any) -> tuple[Coder, str | None]:
     """Return the coder of a ``compression=`` argument, see :func:`gradcomp.job.reduce_op.coder_of`.
 
@@ -171,9 +171,6 @@ def _to(half: str) -> Coder:
 
 
 CODERS["torch"] = _to
-
-
-Tensors = Sequence[torch.Tensor]
 
 
 def begin_allreduce(

@@ -50,6 +50,11 @@ from gradcomp.torch.streams import Handed, Staging, staging_for
 from gradcomp.torch.tensors import dtype_name
 from gradcomp.transport.base import Transport
 
+logger = logging.getLogger("gradcomp")
+#: All ranks adopt rank 0's order of layers after this step: DDP has its final buckets from its second step on.
+_ORDER_STEP = 1
+Hook = Callable[["HookState", GradBucket], Future[torch.Tensor]]
+
 
 @dataclass(eq=False)
 class _Pending:
@@ -351,14 +356,6 @@ class BucketSteps:
                     f"its gradient has {gradient.numel()} elements of {dtype} now"
                 )
         return np.array(numbers, dtype=np.int64), [gradient.data_ptr() for gradient in gradients], buffer
-
-
-logger = logging.getLogger("gradcomp")
-
-#: All ranks adopt rank 0's order of layers after this step: DDP has its final buckets from its second step on.
-_ORDER_STEP = 1
-
-Hook = Callable[["HookState", GradBucket], Future[torch.Tensor]]
 
 
 def ddp_comm_hook(

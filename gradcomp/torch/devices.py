@@ -15,6 +15,8 @@ from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.layers import Named
 from gradcomp.torch.streams import staged
 
+logger = logging.getLogger("gradcomp")
+
 
 class _Lent:
     """A block that goes back to the allocator with the last reference to it."""
@@ -49,9 +51,6 @@ class TorchPool:
 def lend(index: int) -> None:
     """Let the kernels of GPU ``index`` take memory from PyTorch's allocator."""
     driver.lend(index, TorchPool(index))
-
-
-logger = logging.getLogger("gradcomp")
 
 
 def device_of(named: Named) -> Device:

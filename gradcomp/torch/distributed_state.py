@@ -38,6 +38,9 @@ from gradcomp.torch.modules import opaque
 from gradcomp.torch.momentum import Momenta, averages
 from gradcomp.torch.streams import number_of
 
+_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+
 
 class Adopted:
     """The mixin that goes in front of an optimizer's class; ``_gradcomp`` holds the state that wrapping adds.
@@ -129,9 +132,6 @@ def check_groups(groups: Any) -> None:
         raise ConfigError("a parameter can only appear once in groups")
 
 
-_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
-
-
 @dataclass(eq=False)
 class Arguments:
     """The arguments of :func:`DistributedOptimizer`, validated by :meth:`check`."""
@@ -175,9 +175,6 @@ class Arguments:
                 raise ConfigError(
                     f"{field.name}= has no meaning with op=Adasum: ranks exchange steps, not gradients"
                 )
-
-
-NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
 class Core:

@@ -1,4 +1,4 @@
-"""Turns autograd's hooks into steps of the exchange, and holds the windows of gradient accumulation."""
+"""Turns autograd's hooks into steps: the memory of gradients, the windows of accumulation, and the hooks themselves."""
 
 from __future__ import annotations
 
@@ -41,6 +41,15 @@ from gradcomp.torch.momentum import Momenta
 from gradcomp.torch.streams import Handed, staging_for, untouched
 from gradcomp.torch.tensors import Form, has_memory
 from gradcomp.torch.tensors import form as form_of
+
+logger = logging.getLogger("gradcomp")
+#: A warning needs this many steps in a row that took the same number of exchanges, more than one.
+_LIMIT = 3
+Finish = Literal["backward", "step"]
+OnSkip = Literal["raise", "agree"]
+#: Exchanges whose window ends with the backward pass that is about to return.
+_ending: list[GradientExchange] = []
+_numbers = count()
 
 
 class Gradients:
@@ -155,15 +164,6 @@ class Gradients:
         )
 
 
-logger = logging.getLogger("gradcomp")
-
-#: A warning needs this many steps in a row that took the same number of exchanges, more than one.
-_LIMIT = 3
-
-Finish = Literal["backward", "step"]
-OnSkip = Literal["raise", "agree"]
-
-
 @dataclass(frozen=True)
 class Timing:
     """The number of backward passes in an exchange, and the moment when its means must be there.
@@ -218,11 +218,6 @@ class Windows:
                 exchanges * timing.passes,
                 exchanges,
             )
-
-
-#: Exchanges whose window ends with the backward pass that is about to return.
-_ending: list[GradientExchange] = []
-_numbers = count()
 
 
 def _finish_together() -> None:

@@ -1,4 +1,4 @@
-"""Layer specs of parameters, sparse gradients as rows, and the start of an exchange."""
+"""Parameters as layers: specs, digests, rows of sparse gradients, and exchanges that take layers over from others."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ from gradcomp.torch.tensors import dense_problem, dtype_name, is_dtensor
 Named = list[tuple[str, torch.nn.Parameter]]
 
 _NORM = re.compile(r"(^|[._])(norm|ln|bn|layernorm|batchnorm|groupnorm|rmsnorm)", re.IGNORECASE)
+
+logger = logging.getLogger("gradcomp")
+#: Advice that ends the error about ranks of which only some stepped.
+SKIP_TOGETHER = (
+    ', or let a rank that gives up skip the step everywhere by DistributedOptimizer(on_skip="agree")'
+)
+#: Live exchanges in the order in which they were made, which is the same on all ranks. References are weak.
+_exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
+_numbers = count()
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -138,14 +147,6 @@ def tensor_of(rows: Rows, like: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(index[None], values.to(like.dtype), like.shape, is_coalesced=True)
 
 
-logger = logging.getLogger("gradcomp")
-
-#: Advice that ends the error about ranks of which only some stepped.
-SKIP_TOGETHER = (
-    ', or let a rank that gives up skip the step everywhere by DistributedOptimizer(on_skip="agree")'
-)
-
-
 class Exchange(Protocol):
     """Exchanges the gradients of some parameters as autograd computes them."""
 
@@ -157,11 +158,6 @@ class Exchange(Protocol):
     def retire(self, why: str) -> None:
         """Exchange nothing from now on; further use raises a StateError with the text ``why``."""
         ...
-
-
-#: Live exchanges in the order in which they were made, which is the same on all ranks. References are weak.
-_exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
-_numbers = count()
 
 
 def take_over(exchange: Exchange, title: str, before: Exchange | None = None) -> None:

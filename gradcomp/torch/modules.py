@@ -1,13 +1,12 @@
-"""Modules, their optimizers and other exchanges of the same gradients are found, watched and unwrapped."""
+"""Finds and unwraps modules, watches optimizer steps, and refuses gradients that are averaged twice or not at all."""
 
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-from weakref import WeakSet, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -22,6 +21,29 @@ from gradcomp.torch.fingerprint import scalars_of
 
 T = TypeVar("T")
 
+F = TypeVar("F", bound=Callable[..., Any])
+_STEP_IN_BACKWARD = (
+    "an optimizer steps inside backward(), perhaps from a register_post_accumulate_grad_hook(). Until backward() "
+    "returns, gradients are this rank's alone and their means are being exchanged: remove the hook, and call step() "
+    "after backward()"
+)
+_MARK = "gradcomp"
+_REFUSAL = """\
+the optimizer's parameters are in a DistributedDataParallel, which averages the same gradients at the same time: \
+ranks would apply different ones. With DistributedDataParallel, keep the optimizer as it is, without \
+DistributedOptimizer, and let a hook compress the gradients:
+    state, hook = gc.ddp_comm_hook(model, compression=...)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    model.register_comm_hook(state, hook)
+(If a trainer makes the DistributedDataParallel itself, register the hook on the model that it returns.) Or keep \
+DistributedOptimizer, and remove DistributedDataParallel"""
+_TWO_HOOKS = """\
+a DistributedDataParallel takes one communication hook: {there} is registered, and {new} would be the second. To keep \
+gradcomp's, remove the other (Accelerate registers one for DistributedDataParallelKwargs(comm_hook=...), Lightning \
+for DDPStrategy(ddp_comm_hook=...), DistributedDataParallel itself for mixed_precision=...); gradcomp has compressions \
+like theirs: ddp_comm_hook(model, compression="bf16"), "fp16" or "powersgd:rank=4". To keep the other, do not \
+register gradcomp's"""
+
 
 def live(kind: type[T]) -> list[T]:
     """Return the instances of ``kind`` that the program still refers to.
@@ -31,12 +53,12 @@ def live(kind: type[T]) -> list[T]:
     """
     if not _instances(kind):
         return []
-    gc.collect()  # the program no longer has objects that only a reference cycle keeps
+    gc.collect()  # frees instances that are only kept alive by reference cycles
     return _instances(kind)
 
 
 def _instances(kind: type[T]) -> list[T]:
-    # type() and not isinstance(), which asks an object for its __class__: proxies run code then.
+    # type() is used because isinstance() reads an object's __class__, which runs code in proxies.
     kinds: set[type[Any]] = set()
     _add_with_subclasses(kind, kinds)
     objects = gc.get_objects()
@@ -52,14 +74,11 @@ def _add_with_subclasses(kind: type[Any], kinds: set[type[Any]]) -> None:
             _add_with_subclasses(subclass, kinds)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
 def opaque(function: F, *, calls_own: bool = False) -> F:
-    """Return the function such that torch.compile breaks its graph there.
+    """Return the function wrapped so that torch.compile does not trace it, but breaks its graph at each call.
 
-    With ``calls_own`` torch.compile may trace the functions that it calls. Do not call this at import: it
-    imports torch._dynamo, which takes two seconds, and which optimizers import anyway.
+    With ``calls_own`` torch.compile may trace the functions that ``function`` calls. Do not call this at import,
+    because it imports torch._dynamo, which takes two seconds. Constructing an optimizer imports that anyway.
     """
     disable: Any = torch.compiler.disable
     disabled: F = disable(function, recursive=not calls_own)
@@ -78,24 +97,17 @@ def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
     return inner if isinstance(inner, torch.nn.Module) else None
 
 
-_INSIDE = (
-    "an optimizer steps inside backward(), perhaps from a register_post_accumulate_grad_hook(). Until backward() "
-    "returns, gradients are this rank's alone and their means are being exchanged: remove the hook, and call step() "
-    "after backward()"
-)
-
-
 def refuse_inside_backward() -> None:
     """Raise StateError if autograd runs a backward pass on this thread."""
     if torch._C._current_graph_task_id() != -1:
-        raise StateError(_INSIDE)
+        raise StateError(_STEP_IN_BACKWARD)
 
 
 class Listener(Protocol):
     """Learns of the steps of optimizers that hold some of the watched parameters."""
 
     def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
-        """Called when an optimizer is first seen; ``had_stepped`` if it stepped earlier, or loaded such a state."""
+        """Called when an optimizer is first seen; ``had_stepped`` if its own or loaded state shows earlier steps."""
         ...
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -114,10 +126,10 @@ class StepWatch:
         self._told = 0
         self._parameters = {id(parameter) for parameter in parameters}
         self._listener = listener
-        #: Number of parameter groups when an optimizer was looked at; groups that are added may hold our parameters.
-        self._groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        me = weakref.ref(self)  # the hooks must not keep the model's state alive
+        #: Optimizer -> number of its parameter groups when it was last checked; after a change it is checked again.
+        self._groups: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._ours: WeakSet[torch.optim.Optimizer] = WeakSet()
+        me = ref(self)  # the hooks must not keep the model's state alive
 
         def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
             watch = me()
@@ -141,7 +153,7 @@ class StepWatch:
                 handle.remove()
 
         #: Stops watching.
-        self.end = weakref.finalize(self, end)
+        self.end = finalize(self, end)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -169,7 +181,7 @@ class StepWatch:
     def stepped(self) -> bool | None:
         """Return True if an optimizer has stepped since the last call; None if none was ever seen.
 
-        Parameters may change without an optimizer.
+        None does not mean that the parameters did not change: a script may update them without an optimizer.
         """
         stepped, self._told = self.steps > self._told, self.steps
         return stepped if self._ours else None
@@ -178,7 +190,7 @@ class StepWatch:
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Infer from its state whether an optimizer has stepped.
 
-    A step count decides where there is one, because some optimizers make their state when they are made.
+    If a state has a step count, the count decides, because some optimizers create their state in the constructor.
     """
     for state in optimizer.state.values():
         if isinstance(state, dict):
@@ -190,10 +202,10 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass
 class _Seen:
-    """The checks of one optimizer.
+    """The record that :class:`UnexchangedSteps` keeps of one optimizer.
 
-    ``unexchanged`` counts its steps since ``signs`` on gradients that were not exchanged; ``gradients``
-    describes the last of these.
+    ``signs`` is the value of :attr:`UnexchangedSteps.signs` at the last check. ``unexchanged`` counts the optimizer's
+    steps, since that value last changed, on gradients that were not exchanged; ``gradients`` describes the last ones.
     """
 
     signs: int = 0
@@ -205,16 +217,17 @@ class UnexchangedSteps:
     """Refuses steps on gradients that were not exchanged.
 
     Raises StateError before a step inside a backward pass, and before the second step in a row on new
-    gradients that were not exchanged. The owner adds to ``signs`` when gradients reach it: by an exchange, or
-    by an accumulation without one that the user asked for. ``excused()`` is called before the error. It
-    returns True if the user keeps gradients local on purpose, or if that could not be known before.
+    gradients that were not exchanged. ``signs`` counts events that show that the owner sees
+    the gradients: the owner increments it after an exchange, and when gradients accumulate without one on purpose, as
+    under ``no_sync()``. ``excused()`` is called before every step on new gradients that were not exchanged. It returns
+    True, which allows the step, if gradients are local on purpose, or if the owner could not know that before.
     """
 
     def __init__(self, driver: StepDriver, excused: Callable[[], bool]) -> None:
         self.signs = 0
         self._driver = driver
         self._excused = excused
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[torch.optim.Optimizer, _Seen] = WeakKeyDictionary()
 
     def check(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         """Check an optimizer that is about to step on these parameters.
@@ -226,7 +239,7 @@ class UnexchangedSteps:
         if seen.signs != self.signs:
             seen.signs, seen.unexchanged, seen.gradients = self.signs, 0, ""
             return
-        # The rest of this function is slow, and a training that exchanges its gradients does not reach it twice.
+        # The rest is slow. A loop that exchanges its gradients before every step has returned above.
         gradients = _described(parameters)
         if not gradients or gradients == seen.gradients:
             return  # no gradient has changed since the last check
@@ -239,9 +252,9 @@ class UnexchangedSteps:
         self._driver.check()  # another rank may have come here first and ended the exchange
         error = StateError(
             f"{type(optimizer).__name__} steps a second time on gradients that were not exchanged: parameters of "
-            "different ranks drift apart. Either the wrapper is bypassed, as by ddp.module(x) in place of ddp(x), or "
-            "by a plain optimizer beside the DistributedOptimizer. Or the loop trains a model that the optimizer does "
-            "not hold, and copies its gradients. If they are averaged in another way, step under no_sync()"
+            "different ranks drift apart. The usual causes: the loop calls ddp.module(x) in place of ddp(x); a plain "
+            "optimizer steps beside the DistributedOptimizer; or the loop trains a model that the optimizer does not "
+            "hold, and copies its gradients. If gradients are averaged in another way, step under no_sync()"
         )
         self._driver.fail(error)
         raise error
@@ -253,31 +266,11 @@ def _described(parameters: Iterable[torch.Tensor]) -> str:
     return ", ".join(f"{norm:.3g}" for norm in norms) if any(norms) else ""
 
 
-_MARK = "gradcomp"
-
-_REFUSAL = """\
-the optimizer's parameters are in a DistributedDataParallel, which averages the same gradients at the same time: \
-ranks would apply different ones. With DistributedDataParallel, keep the optimizer as it is, without \
-DistributedOptimizer, and let a hook compress the gradients:
-    state, hook = gc.ddp_comm_hook(model, compression=...)
-    model = torch.nn.parallel.DistributedDataParallel(model)
-    model.register_comm_hook(state, hook)
-(If a trainer makes the DistributedDataParallel itself, register the hook on the model that it returns.) Or keep \
-DistributedOptimizer, and remove DistributedDataParallel"""
-
-_TWO_HOOKS = """\
-a DistributedDataParallel takes one communication hook: {there} is registered, and {new} would be the second. To keep \
-gradcomp's, remove the other (Accelerate registers one for DistributedDataParallelKwargs(comm_hook=...), Lightning \
-for DDPStrategy(ddp_comm_hook=...), DistributedDataParallel itself for mixed_precision=...); gradcomp has compressions \
-like theirs: ddp_comm_hook(model, compression="bf16"), "fp16" or "powersgd:rank=4". To keep the other, do not \
-register gradcomp's"""
-
-
 class DdpCheck:
     """Refuses a DistributedDataParallel that exchanges gradients of ``parameters``, until the first exchange ends.
 
-    It is refused when it runs: one that is only left over from earlier does no harm. The check does not hook
-    every module's forward pass, because compiled models would be recompiled when that hook is removed.
+    It is refused when it runs; one that still exists but no longer runs does no harm. The check does not use a global
+    forward hook for all modules, because compiled models would be recompiled when that hook is removed.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -289,7 +282,10 @@ class DdpCheck:
                 self._hooks.append(ddp.register_forward_pre_hook(self._run))
 
     def first_gradient(self) -> None:
-        """Raise ConfigError if a DistributedDataParallel was made since, which may run without its forward pass."""
+        """Raise ConfigError if a DistributedDataParallel of these parameters was made since this check began.
+
+        Its forward pre-hook may not have been called.
+        """
         for ddp in self._made_since:
             self._run(ddp)
 
@@ -335,7 +331,7 @@ def _node_data(parameter: torch.nn.Parameter) -> dict[Any, Any]:
 
 
 def allow_one_hook(model: torch.nn.Module) -> None:
-    """Refuse a second communication hook on a DistributedDataParallel around ``model``, in either order.
+    """Refuse a second communication hook on a DistributedDataParallel around ``model``, whichever hook comes first.
 
     torch's own error says that a hook can be registered once, and names none. ``model`` may be the
     DistributedDataParallel, or be wrapped in one later.

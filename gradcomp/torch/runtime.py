@@ -1,4 +1,4 @@
-"""``init`` and ``join`` for PyTorch: the ranks meet through torch.distributed."""
+"""``init``, ``join`` and ``gloo_built`` for PyTorch: the ranks find each other through torch.distributed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
 
     Until then the others' steps and allreduces go on: to a step this rank adds no gradient, to an allreduce it adds
     zeros, and means are still divided by N. Its parameters and gradients do not change, so broadcast from the rank that
-    is returned: the one with most steps, of several the one that called collectives last, else the highest. Any other
-    collective of the others raises a ConfigError there; after it they may go on, and join. ``device`` is Horovod's
-    argument and has no effect. Raises ConfigError
-    beside ``ddp_comm_hook`` and sharded training, StateError before ``init``, TransportError if a
+    is returned. That is the rank whose optimizers made most steps; of several such ranks, the one that joined after
+    most collectives; of several of these, the highest. If another rank calls any other collective, that call raises
+    ConfigError on that rank, which may go on, and join. ``device`` is Horovod's argument and has no effect.
+
+    Raises ConfigError beside ``ddp_comm_hook`` and sharded training, StateError before ``init``, TransportError if a
     rank fails. Wire: as the others' exchanges, and for each optimizer a small value in the job's store.
     """
     return joining.join()
@@ -41,23 +42,23 @@ def init(
     process_group: Any = None,
     **settings: Any,
 ) -> None:
-    """Join the job. Collective; a second call is allowed and changes nothing.
+    """Join the job. Collective; a second call without arguments changes nothing, one with arguments raises StateError.
 
     Under torchrun, mpirun, horovodrun or Slurm the ranks find each other by the launcher's environment; a
     plain ``python`` is a world of one. If torch.distributed is initialised already, its default group's
     ranks, or those of ``process_group``, are used; gradcomp never runs its own collectives on that group.
 
     Args:
-        comm: the ranks of the world that form the job, as a list or a communicator of mpi4py, if not all. A part of
-            the world is possible only where torch.distributed is initialised; ranks outside it do not call ``init``.
+        comm: the ranks of the world that form the job, if not all: a list, a communicator of mpi4py or a process group.
+            Fewer than all are possible only if torch.distributed is initialised; the others do not call ``init``.
         process_sets: sets that will have optimizers of their own, as lists of ranks or :class:`ProcessSet`. Only
             the horovod transport needs them here, because all ranks make Horovod's sets together. ``"dynamic"``
             means none: sets may always be added later.
         process_group: the group of torch.distributed whose ranks form the job, if not the default group.
         settings: the fields of :class:`gradcomp.Config`; see the configuration page.
 
-    Raises ConfigError for a bad argument or setting or an incomplete launch environment, TransportError if
-    the ranks do not meet in time.
+    Raises ConfigError for a bad argument or setting or an incomplete launch environment, StateError for a second call
+    with arguments, TransportError if the ranks do not meet in time.
     """
     if isinstance(comm, ProcessGroup):  # torch.distributed's communicator
         comm, process_group = None, process_group or comm

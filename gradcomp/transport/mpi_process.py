@@ -27,6 +27,11 @@ FAREWELL_TAG = 32767
 #: The time that a process waits at exit for the others after a failure; all ranks raise within five seconds.
 FAREWELL_SECONDS = 6.0
 
+#: The largest message; those of the exchanger and of users are far smaller.
+MOST_VALUE_BYTES = 1 << 20
+#: The head of a message: the Lamport clock at which its value was published, and the length of its key.
+_HEAD = struct.Struct("<QI")
+
 
 @dataclass(eq=False)
 class MpiProcess:
@@ -188,12 +193,6 @@ def _all_leave(process: MpiProcess, seconds: float) -> bool:
         logger.debug("at exit: %s", reason(error))
         return False
     return True
-
-
-#: The largest message; those of the exchanger and of users are far smaller.
-MOST_VALUE_BYTES = 1 << 20
-#: The head of a message: the Lamport clock at which its value was published, and the length of its key.
-_HEAD = struct.Struct("<QI")
 
 
 class MpiControl(ControlChannel):

@@ -29,6 +29,10 @@ Meet = Callable[[bytes], Sequence[bytes]]
 _IN_PROGRESS = 7  # ncclInProgress of ncclResult_t
 _INSTALL = "pip install 'gradcomp[nccl13]', or 'gradcomp[nccl12]' where CUDA is 12.x"
 
+Array = npt.NDArray[Any]
+#: Messages in staging memory begin at multiples of this many bytes, because elements of sums must be aligned.
+_BOUNDARY = 16
+
 
 def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> NcclTransport:
     """Make an NCCL transport among ``size`` ranks, each on the device that is current in the calling thread.
@@ -64,7 +68,7 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
     try:
         identity = bytes.fromhex(told[0]["id"])
     except (KeyError, ValueError) as error:
-        raise WireFormatError("rank 0 introduced itself without an identity for NCCL") from error
+        raise WireFormatError("the start-up message of rank 0 has no identity for NCCL") from error
 
     def make() -> CupyCommunicator:
         driver.make_current()  # a new thread has no current device
@@ -111,7 +115,7 @@ def _introduction(part: bytes) -> dict[str, str]:
     try:
         return {str(key): str(value) for key, value in json.loads(part).items()}
     except (ValueError, AttributeError) as error:
-        raise WireFormatError(f"a rank introduced itself with {part!r:.80}") from error
+        raise WireFormatError(f"the start-up message of a rank is not JSON: {part!r:.80}") from error
 
 
 def _within(seconds: float, make: Callable[[], CupyCommunicator], who: str) -> CupyCommunicator:
@@ -198,12 +202,6 @@ class CupyCommunicator:
         self.driver.synchronize()
         with self._calls():
             self._communicator.destroy()
-
-
-Array = npt.NDArray[Any]
-
-#: Messages in staging memory begin at multiples of this many bytes, because elements of sums must be aligned.
-_BOUNDARY = 16
 
 
 class Communicator(Protocol):

@@ -1,4 +1,4 @@
-// Random indices, see gradcomp/kernels/reference_draws.py.
+// Random indices, see gradcomp/kernels/philox.py.
 #pragma once
 
 #include <cstring>

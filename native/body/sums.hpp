@@ -1,4 +1,4 @@
-// Sums of many elements in double precision, in the order that gradcomp/kernels/reference_sums.py defines:
+// Sums of many elements in double precision, in the order that gradcomp/kernels/reference_memory.py defines:
 // chunks of 4096 elements, in each of them sixteen strided lanes, then trees.
 #pragma once
 

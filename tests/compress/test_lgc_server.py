@@ -326,3 +326,18 @@ def test_less_than_a_code_is_an_error():
     next(exchange)
     with pytest.raises(WireFormatError, match="10 bytes, fewer than the 16 in front of the indices"):
         exchange.send(Reply(np.zeros(2, np.uint8), np.zeros(10, np.uint8)))
+
+
+@pytest.mark.parametrize("refresh", [1, 4])
+def test_a_layer_that_is_not_finite_spoils_no_other_layer_while_indices_are_kept(refresh: int):
+    ranks = job(server(refresh=refresh), 2)
+    for _ in range(6):
+        ranks.step()
+    for _ in range(4):
+        gradients = ranks.gradients()
+        for rank in gradients:
+            rank[B][:] = np.inf
+        outcome = ranks.step(gradients)
+        assert outcome.result.nonfinite.tolist() == [i == B for i in range(len(LAYERS))]
+        assert np.isfinite(outcome.mean(A)).all()
+        ranks.step()

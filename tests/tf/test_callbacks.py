@@ -472,6 +472,44 @@ def test_a_backup_that_was_not_finished_leaves_the_one_before() -> None:
 
 
 @on_ranks(2, env=ENV)
+def test_random_states_that_one_rank_cannot_write_or_read_are_an_error_on_both() -> None:
+    from pathlib import Path
+
+    import keras
+    import numpy as np
+    from keras_checks import shared_directory
+
+    from gradcomp.core.errors import GradcompError
+    from gradcomp.job import runtime
+    from gradcomp.tf.objects import broadcast_object
+
+    directory = shared_directory()
+    real = np.savez
+
+    def on_a_full_disk(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def kill_in_the_second(epoch: int, _: Any = None) -> None:
+        if epoch == 1:
+            raise _Killed
+
+    if runtime.rank() == 1:
+        np.savez = on_a_full_disk
+    try:
+        with pytest.raises(GradcompError, match=r"rank 1: .*No space left"):
+            _train(directory, 1)
+    finally:
+        np.savez = real
+    with pytest.raises(_Killed):
+        _train(directory, 2, [keras.callbacks.LambdaCallback(on_epoch_begin=kill_in_the_second)])
+    for file in Path(directory).rglob("random-1-of-2.npz") if runtime.rank() == 1 else ():
+        file.write_bytes(b"no states")
+    broadcast_object(None)
+    with pytest.raises(GradcompError, match="rank 1: "):
+        _train(directory, 2)
+
+
+@on_ranks(2, env=ENV)
 def test_bad_backups() -> None:
     import keras
     from keras_checks import data, fit, shared_directory

@@ -399,7 +399,7 @@ def damaged(good: Path, folder: Path) -> dict[str, str]:
     edited("no files", "a file for each of 2 ranks", files=None)
     edited("escaping", "impossible file", files=[{**files[0], "name": "../secret"}, files[1]])
     edited("endless", "impossible file", files=[{**files[0], "nbytes": 2**60}, files[1]])
-    edited("odd files", "does not name its files", files=[1, 2])
+    edited("odd files", "malformed file entry", files=[1, 2])
     edited("negative step", "not a compression state", shared={**whole["shared"], "step": -1})
     edited("no layers", "not a compression state", shared={**whole["shared"], "layers": []})
     edited("nothing shared", "not a compression state", shared=None)

@@ -40,6 +40,18 @@ _THREADS = (
     "openblas_get_num_threads",
 )
 
+#: One position of the code stands for so many values of the input.
+STRIDE = 16
+_ENCODER_CHANNELS = (64, 128, 256, 64)
+_ENCODER_STRIDES = (2, 2, 2, 2, 1)
+_DECODER_CHANNELS = (32, 64, 128, 32)
+#: The layers of E, and those of D.
+ENCODER, DECODER = slice(5), slice(5, None)
+_TAPS = 3
+_SLOPE = np.float32(0.01)
+# This number stands for the layer in the random counter of the first weights.
+_DRAWN_FOR = 0x4C474331
+
 
 @dataclass(frozen=True, eq=False)
 class Whole:
@@ -143,20 +155,6 @@ def _threads() -> Callable[[], int]:
             found: Callable[[], int] = function
             return found
     return lambda: 0
-
-
-#: One position of the code stands for so many values of the input.
-STRIDE = 16
-
-_ENCODER_CHANNELS = (64, 128, 256, 64)
-_ENCODER_STRIDES = (2, 2, 2, 2, 1)
-_DECODER_CHANNELS = (32, 64, 128, 32)
-#: The layers of E, and those of D.
-ENCODER, DECODER = slice(5), slice(5, None)
-_TAPS = 3
-_SLOPE = np.float32(0.01)
-# This number stands for the layer in the random counter of the first weights.
-_DRAWN_FOR = 0x4C474331
 
 
 @dataclass(frozen=True)

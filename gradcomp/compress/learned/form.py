@@ -23,6 +23,19 @@ from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
+T = TypeVar("T")
+#: With this setting ranks measure, and decide together.
+AUTO: Final = "auto"
+#: Every rank measures so many steps.
+MEASURED: Final = 10
+#: Training may take this part of the rest of a step, in the mean.
+PART: Final = 0.05
+_LEAST_SHARE = 1000
+#: A function that returns the nets' weights.
+Weights = Callable[[], Floats]
+#: A generator function that shares the leader's indices.
+Share = Callable[[Rider], Generator[Message, Reply, Shared]]
+
 
 @dataclass(frozen=True, eq=False)
 class Sent:
@@ -88,17 +101,6 @@ def shares(nbytes: int, counts: Sizes) -> Sizes:
     return found
 
 
-T = TypeVar("T")
-
-#: With this setting ranks measure, and decide together.
-AUTO: Final = "auto"
-#: Every rank measures so many steps.
-MEASURED: Final = 10
-#: Training may take this part of the rest of a step, in the mean.
-PART: Final = 0.05
-_LEAST_SHARE = 1000
-
-
 class Stopwatch:
     """Measure training against the rest of a step, on this rank. ``now``: a clock, in seconds."""
 
@@ -147,12 +149,6 @@ def is_share(share: object) -> bool:
     if isinstance(share, bool) or not isinstance(share, int | float) or not 1 / _LEAST_SHARE <= share <= 1:
         return False
     return abs(share * round(1 / share) - 1) < 1e-3
-
-
-#: A function that returns the nets' weights.
-Weights = Callable[[], Floats]
-#: A generator function that shares the leader's indices.
-Share = Callable[[Rider], Generator[Message, Reply, Shared]]
 
 
 @dataclass(frozen=True, eq=False)

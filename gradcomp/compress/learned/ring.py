@@ -21,7 +21,7 @@ from gradcomp.kernels.step import StepContext
 
 @dataclass(frozen=True)
 class Ring(Form):
-    """Compute mean = D((1/N) sum over ranks of E(g)); the loss is that of the mean."""
+    """Compute mean = D((1/N) sum over ranks of E(g_k)). The loss is the squared error of this mean."""
 
     @cached_property
     def network(self) -> Autoencoder:
@@ -38,7 +38,7 @@ class Ring(Form):
         return self.network.first_weights(seed)
 
     def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
-        """Return the bytes of one code, which is summed, as each row's share."""
+        """Return each row's share of the bytes of a code, which travels in a Sum."""
         code = shares(4 * self.network.code_length(int(counts.sum())), counts).astype(np.float64)
         return Traffic(np.zeros_like(code), np.zeros_like(code), code)
 
@@ -49,7 +49,7 @@ class Ring(Form):
             for other in lesson.samples[1:]:
                 total += other
             mean = total / np.float32(len(lesson.samples))
-        # The sum is exactly rounded, whatever the order.
+        # fsum rounds once, so the sum does not depend on the order.
         return math.sqrt(math.fsum((mean.astype(np.float64) ** 2).tolist()))
 
     def train(self, weights: Floats, lesson: Lesson, rate: float) -> tuple[Floats, float]:
@@ -58,7 +58,7 @@ class Ring(Form):
     def code(
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
-        """Ask for the sum of codes, which every rank decodes."""
+        """Share the leader's indices, ask for the Sum of the ranks' codes, and decode their mean."""
         shared = yield from share(Rider())
         flags, network = shared.flags.copy(), self.network
         values: list[Floats] = []
@@ -66,7 +66,7 @@ class Ring(Form):
         def write(view: Floats) -> Bytes:
             own = shared.prepare()
             values.append(sent.values(group, flags | own))
-            # An infinite value in the code makes the sum infinite, on all ranks.
+            # A code that is not finite makes the sum not finite, on all ranks.
             view[:] = network.encode(weights(), values[0])
             return own
 

@@ -1,7 +1,8 @@
-"""LGC's parameter-server form decodes one rank's code with all innovations (Abrahamyan et al. 2021, Algorithm 1).
+"""LGC's parameter-server form decodes one rank's code once for each rank (Abrahamyan et al. 2021, Algorithm 1).
 
-There is one encoder, and for each rank a decoder that is given its innovation: the rank's largest values, which it
-sends itself.
+The innovations of a rank are its largest values, which it sends uncoded. There is one encoder, and for each rank a
+decoder that takes the leader's code and the rank's innovations. The module selects the innovations (:class:`Selecting`,
+:class:`Arrived`), has the networks (:class:`Decoders`), and exchanges and trains with them (:class:`Server`).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
-_WIDTH = 32  # An index has so many bits.
+_WIDTH = 32  # bits of an index
 
 
 class Selecting(Marking):
-    """Select this rank's innovations, into ``own``, while the leader's indices are shared.
+    """Select this rank's innovations into ``own``, in the round that shares the leader's indices.
 
-    Each rank takes the largest |p| of its own layers. On the leader they are among what it has selected.
+    The leader takes the largest |p| at its indices, every other rank the largest |p| of its layers.
     """
 
     def __init__(self, sent: Sent, own: Selection) -> None:
@@ -48,7 +49,7 @@ class Selecting(Marking):
         own.indices[:], own.values[:] = chosen.indices[places], chosen.values[places]
 
     def follow(self, group: Group, context: StepContext, flags: Bytes) -> None:
-        """Take the largest elements of p, which is written to the next residuals."""
+        """Write p to the next residuals, and select its largest elements."""
         own, factors = self.own, context.factors(len(group.table))
         selection.select_top(
             group.inputs,
@@ -64,7 +65,7 @@ class Selecting(Marking):
         )
 
     def marks(self) -> npt.NDArray[np.bool_]:
-        """Mark the innovations among the leader's indices."""
+        """Return, for each value at the leader's indices, whether it is one of this rank's innovations."""
         sent, own = self._sent, self.own
         at, inside = find(sent.chosen, row_of(own.counts), own.indices)
         marks = np.zeros(len(sent.chosen.indices), np.bool_)
@@ -74,10 +75,10 @@ class Selecting(Marking):
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """Hold the innovations of all ranks, in relation to a selection S.
+    """Hold the innovations of all ranks, divided into those inside and outside of the leader's selection S.
 
-    ``inside``: those in S, (ranks, values of S), in the order of :class:`Sent`, zeros elsewhere. ``outside``: by rank,
-    those elsewhere.
+    ``inside``: shape (ranks, values of S), in the order of :class:`Sent`; 0 where a rank has no innovation.
+    ``outside``: for each rank, its innovations outside of S.
     """
 
     inside: Floats
@@ -108,7 +109,10 @@ def row_of(counts: Sizes) -> Sizes:
 def find(
     chosen: Selection, rows: Sizes, wanted: npt.NDArray[np.uint32]
 ) -> tuple[Sizes, npt.NDArray[np.bool_]]:
-    """Return the place of each element in a selection of fixed counts, and whether it is there at all."""
+    """Return where each wanted element is in ``chosen``, and whether it is there at all.
+
+    There must be no gaps between the rows of ``chosen``.
+    """
     keys = (row_of(chosen.counts) << _WIDTH) + chosen.indices
     own = (rows << _WIDTH) + wanted
     at = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
@@ -117,14 +121,14 @@ def find(
 
 @dataclass(frozen=True)
 class Decoders:
-    """Compute E and D_1 ... D_K of :class:`Autoencoder`, whose last convolution has the innovation beside 32 channels.
+    """Compute one encoder E and a decoder D_k for each of K ranks; D_k reads the rank's innovations in its last layer.
 
         L = sum over k of ||D_k(E(s_j), i_k) - s_k||**2 + similarity sum over k, m != k of ||E(s_k) - E(s_m)||**2
 
-    s_k: the values of rank k; i_k: those that rank k sends itself, zeros elsewhere; j: one rank. The second sum runs
-    over ordered pairs, so each pair counts twice. Weights are one flat float32 array: those of E, then those of each D.
-    All D have the same first weights. The weight of the innovation is 1 at first, so an untrained D returns nearly the
-    innovation.
+    s_k: the values of rank k; i_k: its innovations among them, 0 elsewhere; j: the rank whose code is decoded. The
+    second sum runs over ordered pairs, so each pair counts twice. Weights are one flat float32 array: those of E, then
+    those of each D_k. All D_k have the same initial weights. That of the innovations is 1, so an untrained D_k nearly
+    returns them.
 
     Source: Abrahamyan et al. 2021, section IV-A, equations 3 to 7, with a lambda1 of 1, which the paper leaves open.
     """
@@ -152,9 +156,9 @@ class Decoders:
         return np.concatenate([first[:end], np.tile(first[end:], self.ranks)])
 
     def adapted(self, weights: Floats, seed: int) -> Floats | None:
-        """Return weights for this number of ranks, from those of another; new D have first weights.
+        """Return weights for this number of ranks, from those of another number; new decoders get initial weights.
 
-        None if no number of ranks has so many weights.
+        None if the length of ``weights`` fits no number of ranks.
         """
         end, step = self.pair.encoder_size, self.decoder_size
         if len(weights) < end + step or (len(weights) - end) % step:
@@ -171,7 +175,7 @@ class Decoders:
         return self.pair.encode(weights, values)
 
     def decode(self, weights: Floats, code: Floats, innovations: Floats) -> Floats:
-        """Return D_k of one code and each row of ``innovations``: (K, values), which are not normalised."""
+        """Return D_k(code, row k of ``innovations``) for every k, shape (K, values). Nothing here is normalised."""
         codes, beside = code.reshape(self.channels, 1, -1), as_samples(innovations)
         found = np.empty_like(innovations)
         for k, layers in enumerate(self._decoders(weights)):
@@ -203,7 +207,7 @@ class Decoders:
         with np.errstate(all="ignore"):
             codes, encoding = pair.run_encoder(encoder, inputs)
             apart = codes - mean_of(codes)
-            # The gradient of the second sum: every pair with E(s_k) in it counts twice.
+            # The gradient of the second sum in E(s_k) is 4 K (E(s_k) - mean), because each pair counts twice.
             behind = np.float32(4 * self.similarity * self.ranks) * apart
             for k, layers in enumerate(self._decoders(weights)):
                 found, decoding = pair.run_decoder(layers, codes[:, drawn : drawn + 1], beside[:, k : k + 1])
@@ -222,18 +226,18 @@ class Decoders:
 
 
 def _squares(values: Floats) -> float:
-    """Return the sum of the squares, exactly rounded, whatever the order."""
+    """Return the sum of the squares. It is rounded once, so it does not depend on the order."""
     return math.fsum((values.astype(np.float64) ** 2).ravel().tolist())
 
 
 @dataclass(frozen=True)
 class Server(Form):
-    """Decode one rank's code with the innovations of each rank.
+    """Decode the leader's code once for each rank, with that rank's innovations.
 
-    rec_k = D_k(E(g of the leader), innovations of rank k in S); mean = (1/N) sum over k of (rec_k + those not in S).
+    r_k = D_k(E(g_j), i_k at S); mean = (1/N) sum over k of (r_k at S + i_k outside of S); j: the leader, as in LGC.
 
-    Every rank is a server: it has all N decoders, and decodes for all. ``innovation``: of a layer's k values, the share
-    that is innovations, at least one; 0: none. ``similarity``: the weight of that part of the loss.
+    Every rank is a server: it runs all N decoders. ``innovation``: the share of a layer's selected values that are
+    innovations, at least one value; 0: none. ``similarity``: the weight of the second sum of :class:`Decoders`' loss.
     """
 
     innovation: float
@@ -272,20 +276,18 @@ class Server(Form):
         return Traffic(code, innovations, np.zeros_like(code))
 
     def marking(self, group: Group, sent: Sent) -> Marking:
-        """Select innovations, as in phase 3."""
+        """Return the rider that selects this rank's innovations, as in phase 3."""
         return Selecting(sent, self._own(group, sent))
 
     def marked(self, values: int) -> int:
         return values
 
     def unit(self, lesson: Lesson) -> float:
-        """Return the root of the mean over ranks of the squared norm: zeros then have a loss of 1."""
-        squares = (lesson.samples.astype(np.float64) ** 2).ravel().tolist()
-        # The sum is exactly rounded, whatever the order.
-        return math.sqrt(math.fsum(squares) / len(lesson.samples))
+        """Return the root mean square of the ranks' norms. Divided by it, samples decoded as zeros have a loss of 1."""
+        return math.sqrt(_squares(lesson.samples) / len(lesson.samples))
 
     def train(self, weights: Floats, lesson: Lesson, rate: float) -> tuple[Floats, float]:
-        """Train on all ranks' values, from the leader's code, as in phase 3."""
+        """Train to decode every rank's values from the leader's code, as phase 3 does."""
         samples = lesson.samples
         innovations = np.where(lesson.innovations, samples, np.float32(0))
         return self.network(len(samples)).train(weights, samples, innovations, lesson.leader, rate)
@@ -293,7 +295,7 @@ class Server(Form):
     def code(
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
-        """Ask for one Broadcast of a code and indices, and for one Gather of innovations, if there are any."""
+        """Ask for a Broadcast of the code, and of indices that are not kept, and a Gather of innovations, if any."""
         network = self.network(context.world)
         coding = _Coding(sent, self._own(group, sent), network, weights)
         shared = yield from share(coding)
@@ -335,7 +337,7 @@ class Server(Form):
         arrived: Arrived,
         found: Floats,
     ) -> None:
-        """Keep, with feedback, what this rank contributed and nobody can decode."""
+        """Write residuals: at S p - r_k with ``feedback``, else 0; at this rank's innovations outside of S 0."""
         rank = context.draw.rank
         with np.errstate(all="ignore"):
             lost = sent.values(group, flags) - found[rank]
@@ -354,10 +356,12 @@ class _Coding(Selecting):
         self.code: Floats = np.zeros(0, np.float32)
 
     def lead(self, group: Group, chosen: Selection, flags: Bytes, view: Bytes) -> None:
-        """Write the code. Rows that are flagged hold zeros, because a code mixes rows."""
+        """Write the code. Rows that are flagged count as zeros, because a code mixes rows."""
         super().lead(group, chosen, flags, view)
+        values = chosen.values[self._sent.places]
+        values[flags[self._sent.rows] != 0] = 0
         with np.errstate(all="ignore"):
-            code = self._network.encode(self._weights(), chosen.values[self._sent.places])
+            code = self._network.encode(self._weights(), values)
         view[:] = code.astype("<f4").view(np.uint8)
 
     def read(self, data: Bytes) -> None:
@@ -367,7 +371,7 @@ class _Coding(Selecting):
 def _scatter(
     group: Group, context: StepContext, sent: Sent, flags: Bytes, arrived: Arrived, total: Floats
 ) -> None:
-    """Write the sum of decoded values and of innovations elsewhere, over the divisor, to the outputs."""
+    """Write (decoded values at S + innovations outside of S) / divisor to the outputs."""
     lists = [sent.chosen, *arrived.outside]
     begins = np.cumsum([0, *(len(one.indices) for one in lists[:-1])])
     kernel.scatter_mean(

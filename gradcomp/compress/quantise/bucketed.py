@@ -21,6 +21,9 @@ from gradcomp.kernels.segments import CODEBOOK_L2, CODEBOOK_LINF, LINF, MAGNITUD
 #: This bucket size stands for a whole layer: no quantisation bucket can be larger.
 WHOLE_LAYER = 2**31 - 1
 
+KINDS = {"l2": CODEBOOK_L2, "linf": CODEBOOK_LINF}
+ROUNDINGS = ("stochastic", "nearest")
+
 
 class Bucketed(Coded):
     """Base of the compressors whose quantisation buckets of ``bucket_size`` consecutive values share a scale record.
@@ -146,10 +149,6 @@ class NUQSGD(Bucketed):
 def _check_bits(bits: Level) -> None:
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ConfigError(f"bits must be a whole number from 2 to 8, got {bits!r}")
-
-
-KINDS = {"l2": CODEBOOK_L2, "linf": CODEBOOK_LINF}
-ROUNDINGS = ("stochastic", "nearest")
 
 
 @register("codebook")

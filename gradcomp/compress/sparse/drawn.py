@@ -27,6 +27,10 @@ from gradcomp.kernels.step import StepContext
 
 Floats = npt.NDArray[np.float32]
 
+Indices = npt.NDArray[np.uint32]
+INDEX_RANK: Final = 0xFFFFFFFE
+"""This number stands for the rank in the random counter of these draws; no rank and no chunk owner has it."""
+
 
 @dataclass(frozen=True)
 class Summed(ByDensity):
@@ -82,12 +86,6 @@ class Summed(ByDensity):
             scale=context.unscale,
         )
         return flags
-
-
-Indices = npt.NDArray[np.uint32]
-
-INDEX_RANK: Final = 0xFFFFFFFE
-"""This number stands for the rank in the random counter of these draws; no rank and no chunk owner has it."""
 
 
 def random_indices(

@@ -1,4 +1,4 @@
-"""Sparse payloads: counts, indices and values of selected elements; kept indices and further selections."""
+"""Selections of elements, their payloads, their indices as they are kept in the state, and smaller selections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.uint32]
 
-#: Index codings by name; ``auto`` takes the smallest for (n, k), row by row.
+#: Index codings by name. ``auto`` takes, row by row, the one with the fewest bytes. ``deflate`` does not use its entry.
 CODINGS = {
     "auto": None,
     "raw": kernel.RAW,
@@ -36,13 +36,19 @@ CODINGS = {
 
 _DEFLATE_LEVEL = 6
 
+#: The field that keeps the indices of a layer, which are the same on all ranks.
+KEPT: Final = f"{SHARED}kept_indices"
+# The field is float32, in which marks, up to 2**23, and the halves of an index, below 2**16, are exact.
+_PERIODS = 1 << 23
+_HALF = 1 << 16
+
 
 @dataclass(eq=False)
 class Selection:
-    """Hold selected elements: row i has ``offsets[i]`` up to ``offsets[i] + counts[i]`` of the flat arrays.
+    """Hold selected elements: those of row i are ``offsets[i] : offsets[i] + counts[i]`` in the two flat arrays.
 
-    ``indices``: ascending within each row. ``values``: float32. If they lie on a ``device``, only kernels may touch
-    both.
+    ``indices``: ascending within each row. ``values``: float32. Unless ``device`` is the host, only kernels may touch
+    these two arrays.
     """
 
     offsets: Sizes
@@ -53,7 +59,7 @@ class Selection:
 
     @staticmethod
     def allocate(limits: Sizes, device: Device = HOST) -> Selection:
-        """Allocate memory for up to ``limits[i]`` elements of row i, on a device."""
+        """Allocate memory for up to ``limits[i]`` elements of row i; ``counts`` begin as ``limits``."""
         ends = np.cumsum(limits)
         total = int(ends[-1]) if len(ends) else 0
         return Selection(
@@ -85,11 +91,11 @@ class IndexFormat:
         return np.zeros_like(counts) if self.deflated else self._coded(counts)[1]
 
     def most_bytes(self, limits: Sizes, fixed: bool) -> int:
-        """Return the most bytes of all rows, with ``limits`` elements each if ``fixed``, else with up to ``limits``."""
+        """Return a bound on the bytes of all rows, of ``limits`` elements if ``fixed``, else of up to ``limits``."""
         if self.deflated:
             size = int(4 * limits.sum())
             return len(zlib.compress(b"")) + size + size // 1000 + 64
-        # Fewer indices may take more bytes, because a part of PACKED and BITMAP depends on n alone.
+        # Fewer indices may take more bytes: ALL takes none for k = n, and PACKED has more low bits for a smaller k.
         slack = 0 if fixed else (self.lengths + 7) // 8 + 16
         return int((self.row_bytes(limits) + slack).sum())
 
@@ -132,7 +138,7 @@ class IndexFormat:
 
 @contextmanager
 def sent_by(sender: int) -> Iterator[None]:
-    """Raise WireFormatError, which names rank ``sender``, for errors in its payload."""
+    """Turn ValueError and zlib.error of the block into a WireFormatError that names rank ``sender``."""
     try:
         yield
     except (ValueError, zlib.error) as error:
@@ -142,11 +148,11 @@ def sent_by(sender: int) -> Iterator[None]:
 class SparseFormat:
     """Encode and decode the payload of a group.
 
-    ``limits``: the elements of each row, exactly if ``fixed``, else at most. The payload holds the counts (4 bytes
-    each, only if they vary), the coded indices row by row, and the coded values row by row. Deflated indices come last,
-    and no size is fixed then. ``device``: where its selections are; the host if indices are deflated there. On a
-    device, encoding is one call, and so is decoding, because the host knows the counts before. ``draws``: true if coded
-    values depend on the step's random numbers.
+    ``limits``: the number of elements of each row, exact if ``fixed``, else the maximum. The payload holds the counts
+    (4 bytes each, only if they vary), the coded indices row by row, and the coded values row by row. Deflated indices
+    come last, and no size is fixed then. ``device``: where selections lie; always the host if indices are deflated.
+    On a device, all kernels of :meth:`encode` can run as one call, and so can those of :meth:`decode`, because the host
+    knows the counts before. ``draws``: true if coded values depend on the step's random numbers.
     """
 
     def __init__(
@@ -182,7 +188,7 @@ class SparseFormat:
         return self._codec.wire_bytes(self._values) + 4 * self._counts_travel
 
     def begin(self, counts: Sizes, payload: Bytes) -> int:
-        """Write the counts, if they are sent: the host's part. Return the bytes of the payload, not deflated."""
+        """Write the counts, if they are sent, and return the payload's size in bytes. Indices must not be deflated."""
         key = counts.tobytes()
         if self._begun is None or self._begun[0] != key:  # mostly equal to those of the last step
             self._begun = key, int(self.wire_bytes(counts).sum())
@@ -202,7 +208,7 @@ class SparseFormat:
         return len(payload), payload[: 4 * len(self.limits)].tobytes() if self._counts_travel else b""
 
     def encode(self, chosen: Selection, payload: Bytes, flags: Bytes, draw: Draw) -> tuple[int, Floats]:
-        """Fill the payload; return the bytes used, and by how much the values that arrive will be too small.
+        """Fill the payload; return the bytes used, and the coding errors: selected values minus decoded values.
 
         Rows whose values cannot be coded are flagged.
         """
@@ -211,7 +217,7 @@ class SparseFormat:
         if not self._indices.deflated:
             at = self._indices.encode(chosen, payload, at)
         at = self._place_values(counts, at)
-        table = self._values.copy()  # a replayed call keeps it
+        table = self._values.copy()  # a call that is replayed keeps a reference to its table
         table["gradient"] = address_of(chosen.values) + 4 * chosen.offsets
         table["next_residual"] = 0 if self._lossless else address_of(self._errors) + 4 * chosen.offsets
         self._codec.encode(table, payload[:at], flags, draw)
@@ -220,14 +226,14 @@ class SparseFormat:
         return at, self._errors
 
     def _place_values(self, counts: Sizes, at: int) -> int:
-        """Write the payload offsets of the values after byte ``at``; return where they end."""
+        """Set where in the payload each row's values begin, from byte ``at`` on; return where the last ones end."""
         self._values["length"] = counts
         sizes = self._codec.wire_bytes(self._values)
         self._values["payload"] = at + np.cumsum(sizes) - sizes
         return at + int(sizes.sum())
 
     def decode(self, payload: Bytes, into: Selection, sender: int) -> None:
-        """Read the payload of rank ``sender``, all of which is checked. WireFormatError for an impossible one."""
+        """Read the payload of rank ``sender``. WireFormatError if its counts, sizes or indices are impossible."""
         with sent_by(sender):
             self._decode(payload, into)
 
@@ -278,20 +284,21 @@ def places_of(chosen: Selection) -> Sizes:
 
 
 def _inflate(stream: Bytes, nbytes: int) -> npt.NDArray[np.int64]:
-    """Return exactly ``nbytes`` bytes as numbers; never inflate more, whatever the stream contains."""
+    """Return the uint32 numbers in the stream; ValueError unless it inflates to ``nbytes`` bytes.
+
+    At most one byte more is inflated, whatever the stream contains.
+    """
     inflater = zlib.decompressobj()
-    data = (
-        inflater.decompress(stream.tobytes(), nbytes + 1)
-        if nbytes
-        else inflater.decompress(stream.tobytes(), 1)
-    )
+    data = inflater.decompress(
+        stream.tobytes(), nbytes + 1
+    )  # one byte more than fits, to notice a longer stream
     if len(data) != nbytes or not inflater.eof or inflater.unused_data:
         raise ValueError(f"the deflated indices do not hold {nbytes} bytes")
     return np.frombuffer(data, dtype="<u4").astype(np.int64)
 
 
 def _add_up(differences: npt.NDArray[np.int64], into: Selection, lengths: Sizes) -> None:
-    """Write indices, the sums of differences, and check that they ascend and are in range."""
+    """Write the indices, which are sums of the differences; ValueError unless they ascend and are in range."""
     if (differences < 1).any():
         raise ValueError("the indices do not ascend")
     counts = into.counts
@@ -303,28 +310,23 @@ def _add_up(differences: npt.NDArray[np.int64], into: Selection, lengths: Sizes)
     into.indices[places_of(into)] = found.astype(np.uint32)
 
 
-#: The name of the field.
-KEPT: Final = f"{SHARED}kept_indices"
-# The field is float32, in which marks up to this number and halves of an index, below 2**16, are exact.
-_PERIODS = 1 << 23
-_HALF = 1 << 16
-
-
 def elements_for(count: int) -> int:
-    """Return the elements of the field of a layer with ``count`` indices."""
+    """Return how many elements the field has for a layer with ``count`` indices: a mark, and two halves of each."""
     return 2 * count + 1 if count else 0
 
 
 def mark_of(period: int) -> int:
-    """Return the number that marks a period in the field: never 0, with which a field begins."""
+    """Return the number that marks a period in the field. It is never 0, the field's initial value."""
     return period % _PERIODS + 1
 
 
 @dataclass(frozen=True, eq=False)
 class KeptIndices:
-    """Locate each layer's mark, upper halves of indices, and lower halves, in the fields of a group.
+    """Load and store the kept indices of a group.
 
-    For every index, ``starts`` tells if it is the first of its layer, and ``lengths`` is the length of that layer.
+    A layer's field holds a mark, the upper 16 bits of its indices, then the lower 16 bits. ``marks``, ``upper`` and
+    ``lower`` are their places in the fields of the group, one after the other. For every index, ``starts`` tells if it
+    is the first of its layer, and ``lengths`` is the length of that layer.
     """
 
     marks: Sizes
@@ -358,7 +360,7 @@ class KeptIndices:
         return True
 
     def store(self, group: Group, context: StepContext, mark: int, chosen: Selection) -> None:
-        """Store the indices, which takes effect once the step is accepted."""
+        """Store the indices and the mark. They count once the step is accepted."""
         values = np.zeros(len(self.marks) + 2 * len(self.upper), np.float32)
         values[self.marks] = mark
         values[self.upper] = chosen.indices // _HALF
@@ -367,14 +369,14 @@ class KeptIndices:
 
 
 def narrow(chosen: Selection, counts: Sizes) -> Selection:
-    """Return, of the selected elements of every row, the ``counts[i]`` largest, ties to the lower index.
+    """Return a selection of the ``counts[i]`` largest of the selected elements of row i, ties to the lower index.
 
-    To select at one density and narrow to a lower one gives exactly the selection at the lower density, for selections
-    of the largest elements (TopK with zeros; without them, of as many as were selected). The n elements are not read
-    again, and ``chosen`` stays as it is.
+    If ``chosen`` has the largest elements at one density, the result is exactly the selection at a lower one. TopK
+    without ``zeros`` may have selected fewer elements than its density asks for; ``counts`` must not be larger. The
+    layer's other elements are not read, and ``chosen`` stays as it is.
 
     Args:
-        chosen: selections of any rows, with finite values.
+        chosen: a selection in host memory, with finite values.
         counts: int64, one per row, in 0..chosen.counts[i]; ``elements_at(density, lengths)`` for a density.
 
     Raises:
@@ -403,6 +405,6 @@ def narrow(chosen: Selection, counts: Sizes) -> Selection:
         decay=1.0,
         zeros=True,
     )
-    # The kernel counts from the first selected element of a row.
+    # The kernel's indices are positions among the selected elements of a row.
     narrowed.indices[:] = chosen.indices[narrowed.indices + np.repeat(chosen.offsets, counts)]
     return narrowed

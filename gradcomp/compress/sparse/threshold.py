@@ -24,6 +24,17 @@ from gradcomp.kernels.step import StepContext
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
+#: Bisection takes at most so many passes over a layer.
+PASSES = 20
+DISTRIBUTIONS = ("exponential", "pareto")
+#: A stage keeps this share of what is left, unless it is the last one or may keep more.
+STAGE_SHARE = 0.25
+#: Stages end at a count within this relative distance above k.
+TOLERANCE = 0.2
+# Equal magnitudes have no variance, and the ratio would be infinite.
+_LARGEST_RATIO = 1e6
+_EXPONENTIAL = 1e-9
+
 
 def is_number(value: object) -> bool:
     """Return whether a field holds a number; a bool is none."""
@@ -142,10 +153,6 @@ def _check_threshold(threshold: Level) -> None:
             raise ConfigError(f"threshold must be a positive float32, got {threshold!r}")
 
 
-#: Bisection takes at most so many passes over a layer.
-PASSES = 20
-
-
 @register("redsync")
 @dataclass(frozen=True)
 class RedSync(EstimatedThreshold):
@@ -207,15 +214,6 @@ class RedSync(EstimatedThreshold):
             if not len(rows):
                 break
         return found
-
-
-DISTRIBUTIONS = ("exponential", "pareto")
-
-#: A stage keeps this share of what is left, unless it is the last one or may keep more.
-STAGE_SHARE = 0.25
-
-#: Stages end at a count within this relative distance above k.
-TOLERANCE = 0.2
 
 
 @register("sidco")
@@ -293,8 +291,3 @@ class SIDCo(EstimatedThreshold):
         sigma = mu * (ratio + 1) / 2
         pareto: Doubles = sigma / xi * np.expm1(-xi * np.log(share))
         return pareto
-
-
-# Equal magnitudes have no variance, and the ratio would be infinite.
-_LARGEST_RATIO = 1e6
-_EXPONENTIAL = 1e-9

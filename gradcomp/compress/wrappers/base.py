@@ -1,4 +1,4 @@
-"""Wrappers change what another compressor is fed, or when it is used, and leave the exchange to it."""
+"""Wrapper is the base of compressors that change another compressor's input, or when it is used."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ W = TypeVar("W", bound="Wrapper")
 
 @dataclass(frozen=True)
 class Wrapper(Compressor):
-    """Base of the wrappers, which answer as the compressor inside does unless they override a method.
+    """Base of the wrappers, which delegate to ``inner`` whatever they do not override.
 
-    ``inner`` may be a string form. A step has one exchange, that of the innermost compressor. The string form is
-    ``name[inner]:field=value,...``.
+    ``inner`` may be given as a string form. A wrapper's own string form is ``name[inner]:field=value,...``. A group is
+    exchanged once in a step, however many wrappers there are.
     """
 
     inner: Compressor
@@ -105,7 +105,7 @@ class Wrapper(Compressor):
         return self.inner.traffic(group)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Run the inner exchange: a wrapper changes the group, the step context and the state that it sees."""
+        """Run the inner exchange. The group reflects the wrapper's traits already, such as feedback and momentum."""
         return self.inner.exchange(group, context)
 
     def to_string(self) -> str:

@@ -22,6 +22,9 @@ Doubles = npt.NDArray[np.float64]
 #: Elements coded at a time: few enough that their errors are still in the cache when they are summed.
 _PIECE = 1 << 15
 
+#: Elements coded in one call: few enough that their errors are still in the cache when they are summed.
+_AT_ONCE = 1 << 15
+
 
 def code_errors(
     choices: Sequence[Coded], layer: LayerSpec, values: Vector, seed: int, budget: Budget
@@ -112,10 +115,6 @@ def _lost(codec: Codec, table: Table, values: Floats, piece: int, draw: Draw) ->
         selection.squares(losses, more)
         energies += more
     return np.where(flags != 0, np.inf, np.sqrt(energies))
-
-
-#: Elements coded in one call: few enough that their errors are still in the cache when they are summed.
-_AT_ONCE = 1 << 15
 
 
 def block_errors(

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+_lent: dict[int, Pool] = {}
+
 
 class Block(Protocol):
     """Memory on the device, aligned to 256 bytes and freed with the object."""
@@ -112,9 +114,6 @@ class Pool(Protocol):
     def describe(self) -> str:
         """Names the pool's owner, and the bytes that it holds."""
         ...
-
-
-_lent: dict[int, Pool] = {}
 
 
 def lend(index: int, pool: Pool) -> None:

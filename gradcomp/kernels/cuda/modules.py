@@ -46,6 +46,38 @@ OPTIONS: Final = (
 
 PRELUDE: Final = "prelude.cuh"
 
+logger = logging.getLogger("gradcomp")
+FAMILY: Final = "GRADCOMP_FAMILY"
+"""The macro that selects the part of a source to compile; without it all of the source is compiled."""
+Defines = tuple[tuple[str, str], ...]
+#: Sources that are one module each, with their kernels.
+_WHOLE: Final = {
+    "adacomp.cu": ("maxima", "mark"),
+    "bits.cu": (
+        *("bits_starts", "bits_decode", "bits_decode_add", "bits_mean", "bits_choose", "bits_records"),
+        *("bits_encode_ranges", "bits_encode_nearest", "bits_encode_stochastic"),
+        *("bits_reduce_ranges", "bits_reduce_nearest", "bits_reduce_stochastic"),
+    ),
+    "bisect.cu": ("bisect_begin", "bisect_count", "bisect_decide"),
+    "draws.cu": ("draw_indices",),
+    "expand.cu": ("expand", "subtract"),
+    "indices.cu": (
+        *("encode_streams", "count_positions", "add_counts", "decode_positions"),
+        *("copy_lists", "check_lists"),
+    ),
+    "lists.cu": ("check", "take", "clear", "claim", "decide", "put"),
+    "moments.cu": ("moments",),
+    "orthogonalise.cu": ("largest_magnitudes", "orthogonalise", "keep"),
+    "rows.cu": ("discard", "collect", "nonzero", "encode_doubles", "reduce_doubles", "decode_doubles"),
+    "sample.cu": ("sample",),
+    "scatter.cu": ("check_lists", "scatter"),
+    "select.cu": (
+        *("contribute", "contribute_histogram", "histogram", "histogram_marking", "pick"),
+        *("count", "scan", "write_selection", "threshold"),
+    ),
+    "sums.cu": ("squares", "tail", "join"),
+}
+
 
 @cache
 def flat(name: str) -> str:
@@ -77,8 +109,6 @@ def _find(includer: Path, name: str) -> Path:
         return next(root / name.removeprefix("native/") for root in _NATIVE if root.is_dir())
     return includer.parent / name
 
-
-logger = logging.getLogger("gradcomp")
 
 PACKAGED: Final = Path(__file__).parent / "cubins"
 """Where ``make cubins`` writes: a folder for each compiler, as ``13.0``."""
@@ -191,12 +221,6 @@ def _in_memory(code: bytes) -> Path:
     return Path(f"/proc/self/fd/{descriptor}")
 
 
-FAMILY: Final = "GRADCOMP_FAMILY"
-"""The macro that selects the part of a source to compile; without it all of the source is compiled."""
-
-Defines = tuple[tuple[str, str], ...]
-
-
 @dataclass(frozen=True)
 class Module:
     """The ``kernels`` of a source that are compiled together, with the macros ``defines`` beside the family."""
@@ -223,35 +247,6 @@ class Module:
     def __str__(self) -> str:
         of = " ".join([*(value for _, value in self.defines), *([self.family] if self.family else [])])
         return f"{self.source} ({of})" if of else self.source
-
-
-#: Sources that are one module each, with their kernels.
-_WHOLE: Final = {
-    "adacomp.cu": ("maxima", "mark"),
-    "bits.cu": (
-        *("bits_starts", "bits_decode", "bits_decode_add", "bits_mean", "bits_choose", "bits_records"),
-        *("bits_encode_ranges", "bits_encode_nearest", "bits_encode_stochastic"),
-        *("bits_reduce_ranges", "bits_reduce_nearest", "bits_reduce_stochastic"),
-    ),
-    "bisect.cu": ("bisect_begin", "bisect_count", "bisect_decide"),
-    "draws.cu": ("draw_indices",),
-    "expand.cu": ("expand", "subtract"),
-    "indices.cu": (
-        *("encode_streams", "count_positions", "add_counts", "decode_positions"),
-        *("copy_lists", "check_lists"),
-    ),
-    "lists.cu": ("check", "take", "clear", "claim", "decide", "put"),
-    "moments.cu": ("moments",),
-    "orthogonalise.cu": ("largest_magnitudes", "orthogonalise", "keep"),
-    "rows.cu": ("discard", "collect", "nonzero", "encode_doubles", "reduce_doubles", "decode_doubles"),
-    "sample.cu": ("sample",),
-    "scatter.cu": ("check_lists", "scatter"),
-    "select.cu": (
-        *("contribute", "contribute_histogram", "histogram", "histogram_marking", "pick"),
-        *("count", "scan", "write_selection", "threshold"),
-    ),
-    "sums.cu": ("squares", "tail", "join"),
-}
 
 
 def _listed() -> Iterator[Module]:

@@ -1,4 +1,4 @@
-"""The driver over CUDA: one device, one stream, and modules that are loaded at their first use."""
+"""The driver of a CUDA device, and the protocols of the Python package that makes CUDA's calls for it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TO_HOST: Final = 2
 ON_DEVICE: Final = (2, 3)  # values of cudaMemoryType: a device's memory, or managed memory
 SUCCESS: Final = 0  # values of cudaError
 NOT_READY: Final = 600
-CAPTURE_IMPLICIT: Final = 906  # the answer for the default stream, while another stream is captured
+CAPTURE_IMPLICIT: Final = 906  # error of calls on the default stream while another stream is captured
 
-#: Kernels of streams with lower numbers start first; CUDA takes the nearest number that the device supports.
+#: Priority of the stream. Lower numbers go first; CUDA clamps the number to the range that the device supports.
 _HIGH_PRIORITY = -5
 
 
@@ -31,10 +31,9 @@ class OwnPool(Pool, Protocol):
 
 
 class Cuda(Protocol):
-    """CUDA's calls, as a package for Python offers them: :mod:`over_cupy`, or :mod:`over_bindings`.
+    """The CUDA calls that the driver makes. :mod:`over_cupy` and :mod:`over_bindings` implement them.
 
-    ``errors`` are the exceptions of failed calls, with CUDA's text. Calls that name no device work on the thread's
-    current one.
+    Failed calls raise one of ``errors``, with CUDA's text. Calls that name no device work on the thread's current one.
     """
 
     @property
@@ -71,7 +70,7 @@ class Cuda(Protocol):
         ...
 
     def stream(self, priority: int) -> Any:
-        """Returns a new stream, which does not synchronise with the default one."""
+        """Returns a new non-blocking stream of this priority."""
         ...
 
     def handle(self, stream: Any) -> int:
@@ -79,7 +78,7 @@ class Cuda(Protocol):
         ...
 
     def pool(self, stream: Any) -> OwnPool:
-        """Returns the pool of a stream's memory, which is used if no framework lends one."""
+        """Returns the allocator for a stream, which is used if no framework lends its own."""
         ...
 
     def pinned(self, nbytes: int) -> Bytes:
@@ -91,7 +90,7 @@ class Cuda(Protocol):
         ...
 
     def zero(self, address: int, nbytes: int, stream: Any) -> None:
-        """Starts to set bytes to zero."""
+        """Starts setting bytes to zero on the stream."""
         ...
 
     def module(self, path: Path) -> Any:
@@ -103,7 +102,7 @@ class Cuda(Protocol):
         ...
 
     def resident(self, kernel: Any, threads: int) -> int:
-        """Returns how many blocks of a kernel, which has no dynamic shared memory, fit on a multiprocessor."""
+        """Returns how many blocks of a kernel without dynamic shared memory fit on one multiprocessor."""
         ...
 
     def launch(self, kernel: Any, blocks: int, threads: int, parameters: Bytes, stream: Any) -> None:
@@ -111,11 +110,11 @@ class Cuda(Protocol):
         ...
 
     def synchronize(self, stream: Any) -> None:
-        """Waits for the stream without holding the interpreter's lock."""
+        """Waits for the stream's work, with the GIL released."""
         ...
 
     def record(self, stream: int) -> Any:
-        """Returns an event, without a time, behind the present work of a stream, which is given by its handle."""
+        """Records an event, with timing disabled, on the stream with this handle, and returns it."""
         ...
 
     def reached(self, event: Any) -> bool:
@@ -123,16 +122,16 @@ class Cuda(Protocol):
         ...
 
     def follow(self, stream: Any, event: Any) -> None:
-        """Makes work that is started on the stream from now on wait for the event."""
+        """Makes later work on the stream wait for the event; the host does not wait."""
         ...
 
     def is_captured(self, stream: int) -> bool:
-        """Tells whether a stream is captured into a graph; also True for the default stream beside a captured one."""
+        """Tells whether a stream is captured into a graph; True for the default one while another is captured."""
         ...
 
 
 class _Current:
-    """Makes a device the thread's current one inside its block, where CUDA's errors become DeviceError."""
+    """Context manager: the device is the thread's current one inside it, and CUDA's errors become DeviceError."""
 
     __slots__ = ("_before", "_cuda", "_index")
 
@@ -157,9 +156,10 @@ class _Current:
 
 
 class CudaDriver:
-    """Implements :class:`gradcomp.kernels.cuda.driver.Driver`; ConfigError without a device.
+    """Implements :class:`gradcomp.kernels.cuda.driver.Driver` on one device; ConfigError if the device is not usable.
 
-    Memory comes from the pool that a framework lent (see :mod:`gradcomp.kernels.cuda.driver`), else from the package's.
+    Memory comes from the pool that a framework lent (see :mod:`gradcomp.kernels.cuda.driver`), else from
+    :meth:`Cuda.pool`. Modules are loaded at their first use.
     """
 
     def __init__(self, cuda: Cuda, index: int) -> None:
@@ -168,7 +168,7 @@ class CudaDriver:
         try:
             self._capability = cuda.capability(index)
             with self.current():
-                # Other ranks wait for compressed gradients, so their kernels precede those that backward() queued.
+                # Other ranks wait for compressed gradients, so gradcomp's kernels go before those of backward().
                 self._stream = cuda.stream(_HIGH_PRIORITY)
                 self._pool = cuda.pool(self._stream)
         except refused as error:
@@ -182,18 +182,18 @@ class CudaDriver:
         return _Current(self._cuda, self._index)
 
     def make_current(self) -> None:
-        """Makes the device the thread's; a thread begins on number 0, where CUDA would make a context too."""
+        """Makes this the thread's current device. Threads start on device 0, where a call would create a context."""
         if self._cuda.current_device() != self._index:
             self._cuda.set_device(self._index)
 
     @property
     def pooled_bytes(self) -> int:
-        """Returns the bytes that the package's pool has taken from the device: its peak, unless memory was full."""
+        """Returns the bytes that the pool of :meth:`Cuda.pool` holds, in use or not, without a lent pool's."""
         with self.current():
             return self._pool.held_bytes()
 
     def allocate(self, nbytes: int) -> Block:
-        """Allocates in the order of the stream; from a full pool again after unused memory was freed."""
+        """Allocates for the stream. If no memory is left, waits for the stream, frees unused memory and retries."""
         with self.current():
             lent = lent_to(self._index)
             pool: Pool = self._pool if lent is None else lent
@@ -234,7 +234,7 @@ class CudaDriver:
             self._cuda.zero(address, nbytes, self._stream)
 
     def function(self, source: str, name: str, defines: Mapping[str, object]) -> Any:
-        """Returns a kernel, whose module is built once per machine and loaded once per process."""
+        """Returns a kernel. Its module comes with the package or is built here; this driver loads it once."""
         key = (name, source, *sorted((define, str(value)) for define, value in defines.items()))
         if key not in self._functions:
             module = holding(source, name, defines)
@@ -246,7 +246,7 @@ class CudaDriver:
         return self._functions[key]
 
     def resident(self, function: Any, threads: int) -> int:
-        """Counts the blocks on all processors, by the registers and the shared memory that the kernel takes."""
+        """Returns the number of the kernel's blocks that all multiprocessors run at a time, at least one."""
         with self.current():
             each = self._cuda.resident(function, threads)
             return max(1, each * self._cuda.processors(self._index))
@@ -256,7 +256,7 @@ class CudaDriver:
             self._cuda.launch(function, blocks, threads, parameters, self._stream)
 
     def synchronize(self) -> None:
-        """Blocks this thread, without the interpreter's lock."""
+        """Blocks this thread until the stream's work is done, with the GIL released."""
         with self.current():
             self._cuda.synchronize(self._stream)
 
@@ -278,7 +278,7 @@ class CudaDriver:
             return self._cuda.reached(event)
 
     def follow(self, event: Any) -> None:
-        """Makes this stream wait, but not the program."""
+        """Makes the driver's stream wait for the event; the host does not wait."""
         with self.current():
             self._cuda.follow(self._stream, event)
 
@@ -290,5 +290,7 @@ def index_of(cuda: Cuda, address: int) -> int:
     except cuda.errors as error:
         raise ConfigError(f"CUDA cannot tell which device holds a gradient: {error}") from error
     if found is None:
-        raise ConfigError("gradients on a GPU are not in the memory of a CUDA device, which gradcomp needs")
+        raise ConfigError(
+            "the gradients are not in the memory of a CUDA device, and gradcomp supports no other GPUs"
+        )
     return found

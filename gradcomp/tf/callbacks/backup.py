@@ -16,6 +16,7 @@ from gradcomp.core.errors import ConfigError, StateError, WireFormatError
 from gradcomp.core.strings import printable
 from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job import runtime
+from gradcomp.job.all_or_none import Together
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.tf.callbacks.common import (
@@ -28,7 +29,8 @@ from gradcomp.tf.callbacks.common import (
 from gradcomp.tf.objects import broadcast_object, broadcast_variables
 
 _LATEST = "latest"
-_WEIGHTS = "latest.weights.h5"  # the names of Keras, whose BackupAndRestore can read a backup's directory
+# Keras' BackupAndRestore uses the next two names too, so it can read a backup's directory.
+_WEIGHTS = "latest.weights.h5"
 _METADATA = "training_metadata.json"
 _COMPRESSION = "compression"
 _NAME = re.compile(r"epoch-[0-9]+-iteration-[0-9]+")
@@ -38,10 +40,12 @@ class BackupAndRestore(keras.callbacks.Callback):
     """Back the training state up, and resume from the last backup when ``fit`` is called again after a kill.
 
     The first rank writes weights, optimizer and epoch as ``keras.callbacks.BackupAndRestore`` does. After the same step
-    all ranks write their compression state (:func:`gradcomp.tf.save`) and the states of their random layers beside it.
-    A backup is a directory of its own. One rename makes it the last one when all ranks have written, so a kill at any
-    moment leaves it or the one before. On as many ranks, training that starts epochs from the same data then continues
-    bit for bit. With ``save_freq`` in batches it continues from the beginning of the epoch, as with Keras' callback.
+    every rank writes its compression state (:func:`gradcomp.tf.save`) and the states of its random layers to the same
+    directory.
+    Each backup has its own directory. The file ``latest`` names the last backup; one rename replaces it when all ranks
+    have written, so a kill at any moment leaves this backup or the one before. On the same number of ranks, training
+    then continues bit for bit if its epochs start from the same data. With ``save_freq`` in batches it continues from
+    the beginning of the epoch, as with Keras' callback.
 
     Args:
         backup_dir: a directory that all ranks share, for this run alone.
@@ -49,8 +53,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_checkpoint: remove the backup when training ends without an error.
 
     Collective. Wire: all variables once, on restoring. Raises ConfigError for bad arguments, a model that is not built
-    or has no distributed optimizer, and several optimizers that are not built; StateError on every rank if a backup
-    cannot be written or read, or its parts are not of one step.
+    or has no distributed optimizer, and several optimizers that are not built; StateError on every rank if
+    a backup cannot be written or read, or its parts are not of one step.
     """
 
     def __init__(
@@ -78,12 +82,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         require_distributed(self.model, self)
         if not self.model.built or not build_optimizers(self.model):
             raise ConfigError(
-                "BackupAndRestore needs a model that is built before fit(), because Keras saves no other. A model "
-                "without a call() of its own is built by model.built = True"
+                "BackupAndRestore needs a model that is built before fit(), because it restores the weights then. If "
+                "the model has no call() of its own, set model.built = True"
             )
         if unbuilt := [name for name, one in optimizers_of(self.model).items() if not one.built]:
             raise ConfigError(
-                "BackupAndRestore needs optimizers that are built before fit() if a model has several: call "
+                "BackupAndRestore needs all optimizers of a model with several to be built before fit(): call "
                 f"build(variables) of {', '.join(unbuilt)}"
             )
         found = self._of_root("read", self._read_latest)
@@ -95,7 +99,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._epoch, self._last_batch = epoch, -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Write a backup after every ``save_freq`` batches."""
+        """If ``save_freq`` is a number, write a backup after every ``save_freq`` batches."""
         if self.save_freq == "epoch":
             return
         self._since += batch - self._last_batch
@@ -114,7 +118,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self.delete_checkpoint:
             self._of_root("removed", lambda: self._remove_all_but(None))
 
-    # ------------------------------------------------------------------------------------------ to disk
+    # ------------------------------------------------------------------------------------------ files
 
     def _backup(self, epoch: int, batch: int) -> None:
         optimizers = optimizers_of(self.model)
@@ -136,9 +140,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._remove_all_but(name)
 
         self._of_root("written", write)
-        states = [np.asarray(variable) for variable in self._random_states()]
-        if states:
-            np.savez(self._file_of_rank(directory), *states)
+        self._on_all("random states", lambda: self._write_random_states(directory))
         for path, optimizer in self._compressions(directory):
             save(path, optimizer)  # returns when all ranks have written their files
         self._of_root("written", publish)
@@ -148,11 +150,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._of_root("read", lambda: model.load_weights(str(directory / _WEIGHTS)))
         ranks = ranks_of(model)
         broadcast_variables(variables_of(model), ranks[0], process_set=ProcessSet(ranks))
-        file = self._file_of_rank(directory)
-        if file.exists():
-            with np.load(file) as states:
-                for variable, name in zip(self._random_states(), states.files, strict=True):
-                    variable.assign(states[name])
+        self._on_all("random states", lambda: self._read_random_states(directory))
         for path, optimizer in self._compressions(directory):
             load(path, optimizer)
         step = self._steps()
@@ -192,15 +190,36 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.backup_dir.rmdir()
 
     def _steps(self) -> int:
-        """Return the number of exchanges of all optimizers together."""
+        """Return the sum of the optimizers' step numbers."""
         return sum(checkpoint_manager_of(one).step for one in optimizers_of(self.model).values())
 
     def _compressions(self, directory: Path) -> list[tuple[Path, Any]]:
-        """Return the path of each optimizer's compression state in a backup."""
+        """Return, for each optimizer, the path of its compression state in a backup, and the optimizer."""
         return [
             (directory / (_COMPRESSION if name == "optimizer" else f"{_COMPRESSION}-{name}"), optimizer)
             for name, optimizer in optimizers_of(self.model).items()
         ]
+
+    def _write_random_states(self, directory: Path) -> None:
+        states = [np.asarray(variable) for variable in self._random_states()]
+        if states:
+            np.savez(self._file_of_rank(directory), *states)
+
+    def _read_random_states(self, directory: Path) -> None:
+        file = self._file_of_rank(directory)
+        if file.exists():
+            with np.load(file) as states:
+                for variable, name in zip(self._random_states(), states.files, strict=True):
+                    variable.assign(states[name])
+
+    def _on_all(self, stage: str, work: Callable[[], None]) -> None:
+        """Run ``work`` on every rank; if it fails on one, raise on all. Collective."""
+
+        def done() -> tuple[None, None]:
+            work()
+            return None, None
+
+        Together("BackupAndRestore", ranks_of(self.model)).do(stage, done)
 
     def _file_of_rank(self, directory: Path) -> Path:
         return directory / f"random-{runtime.rank()}-of-{runtime.size()}.npz"
@@ -213,7 +232,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _of_root(self, what: str, work: Callable[[], Any]) -> Any:
         """Run ``work`` on the first rank, and return its result on every rank.
 
-        Raises StateError on every rank if it fails.
+        Raises StateError on every rank if ``work`` raises OSError, ValueError or KeyError. ``what``: a
+        participle for the message, such as "read". Collective.
         """
         ranks = ranks_of(self.model)
         told: dict[str, Any] = {}

@@ -21,6 +21,8 @@ from gradcomp.tf.local import Local
 from gradcomp.tf.objects import broadcast_variables
 from gradcomp.tf.optimizer import core_of
 
+logger = logging.getLogger("gradcomp")
+
 
 def optimizers_of(model: Any) -> dict[str, Any]:
     """Return the optimizers that train the model, by the attribute that holds them.
@@ -184,9 +186,6 @@ class MetricAverage(keras.callbacks.Callback):
 
         channel.submit(Call("MetricAverage", names), work).result()
         logs.update(zip(names, (values / channel.size).tolist(), strict=True))
-
-
-logger = logging.getLogger("gradcomp")
 
 
 class Progress(keras.callbacks.Callback):

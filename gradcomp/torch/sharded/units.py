@@ -1,8 +1,8 @@
 """The units of a model that ``fully_shard`` has sharded: which parameters travel together, and who holds which part.
 
 ``fully_shard`` passes flat tensors to a custom collective. The places of parameters in them follow from
-shapes alone. They are computed here, compared with the size of the tensor, and once with the shards
-themselves, so that a torch with another layout is noticed.
+shapes alone and are computed here. The computed size is compared with every tensor's size, and the places once with
+the shards themselves, so a torch that uses another layout raises ConfigError.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from gradcomp.torch.tensors import dtype_name
 
 @dataclass(frozen=True)
 class Sharded:
-    """A parameter of the whole ``shape``, which the ranks of ``mesh`` share along ``dimension``.
+    """A parameter of shape ``shape``, which ``fully_shard`` cuts into ``world`` shards along ``dimension``.
 
-    It is found as ``attribute`` of ``module``. That is a DTensor between uses, and the whole tensor in use.
+    ``mesh`` is its DeviceMesh while it is sharded. ``module.attribute`` is a DTensor then, and a plain tensor
+    while the parameter is gathered.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Sharded:
 
     @property
     def shard(self) -> torch.Tensor | None:
-        """This rank's shard, or None while the parameter is whole."""
+        """This rank's shard; None while the parameter is gathered, or resharded to another mesh after forward."""
         parameter = self.current
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
             return None
@@ -60,9 +61,10 @@ class Sharded:
         return LayerSpec(self.name, self.shape, dtype_name(dtype), kind_of(self.name, len(self.shape)))
 
     def room(self, members: int) -> int:
-        """Return the size of this parameter's place in a rank's block.
+        """Return the number of elements that this parameter takes in a rank's block, padding included.
 
-        ``members`` ranks share the elements that ``world`` ranks have, with their padding.
+        ``fully_shard`` pads for ``world`` ranks. ``members`` is the number of blocks: ``world``, or fewer in a mesh for
+        resharding after forward.
         """
         rows = self.shape[self.dimension]
         row = prod(self.shape) // rows if rows else 0
@@ -80,10 +82,10 @@ Snapshot = list[tuple[weakref.ref[torch.Tensor], int, int, int]]
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that ``fully_shard`` gathers and reduces together, in its order.
+    """Parameters that ``fully_shard`` gathers and reduces together, in the order in which it lays them out.
 
-    ``ranks`` are those of torch.distributed that hold shards. ``with_gradient`` holds the numbers of
-    parameters whose gradient has not been reduced yet.
+    ``ranks`` lists the ranks of torch.distributed that hold shards. ``with_gradient`` holds the numbers of parameters
+    that have a gradient which was not reduced yet.
     """
 
     name: str
@@ -119,7 +121,10 @@ class Unit:
                 )
 
     def reduced(self, elements: int, members: int) -> list[int]:
-        """Return the parameters whose gradients a tensor of this many elements holds: those with one, or all."""
+        """Return the numbers of the parameters whose gradients a tensor of this many elements holds.
+
+        These are the parameters in ``with_gradient``, or else all trainable ones. ConfigError if neither fits.
+        """
         trainable = [i for i, one in enumerate(self.parameters) if one.current.requires_grad]
         expected = []
         for numbers in (sorted(self.with_gradient), trainable):
@@ -134,8 +139,8 @@ class Unit:
 
     def _otherwise(self, what: str, elements: int, members: int, expected: str) -> str:
         return (
-            f"{self.name}: torch {torch.__version__} gives {elements} elements of {what} on {members} ranks; by its "
-            f"parameters they are {expected}"
+            f"{self.name}: torch {torch.__version__} passes {elements} elements of {what} on {members} ranks, where "
+            f"compress_fsdp expects {expected}"
         )
 
     def snapshot(self) -> Snapshot | None:
@@ -151,9 +156,9 @@ class Unit:
 
     @property
     def accumulates(self) -> bool | None:
-        """True if this rank's shards have gradients already.
+        """True if the first trainable parameter has a gradient already.
 
-        None while the parameters are whole, or if all are frozen.
+        None while it has no shard (see :attr:`Sharded.shard`), or if all parameters are frozen.
         """
         for one in self.parameters:
             if (parameter := one.current).requires_grad:
@@ -174,7 +179,7 @@ class Unit:
 
 
 def find_units(model: torch.nn.Module) -> list[Unit]:
-    """Return a model's units in the order of its modules; raise ConfigError if ``fully_shard`` was not called."""
+    """Reshard the model and return its units in module order; ConfigError if ``fully_shard`` was not called."""
     grouped: dict[int, list[FSDPModule]] = {}
     titles: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -229,8 +234,8 @@ def _unit(title: str, modules: list[FSDPModule], names: dict[int, str]) -> Unit:
             parameters.append(Sharded(name, module, attribute, shape, dimension, group.size(), mesh))
     if len(ranks) > 1:
         raise ConfigError(
-            f"{title} has parameters on several meshes ({len(ranks)} groups of ranks), where torch takes no custom "
-            "collective: call fully_shard on the modules of each mesh"
+            f"{title} has parameters on several meshes ({len(ranks)} groups of ranks); torch takes no custom "
+            "collective for that: call fully_shard separately on the modules of each mesh"
         )
     return Unit(title, modules, parameters, next(iter(ranks), ()))
 
@@ -253,15 +258,15 @@ def _managed(modules: Sequence[FSDPModule]) -> Iterator[torch.nn.Module]:
 
 
 def _shard_of(name: str, parameter: DTensor) -> tuple[int, int]:
-    """Return the mesh dimension along which the parameter is sharded, and the parameter's dimension."""
+    """Return the mesh dimension that shards the parameter, and the tensor dimension that is cut."""
     placements, mesh = parameter.placements, parameter.device_mesh
     sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     if len(sharded) != 1 or type(placements[sharded[0]]) is not Shard:
         dimensions = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
         where = ", ".join(f"{dimensions[i]}: {placement}" for i, placement in enumerate(placements))
         raise ConfigError(
-            f"parameter {name!r} is placed by mesh dimension as {where}: gradcomp compresses parameters that one mesh "
-            "dimension shards, without tensor parallelism beside it"
+            f"parameter {name!r} has the placements {where}: gradcomp compresses only parameters that exactly one mesh "
+            "dimension shards, and no tensor parallelism"
         )
     shard = placements[sharded[0]]
     assert isinstance(shard, Shard), "checked above"
