@@ -594,6 +594,14 @@ def state_wider_than_its_parameter_stays_wide(rank: int, world: int) -> None:
     same(ours.state[parameter]["momentum_buffer"], torch.full((3,), 1 + 2**-20))
 
 
+@check
+def state_that_belongs_to_no_parameter(rank: int, world: int) -> None:
+    ours = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
+    ours.state["whole"] = {"norm": torch.tensor([1.0 + rank])}
+    gc.broadcast_optimizer_state(ours)
+    same(ours.state["whole"]["norm"], torch.tensor([1.0]))
+
+
 def used(kind: type[torch.optim.Optimizer], steps: int, seed: int) -> torch.optim.Optimizer:
     """Any optimizer of torch's, on two matrices, after so many steps."""
     torch.manual_seed(seed)

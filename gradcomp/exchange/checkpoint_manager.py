@@ -99,7 +99,7 @@ class CheckpointManager:
         return self.pipeline.step if self._exchanger is not None or "pipeline" in self.__dict__ else 0
 
     def snapshot(self) -> Snapshot:
-        """Return this rank's state. Local."""
+        """Return this rank's state. It is local, unless pending means are not finite: see :meth:`StepDriver.rest`."""
         self.finish_step()
         return snapshot(self.pipeline, self._unit)
 
@@ -117,6 +117,7 @@ class CheckpointManager:
     def inherit(self, old: CheckpointManager) -> None:
         """Continue from the state of a checkpoint manager with fewer layers. Local."""
         self._expected = old._expected
+        self.awaited, self._restored, self._begins_anew = old.awaited, old._restored, old._begins_anew
         if self._exchanger is not None or "pipeline" in old.__dict__:
             inherit(self.pipeline, old.pipeline)
 

@@ -172,7 +172,7 @@ def _count(part: bytes) -> tuple[int, bool]:
     try:
         rows, has = json.loads(part)
         return int(rows), bool(has)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireFormatError(f"a count of sparse rows is malformed: {error}") from error
 
 
@@ -225,7 +225,9 @@ class StepDriver:
     gradients, by layer. ``divisor``: divides the sums of sparse gradients. ``agrees``: the ranks vote before a step is
     accepted. ``rank``: this rank's number in the job.
 
-    Only one thread at a time may call a verb. Once the exchanger has failed, verbs raise its error.
+    Only one thread at a time may call a verb. Once the exchanger has failed, a step can be neither opened, nor waited
+    for, nor accepted: these verbs raise its error. Gradients can still be handed in, and the step flushed and
+    discarded.
     """
 
     def __init__(
@@ -375,7 +377,9 @@ class StepDriver:
         return means
 
     def commit(self, *, edited: bool = False) -> bool:
-        """Accept the step: residuals take their new values. Return False if the ranks agreed to skip it instead.
+        """Accept the step: residuals take their new values, unless a mean is not finite.
+
+        Return False if the ranks agreed to skip the step instead.
 
         ``edited``: the means were changed, while some rank is late.
         """
@@ -455,7 +459,9 @@ class StepDriver:
     # -- beside steps ---------------------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Make sure that no step is under way before the state is read or replaced. Local.
+        """Make sure that no step is under way before the state is read or replaced.
+
+        It is local, unless means that are not finite are pending: all ranks end that step together.
 
         Raises the error of an exchanger that has failed, and StateError in the middle of a step.
         """

@@ -57,7 +57,8 @@ class Progress(StepWatch):
 
     ``is_open`` says that a step has begun that nobody has waited for.
     ``collectives`` counts those that began since the last step. ``error`` says why there will be no further step.
-    From :meth:`begin` until the wait ends the engine's thread alone touches the pipeline and the communicator.
+    From :meth:`begin` until the wait ends the engine's thread alone touches the pipeline and the communicator. Only
+    submissions and the flush of an open step come from the training thread.
     """
 
     def __init__(
@@ -303,8 +304,8 @@ class Exchanger:
 
     Construction is collective: the ranks first compare layers, plan, settings and the arguments of the frontend,
     and every rank raises PlanMismatchError if they differ. The training thread opens a step, submits layers,
-    flushes and waits; the engine's thread does the rest, see :class:`Progress`. After a failure every call raises
-    the same error.
+    flushes and waits; the engine's thread does the rest, see :class:`Progress`. After a failure every call that
+    opens, waits for or accepts a step, or communicates between steps, raises the same error.
     """
 
     def __init__(
@@ -581,6 +582,8 @@ class Exchanger:
         if self.closed:
             raise StateError("the exchanger is closed")
         if self._progress.busy:
-            raise StateError("a group of requests is under way: finish() waits for it")
+            raise StateError(
+                "a group of requests, or another collective between steps, is under way and was not waited for"
+            )
         if os.getpid() != self._pid:
             raise StateError("gradcomp does not run in a forked child; initialise it there, or use spawn")

@@ -256,8 +256,11 @@ class Pipeline:
         ``late`` says that it is not this rank's own gradients that end the exchange. Other ranks have their means
         before this rank has, and the headers tell them so.
         """
-        assert self._exchange is not None, "a step is open"
-        self._exchange.late = late
+        exchange = (
+            self._exchange
+        )  # None once the engine's thread has abandoned the step; the wait raises its error
+        if exchange is not None:
+            exchange.late = late
         self.arrivals.flush()
 
     def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:

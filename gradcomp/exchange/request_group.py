@@ -93,17 +93,19 @@ def compare(call: Call, rank: int, size: int) -> Generator[AllGather, None, list
     ]
     if len(troubled) > 0:
         raise ConfigError(f"{call.name}: rank {troubled[0]}: {printable(texts[troubled[0]])}")
-    raise PlanMismatchError(f"{call.name}: the ranks do not call the same: {difference(texts)}")
+    raise PlanMismatchError(
+        f"{call.name}: the ranks do not call the same: {difference(texts, range(len(texts)))}"
+    )
 
 
-def difference(texts: Sequence[str]) -> str:
-    """Return, in words, the first line in which a rank differs from rank 0."""
-    for rank, text in enumerate(texts):
+def difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """Return, in words, the first line in which the text of one of the ranks differs from that of the first."""
+    for rank, text in zip(ranks, texts, strict=True):
         ours, theirs = texts[0].split("\n"), text.split("\n")
         for i in range(max(len(ours), len(theirs))):
             pair = [lines[i] if i < len(lines) else "nothing more" for lines in (ours, theirs)]
             if pair[0] != pair[1]:
-                return f"rank 0 has {printable(pair[0])}, rank {rank} has {printable(pair[1])}"
+                return f"rank {ranks[0]} has {printable(pair[0])}, rank {rank} has {printable(pair[1])}"
     raise WireFormatError("the digests of the ranks' calls differ, but their descriptions do not")
 
 

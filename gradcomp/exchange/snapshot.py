@@ -79,7 +79,7 @@ class Shared:
         """Invert :meth:`to_plain`; raise StateError for anything else."""
         try:
             return _shared(data)
-        except (KeyError, TypeError, ValueError, GradcompError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, GradcompError) as error:
             raise StateError(f"not a compression state: {error!r}") from error
 
 
@@ -118,8 +118,10 @@ def _shared(data: Any) -> Shared:
         raise ValueError(f"rate {rate!r}")
     step = _number(data["step"], 0, 2**62)
     control = data.get("control")
-    if control is not None and set(mapping_of(control)) != {"controller", "state"}:
-        raise ValueError("the controller's state is malformed")
+    if control is not None:
+        if set(mapping_of(control)) != {"controller", "state"}:
+            raise ValueError("the controller's state is malformed")
+        mapping_of(control["state"])
     switch = data.get("switch")
     if switch is not None:
         specs = [LayerSpec(name, shape, dtype) for name, (shape, dtype) in layers.items()]

@@ -254,7 +254,8 @@ def _common(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[
         if all(key in one.calls for one in deciding):
             listed = [one.calls[key] for one in lists if key in one.calls]
             place, zeros = places.get(key), listed[0].zeros
-            error = _wrong("" if place is None else pending[place].name, listed)
+            ranks = [r for r, one in enumerate(lists) if key in one.calls]
+            error = _wrong("" if place is None else pending[place].name, listed, ranks)
             if error is None and len(listed) < len(lists) and zeros is None:
                 name = "" if place is None else pending[place].name
                 error = ConfigError(f"{name}: rank {lacking[0]} has joined, and only takes part in allreduce")
@@ -262,13 +263,14 @@ def _common(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[
     return found
 
 
-def _wrong(name: str, listed: Sequence[_Listed]) -> GradcompError | None:
-    for rank, one in enumerate(listed):
+def _wrong(name: str, listed: Sequence[_Listed], ranks: Sequence[int]) -> GradcompError | None:
+    """Return the error of a call that ``ranks`` have listed, if a rank has a problem or calls otherwise."""
+    for rank, one in zip(ranks, listed, strict=True):
         if one.problem is not None:
             return ConfigError(f"{name}: rank {rank}: {printable(one.problem)}")
     descriptions = [one.description for one in listed]
     if any(description != descriptions[0] for description in descriptions):
-        return PlanMismatchError(f"{name}: the ranks do not call the same: {difference(descriptions)}")
+        return PlanMismatchError(f"{name}: the ranks do not call the same: {difference(descriptions, ranks)}")
     return None
 
 
@@ -276,7 +278,7 @@ def _stuck(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[M
     """Return what each rank waits for, with an error, if none will call anything else: these waits could not end."""
     if not all(one.waits for one in lists):
         return []
-    wrong = _wrong("", [one.calls[one.waits[0]] for one in lists]) or PlanMismatchError(
+    wrong = _wrong("", [one.calls[one.waits[0]] for one in lists], range(len(lists))) or PlanMismatchError(
         ": the ranks wait for calls of different names"
     )
     places = {key: place for place, key in enumerate(lists[rank].calls)}

@@ -151,6 +151,7 @@ class Channel:
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._pending: list[_Item] = []
         self._closing = False
+        self._left = False  # the thread takes no more items
         #: How often the ranks have compared their calls. :func:`gradcomp.job.joining.join` ranks its callers by it.
         self.rounds = 0
         self._callers: set[int | None] = set()  # threads that have called anything
@@ -188,6 +189,8 @@ class Channel:
         item = _Item(call, work, reply, perf_counter())
         self._watch.outstanding[item] = None
         self._queue.put(item)
+        if self._left:  # the thread may have looked for the last time before this item was queued
+            self._refuse_rest()
         return reply
 
     def close(self, reason: str | None = None) -> None:
@@ -246,6 +249,17 @@ class Channel:
         sleep_precisely()
         while self._take():
             self._round()
+        self._left = True
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Raise StateError in the replies of items that were queued too late."""
+        with suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if item is not None:
+                    self._watch.outstanding.pop(item, None)
+                    item.reply.set_exception(StateError(f"{item.call.name}: gradcomp was shut down"))
 
     def _take(self) -> bool:
         """Move queued calls to the pending ones; block while there are none. Return False if the thread is to end."""

@@ -225,6 +225,8 @@ def _encoded(obj: Any) -> tuple[bytes, str | None]:
         payload = encode(obj)
     except ConfigError as error:
         return b"", str(error)
+    except (ValueError, RecursionError) as error:
+        return b"", f"the object cannot be encoded: {error}"
     if len(payload) > MOST_OBJECT_BYTES:
         return b"", f"the object has {len(payload)} bytes, more than {MOST_OBJECT_BYTES}"
     return payload, None
@@ -239,8 +241,8 @@ def encode(value: Any) -> bytes:
 
         8 bytes: the length of the JSON, little-endian; the JSON; arrays and byte strings in order
 
-    Values are None, bool, int, float, str, bytes, NumPy arrays and scalars of numbers, and lists, tuples and
-    dicts (whose keys are strings or numbers) of them. Raises ConfigError that names anything else.
+    Values are None, bool, int, float, str, bytes, NumPy arrays and scalars of numbers and bools, and lists, tuples and
+    dicts (whose keys are strings, numbers, bools or None) of them. Raises ConfigError that names anything else.
     """
     parts: list[bytes] = []
     text = json.dumps(_to_json(value, parts)).encode()
@@ -253,7 +255,7 @@ def decode(data: bytes) -> Any:
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
         reader = _Reader(memoryview(data)[end:])
         value = _from_json(json.loads(data[_LENGTH_BYTES:end]), reader)
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise WireFormatError(f"these {len(data)} bytes are not an encoded value: {error}") from error
     if len(reader.rest) > 0:
         raise WireFormatError(f"an encoded value has {len(reader.rest)} bytes too many at its end")
@@ -287,7 +289,8 @@ def _to_json(value: Any, parts: list[bytes]) -> Any:
         parts.append(value)
         return {"bytes": len(value)}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.name in _DTYPES:
-        parts.append(np.asarray(value, order="C").tobytes())
+        # The dtype of that name is this machine's: values in the other byte order are swapped.
+        parts.append(np.asarray(value, dtype=value.dtype.newbyteorder("="), order="C").tobytes())
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return {kind: [value.dtype.name, list(value.shape)]}
     raise _refusal(value)

@@ -527,13 +527,6 @@ if TYPE_CHECKING:
         """Tells type checkers what :class:`gradcomp.torch.optimizer.DistributedTorchOptimizer` tells them."""
 
 
-#: Numeric settings of Keras' optimizers. The learning rate is not one: it may be a schedule, whose value is passed.
-_SCALARS = (
-    *("momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay", "clipnorm", "clipvalue"),
-    *("global_clipnorm", "amsgrad", "centered", "initial_accumulator_value", "learning_rate_power"),
-)
-
-
 def adopt(optimizer: Any, core: Core) -> None:
     """Turn the optimizer into a distributed one, in place, so that references to it stay valid.
 

@@ -70,7 +70,7 @@ def _names_in(directory: Path, process_set: Members) -> list[str] | None:
     ranks = members(process_set)
     names = None
     if runtime.rank() == ranks[0]:
-        with suppress(StateError):
+        with suppress(StateError, OSError):
             last = directory / checkpoint_directory.last(directory)
             names = list(checkpoint.Manifest.from_text(checkpoint.read_manifest(last)).shared.layers)
     found: list[str] | None = broadcast_object(names, ranks[0], process_set=process_set)

@@ -40,7 +40,7 @@ def broadcast_parameters(
     whose names are their positions. Names, shapes and dtypes must be the same on all ranks; the order of pairs not.
     Extra state, and entries of a dict that are not tensors, are replaced as by :func:`broadcast_object`. A
     ``state_dict()`` cannot give a module its extra state; a warning says so. Nothing happens on a rank outside
-    ``process_set``. Wire: broadcasts of up to 64 MiB, d bytes in all.
+    ``process_set``. Wire: d bytes in all, in broadcasts of up to 64 MiB or of one larger tensor.
     """
     if runtime.rank() not in ranks_of(process_set):
         return
@@ -68,7 +68,8 @@ def broadcast_parameters(
             assert isinstance(params, MutableMapping)
             params.update(received)
     if stateful:
-        states = {name: module.get_extra_state() for name, module in stateful.items()}
+        is_root = channel.rank == root
+        states = {name: module.get_extra_state() for name, module in stateful.items()} if is_root else None
         received = broadcast_object(states, root_rank, process_set=process_set)
         if channel.rank != root:
             for name, module in stateful.items():
@@ -138,10 +139,12 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) 
     """Undo the casts of ``load_state_dict`` to the parameters' dtypes, which the root's state did not undergo."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in saved.items():
-        held = optimizer.state[parameters[index]]
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, torch.Tensor) and held[key].dtype != value.dtype:
-                held[key] = value.to(held[key].device)
+        # A key that is not a parameter's number stands for itself.
+        key: Any = parameters[index] if index in range(len(parameters)) else index
+        held = optimizer.state[key]
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and held[name].dtype != value.dtype:
+                held[name] = value.to(held[name].device)
 
 
 def broadcast_object(

@@ -114,7 +114,8 @@ class Gradients:
         if gradient is not None and (apart or gradient.is_sparse or gradient.stride() != form.strides):
             gradient = None
         if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
-            raise self._became_another(layer, parameter)
+            misfit = gradient if gradient is not None and form.fits(parameter) else parameter
+            raise self._became_another(layer, misfit)
         made = self._staging.allocate(form, None if gradient is None else gradient.detach())
         self._made[layer] = made
         return made.address
@@ -134,8 +135,8 @@ class Gradients:
         """Make the means of these layers sparse, because SparseAdam takes no dense gradients."""
         for layer in layers:
             mean = self.parameters[layer].grad
-            assert mean is not None, "a layer that is present on some rank has a mean"
-            self.parameters[layer].grad = mean.to_sparse(1)
+            if mean is not None:  # a hook has taken it away otherwise, which the caller reports
+                self.parameters[layer].grad = mean.to_sparse(1)
 
     def forget_means(self) -> None:
         """Drop the means of layers that only other ranks had."""

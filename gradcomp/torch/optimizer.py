@@ -13,7 +13,7 @@ import torch
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.config import refuse_removed
-from gradcomp.core.errors import GradcompError, StateError
+from gradcomp.core.errors import StateError
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, ProcessSet, ranks_of
@@ -292,7 +292,7 @@ class Distributed(Readers, Adopted):
             names = [f"group{group}.param{i}" for i in range(len(added))]
         try:
             self.__dict__["_gradcomp"] = rebuild(self, core, names, added)
-        except GradcompError:
+        except Exception:
             self.param_groups.pop()  # type: ignore[attr-defined]
             raise
 

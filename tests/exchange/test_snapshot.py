@@ -307,7 +307,7 @@ HOSTILE = {
     "settings": [None, {}, {"seed": -1, "slice_elements": 1, "cold_after_steps": 1},
                  {"seed": 1, "slice_elements": 1, "cold_after_steps": 1, "reduction": "rung"},
                  {"seed": 1, "slice_elements": 1, "cold_after_steps": 1, "reduction": 1}],
-    "unit": [None, 0, -1.0, float("nan"), float("inf"), "1", True],
+    "unit": [None, 0, -1.0, float("nan"), float("inf"), "1", True, 10**400],
 }  # fmt: skip
 
 
@@ -321,6 +321,12 @@ def test_a_hostile_shared_part_is_a_state_error(key: str, value):
     del plain[key]
     with pytest.raises(StateError, match="not a compression state"):
         Shared.from_plain(plain)
+
+
+def test_a_controllers_state_that_is_no_mapping_is_a_state_error():
+    plain = snapshot(single()).shared.to_plain()
+    with pytest.raises(StateError, match="not a compression state"):
+        Shared.from_plain({**plain, "control": {"controller": "lgreco", "state": [1]}})
 
 
 # ------------------------------------------------------------------------------------- more layers, other numbers

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, PlanMismatchError, WireFormatError
+from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.exchange.request_group import Call
 from gradcomp.exchange.watchdog import Watchdog
 from gradcomp.job.call_matching import inline_bytes
@@ -120,6 +121,17 @@ def test_ranks_that_call_different_things_hear_which_and_can_go_on():
         return submit(channel, sum, Call("test", ["test()"], number=channel.rank))
 
     assert everywhere(3, body) == [3, 3, 3]
+
+
+def test_a_call_that_is_queued_as_the_channel_closes_is_an_error_and_does_not_wait_for_ever():
+    (transport,) = World(1).transports()
+    watchdog = Watchdog(LocalControl(), 0)
+    channel = Channel(transport, watchdog, Config(timeout_seconds=20.0), "all")
+    channel.close()
+    watchdog.stop()
+    channel._thread = SimpleNamespace(is_alive=lambda: True)  # as a caller saw it that looked before the end
+    with pytest.raises(StateError, match="test: gradcomp was shut down"):
+        channel.submit(Call("test", ["test()"]), lambda _: None).result(5)
 
 
 def test_work_that_fails_gives_the_channel_up_on_all_ranks():

@@ -50,6 +50,16 @@ def named(name: str | None, text: str = "", number: int = 0, problem: str | None
     return Call("test", [text or f"test({name})"], number, problem, name)
 
 
+def test_ranks_are_named_by_their_numbers_where_one_has_joined():
+    stands_in = Call("join", ["join()"], stand_in=lambda _: None)
+    for calls, text in (
+        ([named("a"), named("a", problem="it is odd")], "rank 2: it is odd"),
+        ([named("a", "one"), named("a", "two")], "rank 1 has one, rank 2 has two"),
+    ):
+        found, _ = together([[stands_in], *([call] for call in calls)], waits=[[0], [0], [0]])
+        assert text in str(found[1][0].error)
+
+
 @pytest.mark.parametrize(("world", "room"), [(2, 4096), (3, 4096), (7, 2336), (1000, 16)])
 def test_calls_in_one_order_cost_a_header_and_room_for_small_arrays(world: int, room: int):
     calls = [named("a"), named("b"), named(None)]

@@ -193,6 +193,11 @@ def test_before_init(call) -> None:
 # -------------------------------------------------------------------------------------------- hostile bytes
 
 
+def test_arrays_in_the_other_byte_order_arrive_as_they_are() -> None:
+    sent = np.array([1.5, -2.0], dtype=">f4")
+    assert decode(encode({"a": sent, "b": sent[1]})) == {"a": pytest.approx([1.5, -2.0]), "b": -2.0}
+
+
 def test_bytes_that_are_no_object_are_refused() -> None:
     good = encode({"a": [1, np.arange(4), b"xyz", (np.float32(1),)]})
     for bad in (
@@ -211,6 +216,7 @@ def test_bytes_that_are_no_object_are_refused() -> None:
         b'{"array": ["int8", [-1]]}',
         b"{}",
         b'{"array": []}',
+        b'{"array": ["float32", [1e999]]}',
         b"[" * 100000,
     ):
         with pytest.raises(gc.WireFormatError):

@@ -289,6 +289,9 @@ def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was():
     with pytest.raises(gc.ConfigError, match=r"0.weight"):
         optimizer.add_param_group({"params": [extra], "names": ["0.weight"]})
     assert len(optimizer.param_groups) == 1
+    with pytest.raises((TypeError, gc.GradcompError)):
+        optimizer.add_param_group({"params": [extra], "names": (name for name in ["extra"])})
+    assert len(optimizer.param_groups) == 1
     loss_of(model, 0).backward()
     optimizer.step()
     assert_same_on_all_ranks(model.parameters())

@@ -75,8 +75,11 @@ class DensitySchedule(Scheduled):
         if not isinstance(self.levels, tuple) or not self.levels:
             raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
         for level in self.levels:
-            if level is None:
-                raise ConfigError(f"levels must be a tuple of levels, got {self.levels!r}")
+            if not isinstance(level, int | float) or isinstance(self.inner.level, tuple):
+                raise ConfigError(
+                    f"levels must be a tuple of numbers around a compressor with one level, got {self.levels!r} around "
+                    f"{self.inner.to_string()}"
+                )
             self.inner.with_level(level)  # raises for an impossible one
 
     def at_step(self, step: int) -> Compressor:

@@ -232,7 +232,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _of_root(self, what: str, work: Callable[[], Any]) -> Any:
         """Run ``work`` on the first rank, and return its result on every rank.
 
-        Raises StateError on every rank if ``work`` raises OSError, ValueError or KeyError. ``what``: a
+        Raises StateError on every rank if ``work`` raises. ``what``: a
         participle for the message, such as "read". Collective.
         """
         ranks = ranks_of(self.model)
@@ -241,7 +241,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if runtime.rank() == ranks[0]:
             try:
                 told = {"result": work()}
-            except (OSError, ValueError, KeyError) as error:
+            except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
                 cause, told = error, {"error": f"{type(error).__name__}: {error}"}
         told = broadcast_object(told, ranks[0], process_set=ProcessSet(ranks))
         if "error" in told:
