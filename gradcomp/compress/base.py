@@ -208,7 +208,7 @@ class Compressor(ABC):
         return self._string(self.name, self.level_field)
 
     def short_string(self) -> str:
-        """Return a string form for logs: the level or the first field, and all fields that are not their default."""
+        """Return a string form for logs: the level, or else a first field of text, and all that are not default."""
         return self._string(self.name, *self._defaults())
 
     def _defaults(self) -> list[str]:

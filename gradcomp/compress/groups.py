@@ -74,8 +74,9 @@ def pack(
     """Return the pieces of every exchange bucket, of the layers numbered in ``order``; those in ``cold`` come last.
 
     Exchange buckets are filled in order up to ``bucket_elements``, or four times that for layers that an allreduce
-    adds; a layer that does not fit is cut where its compressor allows it. Layers whose compressor needs the whole model
-    at once share one exchange bucket, after those of the others.
+    adds; a layer that does not fit is cut where its compressor allows it. Layers outside of ``cold`` whose compressor
+    needs the whole model at once share one exchange bucket, which follows those of the other layers outside of
+    ``cold``.
     """
     hot = [i for i in order if i not in cold]
     together = [i for i in hot if compressors[i].traits.whole_model]

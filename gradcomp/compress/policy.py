@@ -53,7 +53,7 @@ class Policy:
         object.__setattr__(self, "overrides", {name: resolve(c) for name, c in self.overrides.items()})
 
     def choose(self, layer: LayerSpec) -> tuple[Compressor, str | None]:
-        """Return the layer's compressor and, if the layer travels exactly, the reason."""
+        """Return the layer's compressor and, if the layer is not compressed or only rounded to bfloat16, the reason."""
         if layer.dtype == "float64":
             return Identity(), "float64"
         for pattern, compressor in self.overrides.items():

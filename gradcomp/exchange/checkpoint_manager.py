@@ -31,7 +31,10 @@ class Expected:
     where: str
 
     def check(self, held: Digests | None) -> None:
-        """Raise StateError naming the first parameter that differs. Warn if the digests cannot be compared."""
+        """Raise StateError naming the first parameter that differs, if there are digests to compare.
+
+        Warn if they were computed by another algorithm.
+        """
         if held is None:
             return
         if held.algorithm != self.digests.algorithm:

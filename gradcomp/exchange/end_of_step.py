@@ -22,7 +22,7 @@ LIMIT = 3
 def agree_on_order(
     transport: Transport, count: int, arrived: Sequence[int]
 ) -> Generator[Waiting, None, list[int]]:
-    """Return the order in which rank 0's gradients arrived; layers without one follow behind."""
+    """Return the order in which rank 0 reported its layers; those that it did not report follow behind."""
     order = np.zeros(count, dtype="<i4")
     if transport.rank == 0:
         order[:] = [*arrived, *sorted(set(range(count)) - set(arrived))]

@@ -129,9 +129,10 @@ class FusedSum:
 class FusedGather:
     """Gathers payloads from all ranks, or broadcasts one rank's: one part per rank, behind a header.
 
-    A part holds the payloads in the order of the groups. Payloads of fixed sizes are written where they travel.
-    Where sizes depend on data, :class:`VariableGather` runs the rounds, and payloads are copied into its messages. What
-    a device selects is written in a call of its own, once the host knows how much that is.
+    A part holds the payloads in the order of the groups. Payloads are written where they travel if all messages are
+    gathers of fixed sizes; otherwise they are copied into the messages that travel. Where some size depends on data,
+    :class:`VariableGather` runs the rounds. What a device selects is written in a call of its own, once the host knows
+    how much that is.
     """
 
     def __init__(

@@ -98,7 +98,10 @@ class Switch:
         return Plan(version, tuple(rows))
 
     def follow(self, before: Plan, behind: Collection[int]) -> Plan | None:
-        """Return the plan after ``before``, or None; layers ``behind``, which nobody trains, are not waited for."""
+        """Return the plan after ``before``, or None.
+
+        Layers ``behind`` are not waited for: nobody has trained them for some steps, or their gradients are sparse.
+        """
         waits = self.owing.copy()
         waits[list(behind)] = False
         if self.asked is not None or waits.any():

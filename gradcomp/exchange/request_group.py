@@ -184,7 +184,8 @@ class Run:
 
     Results go to ``outputs``, or to new arrays if it is None. ``draw`` numbers the random draws, see
     :meth:`PreparedRequest.run`. ``unchanged`` says that the inputs of an all-gather are those of its last run: if
-    this holds for all runs of all ranks, only this travels, and the last codes are decoded again. ``outcome`` is
+    this holds for all runs of all ranks, only this travels, and the last codes are decoded again; but a run that was
+    predicted is exchanged in any case. ``outcome`` is
     that of the last step, which the other ranks are told; see :meth:`PreparedRequest.run`. ``fingerprint`` covers
     what all ranks should hold alike.
     """

@@ -275,7 +275,8 @@ class PreparedRequest:
     reduce-scatter, of the rank's shards for an all-gather. A run writes the next residual; :meth:`commit` accepts
     it, :meth:`discard` forgets it, and so does the next run.
 
-    Errors: ranks that did not do the same with a run raise StateError in the next one.
+    Errors: if the request keeps state, ranks that did not do the same with a run get StateError in the next one, as
+    the verdict of its :class:`RequestGroup`.
     """
 
     def __init__(

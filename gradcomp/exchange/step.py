@@ -59,7 +59,7 @@ class StepResult:
 
     @property
     def parted(self) -> bool:
-        """Return whether some ranks applied the means of the exchange before, and others did something else."""
+        """Return whether the ranks did different things with the means of the exchange before."""
         return self.outcomes & (self.outcomes - 1) != 0
 
 
@@ -319,7 +319,10 @@ class StepExchange:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Return the bucket and the round that are waited for; round -1 stands for the bucket's gradients."""
+        """Return the bucket and the round that are waited for.
+
+        In round -1 the bucket's gradients are missing, or a device still encodes them.
+        """
         return self._scheduler.position if self._scheduler else (len(self._laid_out.programs), 0)
 
     def run(self, header_id: HeaderId, own_state: int) -> Generator[Waiting, None, None]:

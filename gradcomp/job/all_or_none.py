@@ -79,9 +79,9 @@ class Together:
     ) -> tuple[T, list[Any]]:
         """Do ``work`` on every rank. Return this rank's first result of it, and every rank's second one.
 
-        If it raised on any rank, ``undo`` runs on all; then all raise an error that says what happened where, of the
-        first error's type. Where ranks cannot hear each other some may have gone on, so after a TransportError nothing
-        is undone.
+        If it raised on any rank, ``undo`` runs on all; then all raise an error that says what happened where. It is a
+        ConfigError or TransportError if the first error was one, and a StateError otherwise. Where ranks cannot hear
+        each other some may have gone on, so after a TransportError nothing is undone.
         """
         result: list[T] = []
         cause: Exception | None = None

@@ -32,8 +32,9 @@ def save(directory: str | Path, opt: Any, *, keep: int = KEEP) -> None:
     It holds residuals, step, plan and bucket order, but neither model nor optimizer: save those as always. The
     checkpoint counts once all ranks' files are on disk; then all but the last ``keep`` older ones are removed.
 
-    Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank. Disk: on each rank, 4
-    bytes for each element that has a residual, and 4/N bytes for each that has a server-side error.
+    Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank, and up to 12 per
+    parameter. Disk: on each rank, 4 bytes for each element that has a residual, and 4/N bytes for each that has a
+    server-side error.
 
     Args:
         directory: holds the checkpoints of this optimizer alone.

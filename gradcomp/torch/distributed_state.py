@@ -206,7 +206,7 @@ class Core:
         if thawed:
             raise StateError(
                 f"parameters that were frozen when the optimizer was wrapped now require gradients and are not "
-                f"exchanged: {', '.join(thawed[:5])}; wrap after unfreezing, or add them with add_param_group()"
+                f"exchanged: {', '.join(thawed[:5])}; make a new optimizer after unfreezing and wrap that one"
             )
 
 

@@ -19,7 +19,7 @@ from gradcomp.torch.layers import Named
 class Momenta:
     """The momentum of the layers ``named``, which the groups of ``optimizers()`` hold.
 
-    Groups may gain parameters, but not lose any.
+    Optimizers may gain groups, but a group must neither gain nor lose parameters.
     """
 
     def __init__(self, named: Named, optimizers: Callable[[], Sequence[torch.optim.Optimizer]]) -> None:

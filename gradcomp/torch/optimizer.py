@@ -83,8 +83,8 @@ def DistributedOptimizer(
         backward_passes_per_step: gradients are summed over this many passes before they are exchanged.
         op: ``Average`` or ``Sum`` over ranks of the gradients, or ``Adasum`` of the steps, see
             :mod:`gradcomp.torch.adasum_steps`: gradients stay a rank's own, and ``step()`` combines the steps of all
-            ranks. Adasum needs a power of two of ranks, and ``compression`` none, fp16 or bf16; it refuses the
-            arguments from ``finish`` on.
+            ranks. Adasum needs a power of two of ranks, and ``compression`` none, fp16 or bf16; it refuses
+            ``finish``, ``reduction``, ``controller`` and ``on_skip``, and ignores ``grad_scaler``.
         gradient_predivide_factor: gradients are divided by it before the exchange, and the mean is multiplied by it
             after.
         num_groups: Horovod's older spelling of ``groups``.

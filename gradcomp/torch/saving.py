@@ -46,9 +46,9 @@ def save(
         extra: each rank's own tensors, numbers, strings and containers of them; :func:`load` returns them.
         keep: how many older checkpoints stay.
 
-    Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank, and 10 per parameter.
-    Disk: 4 bytes per rank for each element with feedback, and 4/N for the chunk owner's; model and optimizer once.
-    Raises StateError on every rank if a step is open, parameters differ between ranks, a value is not one that
+    Collective over the ranks of ``opt``, between two steps. Wire: a few hundred bytes per rank, and up to 12 per
+    parameter. Disk: 4 bytes per rank for each element with feedback, and 4/N for the chunk owner's; model and optimizer
+    once. Raises StateError on every rank if a step is open, parameters differ between ranks, a value is not one that
     ``torch.load(weights_only=True)`` reads, or a file cannot be written; the older checkpoints are then untouched.
     Raises ConfigError for wrong arguments, PlanMismatchError if the ranks' calls differ.
     """

@@ -119,7 +119,7 @@ class Transport(ABC):
     def abandon(self) -> None:  # noqa: B027 - most engines have nothing to do here
         """Give the communicator up after a failure, when some collectives may never end.
 
-        It is called at most once and must not block.
+        It must not block, and may be called again.
         """
 
     @abstractmethod

@@ -26,13 +26,14 @@ class AdaComp(Sparse):
     G = p = g + e;  H = G + g;  S = {i: |H_i| >= max |G| over the bin of i, and that is not 0}, where bins are
     ``bin_size`` consecutive elements. The data decide how many these are: few where residuals are large, and none of a
     bin that holds only zeros. If they are more than ceil(limit n) elements of a layer, or than one per bin if that is
-    more, the largest |G| are sent (without a residual, as in the first step, up to a quarter of a layer qualifies).
+    more, the largest |G| are sent (without a residual, as in the first step, every element of at least half its bin's
+    largest magnitude qualifies).
 
     The paper sends the sign of G times the layer's mean of the bins' maxima. Here values travel as ``values`` says:
     exactly by default; ``OneBit()`` is closest to the paper, with means per sign instead of the means of maxima.
 
-    Wire: at most ceil(limit n) values and coded indices, and their count (4 bytes per layer): one round, or two where a
-    payload grows.
+    Wire: at most ceil(limit n) values and coded indices, or one per bin if that is more, and their count (4 bytes per
+    layer): one round, or two where a payload grows.
     State: a residual per layer.
     Errors: ConfigError for a bin without elements or a limit outside (0, 1].
     Source: Chen et al. 2018, Algorithm 2, which Markov 2024 compares with in section 3.7.3; the paper has bins of 50

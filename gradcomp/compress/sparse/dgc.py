@@ -37,9 +37,9 @@ class DGC(EstimatedThreshold):
     ConfigError. ``mask``: reset the momentum of what was sent to zero. ``clip``: the largest norm as in
     :class:`LocalClip`; None: no clipping. ``sample``: the share of a layer that is sampled, in strides of round(1 /
     sample) from an offset that varies with the step; layers with fewer than 10 sampled elements above the threshold are
-    read whole, which selects as :class:`TopK` does, because their sample would say little. ``warmup_steps``: the number
-    of steps over which the densities 25, 6.25, 1.5625 and 0.4%, as far as they are above ``density``, hold for equal
-    parts.
+    read whole, which selects as :class:`TopK` does, because their sample would say little. ``warmup_steps``: the
+    densities 25, 6.25, 1.5625 and 0.4%, as far as they are above ``density``, hold for warmup_steps // L steps each,
+    where L is their number. A remainder of the division is not warm-up.
 
     Wire: at most k values and coded indices, and their count (4 bytes per layer): one round, or two where a payload
     grows.

@@ -101,7 +101,8 @@ class Threshold(Sparse):
     layer with more such elements than round(``capacity`` n), the largest are sent, ties by lower index. The level is
     the threshold.
 
-    Every element of a residual is smaller than lambda, unless ``capacity`` has cut a selection off.
+    If values travel exactly, every element of a residual is smaller than lambda, unless ``capacity`` has cut a
+    selection off. Coded values leave their coding error, which may be larger.
 
     Wire: for every layer its count (4 bytes), coded indices and values, to all ranks: (N - 1) d bytes per rank for a
     payload of d bytes; one round, or two where it grows. ``wire_bytes`` is that of layers filled to capacity.

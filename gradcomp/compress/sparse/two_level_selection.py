@@ -52,7 +52,8 @@ class TwoLevelSelection(Wrapper):
 
     A controller that watches the exchange finds the squared norms of scale g, of p, of p on S_min and of p on S_c
     (float64, per layer) as the observations :data:`GRADIENT`, :data:`TOTAL`, :data:`KEPT` and
-    :data:`KEPT_BY_CANDIDATE`. Without a watcher nothing is selected that is not sent. The second selection reads the
+    :data:`KEPT_BY_CANDIDATE`. Without a watcher the second selection is
+    made only if it is sent, and the first only if it or the second is sent. The second selection reads the
     first one and not the layer. If the first is an exact top-k, so is the second: ``TwoLevelSelection(TopK(0.1),
     0.01)`` sends the bytes of ``TopK(0.01)``.
 
