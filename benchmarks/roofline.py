@@ -22,8 +22,8 @@ class WireRecord:
 
         def opens(*arguments: Any, **named: Any) -> None:
             opened(*arguments, **named)
-            ticks = pipeline._exchange._ticks
-            ticks._start = counting(ticks._start)  # the one place where a bucket begins
+            scheduler = pipeline._exchange._scheduler
+            scheduler._start = counting(scheduler._start)  # the one place where a bucket begins
 
         def counting(start: Any) -> Any:
             return lambda program: started(start, program)

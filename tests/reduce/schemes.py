@@ -109,7 +109,7 @@ class Model:
     def __init__(self, reduction: str, ranks: Simulation, compressor: Compressor) -> None:
         self.name = reduction.partition(":")[0]
         self.ranks, self.layers, self.world = ranks, ranks.layers, ranks.size
-        self.topology = ranks.ranks[0].options.topology or Topology.one_host(ranks.size)
+        self.topology = ranks.ranks[0].settings.topology or Topology.one_host(ranks.size)
         self.compressor = compressor
         self.first = [[np.zeros(layer.size, np.float32) for layer in self.layers] for _ in range(self.world)]
         self.second = [np.zeros(layer.size, np.float32) for layer in self.layers]
