@@ -19,7 +19,7 @@ SLICE = DEVICE_SLICE  # elements of a row, as the engine cuts large layers
 BITS = 4
 DTYPES = {"float32": 0, "float16": 1}
 
-_COMPILED = "native" in dispatch._bodies
+_COMPILED = "native" in dispatch._backends
 _HOST: Any = dispatch.named("native" if _COMPILED else "reference")
 CHECKED_ROWS = None if _COMPILED else 1  # NumPy would take minutes for all; rows do not depend on each other
 

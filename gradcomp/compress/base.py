@@ -68,6 +68,12 @@ class Traits:
         """Return whether momentum or clipping changes gradients before they are compressed."""
         return bool(self.momentum) or self.clip_norm is not None
 
+    @classmethod
+    def of_rounding(cls, rounding: str, feedback: bool | None, decay: float = 1.0) -> Traits:
+        """Return a quantiser's traits. If ``feedback`` is None, there is a residual where rounding is biased."""
+        keeps = rounding == "nearest" if feedback is None else feedback
+        return cls(keeps_residual=keeps, residual_decay=decay, reduces=True)
+
 
 @dataclass(frozen=True, eq=False)
 class Traffic:

@@ -19,7 +19,6 @@ from gradcomp.job.launch import Launch, Ranks
 from gradcomp.job.logs import start_logging
 from gradcomp.job.membership import describe, introduce, part, set_of
 from gradcomp.job.network import Network
-from gradcomp.job.process_end import watch_launcher
 from gradcomp.job.report import announce_job
 from gradcomp.job.state import Runtime
 
@@ -60,7 +59,7 @@ def begin(
             runtime.start_timeline(config.timeline)
         if runtime.size > 1:
             introduce(runtime, sorted(set_of(one, runtime.size) for one in process_sets))
-            watch_launcher(runtime)
+            process_end.watch_launcher(runtime)
             # shutdown() needs the watchdog, and cannot make one once the rank that serves the store is gone.
             runtime.watchdog.start()
         else:

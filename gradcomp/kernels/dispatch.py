@@ -45,7 +45,7 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-BodyName: TypeAlias = Literal["reference", "native"]
+BackendName: TypeAlias = Literal["reference", "native"]
 DEFINITIONS: Final = (
     reference,
     reference_adacomp,
@@ -134,14 +134,14 @@ class _Routed(Backend):
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **settings: Any) -> Any:
-            return getattr(self._body_of(arguments), name)(*arguments, **settings)
+            return getattr(self._backend_of(arguments), name)(*arguments, **settings)
 
         setattr(self, name, call)
         return call
 
-    def _body_of(self, arguments: tuple[Any, ...]) -> Any:
+    def _backend_of(self, arguments: tuple[Any, ...]) -> Any:
         device = device_of(arguments)
-        return _bodies[_active] if device is None else device
+        return _backends[_active] if device is None else device
 
 
 def _messages(argument: Any) -> Iterator[DeviceMirror]:
@@ -170,7 +170,7 @@ class _Compiled(Backend):
 
     def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         # None for a function that is no kernel.
-        definition = getattr(_bodies["reference"], kernel.__name__, None)
+        definition = getattr(_backends["reference"], kernel.__name__, None)
         takes = {} if definition is None else definition.__annotations__
         members = _members if not _RECORDS.isdisjoint(takes.values()) else None
 
@@ -214,22 +214,24 @@ def _installed() -> dict[str, Backend]:
 
 
 _native, _why_not = load()
-_bodies = _installed()
+_backends = _installed()
 _routed = _Routed()
-_active: BodyName = "native" if "native" in _bodies else "reference"
+_active: BackendName = "native" if "native" in _backends else "reference"
 
 
 def named(name: str) -> Backend:
     """Returns the backend of that name; ValueError if it is not installed."""
-    if name not in _bodies:
+    if name not in _backends:
         reason = f"; {_why_not}" if _why_not and name == "native" else ""
-        raise ValueError(f"kernel backend {name!r} is not installed; available: {', '.join(_bodies)}{reason}")
-    return _bodies[name]
+        raise ValueError(
+            f"kernel backend {name!r} is not installed; available: {', '.join(_backends)}{reason}"
+        )
+    return _backends[name]
 
 
 def active() -> Backend:
     """Returns the backend in use, which sends calls to devices once there are any."""
-    return _routed if _routed.devices else _bodies[_active]
+    return _routed if _routed.devices else _backends[_active]
 
 
 def kernel(
@@ -245,7 +247,7 @@ def kernel(
 
         @wraps(definition)
         def call(*arguments: P.args, **settings: P.kwargs) -> R:
-            backend = _routed if _routed.devices else _bodies[_active]
+            backend = _routed if _routed.devices else _backends[_active]
             found: R = getattr(backend, name)(*arguments, **settings)
             return found
 
@@ -259,16 +261,16 @@ def kernel(
     return call
 
 
-def bring(name: str, body: Any, reaches: Reaches) -> None:
+def bring(name: str, backend: Any, reaches: Reaches) -> None:
     """Registers a device's backend for kernels whose tables refer to memory that it reaches."""
-    _routed.devices[name] = body, reaches
+    _routed.devices[name] = backend, reaches
 
 
 def on_device(address: int) -> Any:
     """Returns the backend of the device that reaches an address; None on the host."""
-    for body, reaches in _routed.devices.values():
+    for backend, reaches in _routed.devices.values():
         if reaches(address):
-            return body
+            return backend
     return None
 
 
@@ -287,7 +289,7 @@ def device_of(arguments: Iterable[Any]) -> Any:
     for argument in given:
         for each in _messages(argument):
             return on_device(each.address)
-    return next((body for each in given if is_table(each) and (body := of(each)) is not None), None)
+    return next((found for each in given if is_table(each) and (found := of(each)) is not None), None)
 
 
 def take_away(name: str) -> None:
@@ -295,7 +297,7 @@ def take_away(name: str) -> None:
     del _routed.devices[name]
 
 
-def body() -> BodyName:
+def body() -> BackendName:
     """Returns the name of the host's backend in use."""
     return _active
 
@@ -307,7 +309,7 @@ class use:  # noqa: N801  (reads as the statement it is: `use("reference")`, `wi
         ValueError: the backend is not installed.
     """
 
-    def __init__(self, name: BodyName) -> None:
+    def __init__(self, name: BackendName) -> None:
         global _active
         named(name)
         self._previous = _active

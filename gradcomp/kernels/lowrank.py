@@ -67,7 +67,7 @@ def numpy_multiplies(rank: int) -> bool:
 
 
 def _multiplier(arguments: Sequence[Any]) -> dispatch.Backend:
-    """Returns the host's body for products whose order of sums is free."""
+    """Returns the host's backend for products whose order of sums is free."""
     (shapes,) = (each for each in arguments if isinstance(each, Shapes))
     name = "reference" if numpy_multiplies(int(np.max(shapes.ranks, initial=0))) else dispatch.body()
     return dispatch.named(name)

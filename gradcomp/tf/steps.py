@@ -211,7 +211,7 @@ class HostMemory:
             return bridge.op(function, [*head, *tensors], dtypes)
 
     def value(self, given: Any) -> Any:
-        return bridge.lent(given)
+        return lent(given)
 
     def address(self, value: Any) -> int:
         """Return the array's address; any address for an empty one, which may have no memory."""

@@ -16,8 +16,8 @@ from gradcomp.kernels.arguments import Draw, Factor, Shapes
 from gradcomp.kernels.indices import index_bytes
 
 # The compiled body is quicker, and gives the reference's bytes: tests/kernels shows it.
-QUICK: Any = dispatch.named("native" if "native" in dispatch._bodies else "reference")
-LONG = 4_000_003 if "native" in dispatch._bodies else 1_000_003
+QUICK: Any = dispatch.named("native" if "native" in dispatch._backends else "reference")
+LONG = 4_000_003 if "native" in dispatch._backends else 1_000_003
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)

@@ -10,7 +10,7 @@ import pytest
 
 from gradcomp.kernels import dispatch
 
-COMPILED = "native" in dispatch._bodies
+COMPILED = "native" in dispatch._backends
 
 
 class _Absent:

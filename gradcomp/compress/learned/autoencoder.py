@@ -248,7 +248,7 @@ class Autoencoder:
             codes, encoding = self.run_encoder(encoder, inputs)
             found, decoding = self.run_decoder(decoder, mean_of(codes))
             error = found - mean_of(inputs)
-            loss = math.fsum((error.astype(np.float64) ** 2).ravel().tolist())
+            loss = squares(error)
             behind, upper = self.decoder_back(decoder, decoding, 2 * error)
             behind = np.repeat(behind / np.float32(inputs.shape[1]), inputs.shape[1], axis=1)
             lower = self.encoder_back(encoder, encoding, behind)
@@ -340,6 +340,11 @@ def as_samples(rows: Floats) -> Floats:
     found = np.zeros((1, len(rows), _padded(rows.shape[1])), np.float32)
     found[0, :, : rows.shape[1]] = rows
     return found
+
+
+def squares(values: Floats) -> float:
+    """Return the sum of the squares. It is rounded once, so it does not depend on the order."""
+    return math.fsum((values.astype(np.float64) ** 2).ravel().tolist())
 
 
 def mean_of(x: Floats) -> Floats:

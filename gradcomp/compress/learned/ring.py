@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from gradcomp.compress.base import SHARED, Traffic
-from gradcomp.compress.learned.autoencoder import Autoencoder
+from gradcomp.compress.learned.autoencoder import Autoencoder, mean_of, squares
 from gradcomp.compress.learned.form import Form, Lesson, Sent, Share, Weights, shares
 from gradcomp.compress.messages import Bytes, Exchange, Sum
 from gradcomp.compress.sparse.base import keep_errors
@@ -45,12 +45,7 @@ class Ring(Form):
     def unit(self, lesson: Lesson) -> float:
         """Return the norm of the samples' mean."""
         with np.errstate(all="ignore"):
-            total = lesson.samples[0].copy()
-            for other in lesson.samples[1:]:
-                total += other
-            mean = total / np.float32(len(lesson.samples))
-        # fsum rounds once, so the sum does not depend on the order.
-        return math.sqrt(math.fsum((mean.astype(np.float64) ** 2).tolist()))
+            return math.sqrt(squares(mean_of(lesson.samples[None])))
 
     def train(self, weights: Floats, lesson: Lesson, rate: float) -> tuple[Floats, float]:
         return self.network.train(weights, lesson.samples, rate)

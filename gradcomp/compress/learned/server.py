@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import SHARED, Traffic
-from gradcomp.compress.learned.autoencoder import DECODER, ENCODER, Autoencoder, Whole, as_samples, mean_of
+from gradcomp.compress.learned.autoencoder import (
+    DECODER,
+    ENCODER,
+    Autoencoder,
+    Whole,
+    as_samples,
+    mean_of,
+    squares,
+)
 from gradcomp.compress.learned.form import Form, Lesson, Marking, Sent, Share, Weights, shares
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.quantise.cast import Cast
@@ -216,18 +224,13 @@ class Decoders:
                 behind[:, drawn] += below[:, 0]
                 upper += gradients
             lower = pair.encoder_back(encoder, encoding, behind)
-            reconstruction = _squares(np.concatenate(errors))
-            similarity = 2 * self.ranks * _squares(apart)
+            reconstruction = squares(np.concatenate(errors))
+            similarity = 2 * self.ranks * squares(apart)
         return reconstruction, similarity, np.concatenate([g.reshape(-1) for g in (*lower, *upper)])
 
     def _decoders(self, weights: Floats) -> list[list[Whole]]:
         parts = weights[self.pair.encoder_size :].reshape(self.ranks, -1)
         return [self.pair.rounded(part, DECODER) for part in parts]
-
-
-def _squares(values: Floats) -> float:
-    """Return the sum of the squares. It is rounded once, so it does not depend on the order."""
-    return math.fsum((values.astype(np.float64) ** 2).ravel().tolist())
 
 
 @dataclass(frozen=True)
@@ -284,7 +287,7 @@ class Server(Form):
 
     def unit(self, lesson: Lesson) -> float:
         """Return the root mean square of the ranks' norms. Divided by it, samples decoded as zeros have a loss of 1."""
-        return math.sqrt(_squares(lesson.samples) / len(lesson.samples))
+        return math.sqrt(squares(lesson.samples) / len(lesson.samples))
 
     def train(self, weights: Floats, lesson: Lesson, rate: float) -> tuple[Floats, float]:
         """Train to decode every rank's values from the leader's code, as phase 3 does."""

@@ -106,11 +106,7 @@ class BlockFloat(Bucketed):
 
     @cached_property
     def traits(self) -> Traits:
-        """Return a residual as ``feedback`` says; by default there is one where rounding is biased."""
-        return Traits(
-            keeps_residual=self.rounding == "nearest" if self.feedback is None else self.feedback,
-            reduces=True,
-        )
+        return Traits.of_rounding(self.rounding, self.feedback)
 
     @property
     def code_bits(self) -> int:

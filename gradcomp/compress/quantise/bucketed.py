@@ -71,6 +71,16 @@ def check_feedback(feedback: bool | None, *, or_none: bool = False) -> None:
         )
 
 
+def _check_scaled(compressor: NUQSGD | Codebook) -> None:
+    """Raise ConfigError for fields that quantisers to given magnitudes have in common."""
+    check_bucket_size(compressor.bucket_size)
+    check_word("scaling", compressor.scaling, KINDS)
+    check_word("rounding", compressor.rounding, ROUNDINGS)
+    check_feedback(compressor.feedback, or_none=True)
+    if compressor.traits.keeps_residual:
+        check_feedback_around(compressor.to_string(), compressor.distortion(ANY_LAYER))
+
+
 def _exponential() -> Magnitudes:
     """Return 0, 2^-(s-1), ..., 1/2, 1 for all numbers of bits; 8 bits reach float32's smallest normal number."""
     magnitudes = np.zeros(MAGNITUDES_SHAPE, np.float32)
@@ -116,12 +126,7 @@ class NUQSGD(Bucketed):
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
-        check_bucket_size(self.bucket_size)
-        check_word("scaling", self.scaling, KINDS)
-        check_word("rounding", self.rounding, ROUNDINGS)
-        check_feedback(self.feedback, or_none=True)
-        if self.traits.keeps_residual:
-            check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
+        _check_scaled(self)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         s = (1 << (self.bits - 1)) - 1
@@ -131,11 +136,7 @@ class NUQSGD(Bucketed):
 
     @cached_property
     def traits(self) -> Traits:
-        """Return a residual as ``feedback`` says; by default there is one where rounding is biased."""
-        return Traits(
-            keeps_residual=self.rounding == "nearest" if self.feedback is None else self.feedback,
-            reduces=True,
-        )
+        return Traits.of_rounding(self.rounding, self.feedback)
 
     def fill(self, table: Table, level: Level) -> None:
         _check_bits(level)
@@ -182,12 +183,7 @@ class Codebook(Bucketed):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", _checked(self.levels))
-        check_bucket_size(self.bucket_size)
-        check_word("scaling", self.scaling, KINDS)
-        check_word("rounding", self.rounding, ROUNDINGS)
-        check_feedback(self.feedback, or_none=True)
-        if self.traits.keeps_residual:
-            check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
+        _check_scaled(self)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
@@ -197,11 +193,7 @@ class Codebook(Bucketed):
 
     @cached_property
     def traits(self) -> Traits:
-        """Return a residual as ``feedback`` says; by default there is one where rounding is biased."""
-        return Traits(
-            keeps_residual=self.rounding == "nearest" if self.feedback is None else self.feedback,
-            reduces=True,
-        )
+        return Traits.of_rounding(self.rounding, self.feedback)
 
     @property
     def code_bits(self) -> int:

@@ -144,12 +144,7 @@ class Quantize(Coded):
 
     @cached_property
     def traits(self) -> Traits:
-        """Return a residual as ``feedback`` says; by default there is one where rounding is biased."""
-        return Traits(
-            keeps_residual=self.rounding == "nearest" if self.feedback is None else self.feedback,
-            residual_decay=self.decay,
-            reduces=True,
-        )
+        return Traits.of_rounding(self.rounding, self.feedback, self.decay)
 
     def codec_for(self, table: Table) -> Codec:
         """Return the codec; the number of bits is in the segment table."""
