@@ -25,7 +25,7 @@ from typing import Any
 from adaptive_rows import FAMILIES, GPT, LSTM, UNIFORM
 from convergence_rows import METRICS
 
-from gradcomp.plots.figures import REFERENCE_COLOUR, drawing, look, whole_numbers
+from gradcomp.contrib.figures import REFERENCE_COLOUR, drawing, look, whole_numbers
 
 Run = dict[str, Any]
 

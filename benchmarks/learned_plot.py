@@ -21,7 +21,7 @@ from typing import Any
 from convergence_rows import METRICS
 from learned_rows import ARMS, EXACT_STEPS, REFERENCE, STRATEGIES, TASKS, TRAIN_STEPS
 
-from gradcomp.plots.figures import drawing, look
+from gradcomp.contrib.figures import drawing, look
 
 Run = dict[str, Any]
 Curve = Sequence[tuple[float, float]]

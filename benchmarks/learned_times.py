@@ -11,7 +11,7 @@ import learned_codes as plain
 import numpy as np
 import report
 
-from gradcomp.compress.learned.autoencoder import Autoencoder
+from gradcomp.contrib.lgc.autoencoder import Autoencoder
 
 Work = Callable[[], object]
 

@@ -14,11 +14,11 @@ from learned_codes import losses
 from learned_rows import EXACT_STEPS, TRAIN_STEPS
 
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.learned.autoencoder import Autoencoder
-from gradcomp.compress.learned.server import Decoders
 from gradcomp.compress.messages import Broadcast, Gather, Reduce, Sum
 from gradcomp.compress.registry import registered
 from gradcomp.compress.wrappers.base import Wrapper
+from gradcomp.contrib.lgc.autoencoder import Autoencoder
+from gradcomp.contrib.lgc.server import Decoders
 
 PHASES = ("exact", "values", "codes")
 _ENDS = (EXACT_STEPS, EXACT_STEPS + TRAIN_STEPS)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradcomp.plots.figures import drawing, look
+from gradcomp.contrib.figures import drawing, look
 
 #: Rows in a legend.
 TITLES = {

@@ -27,11 +27,11 @@ import report
 from ratios import one_step, resnet18_layers
 
 from gradcomp import Config, LayerSpec, Policy, Quantize
+from gradcomp.contrib.figures import drawing, look
 from gradcomp.core.scheme import Scheme, parse
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.layout import build_layout
 from gradcomp.exchange.pipeline import Pipeline
-from gradcomp.plots.figures import drawing, look
 from gradcomp.reduce import Part
 from gradcomp.reduce.costs import cost, load_of, predict
 from gradcomp.reduce.model import Load, Network

@@ -1,6 +1,6 @@
 """gradcomp: compressed gradient exchange for data-parallel training."""
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from gradcomp import compress
 from gradcomp.compress import *  # noqa: F403 - the compressors, and what chooses among them
@@ -29,11 +29,16 @@ from gradcomp.core.errors import (
 )
 from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.plan import Assignment, Plan
+from gradcomp.core.registry import contributed
 from gradcomp.version import __version__
 
-if not TYPE_CHECKING:  # type checkers report a missing name themselves, unless they see a __getattr__
+if TYPE_CHECKING:
+    from gradcomp.contrib.lgc.lgc import LGC
+else:  # type checkers report a missing name themselves, unless they see a __getattr__
 
-    def __getattr__(name: str) -> NoReturn:
+    def __getattr__(name: str) -> Any:
+        if name == "LGC":
+            return contributed(name)
         told = f"module 'gradcomp' has no attribute {name!r}"
         if not name.startswith("_"):
             told += "; what scripts call is in `import gradcomp.torch as gc` or `import gradcomp.tf as gc`"

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradcomp.analysis import Plane, information_plane
 from gradcomp.analysis import read as read_recording
-from gradcomp.analysis.information import Binning, Correction
+from gradcomp.contrib.information import Binning, Correction
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.journal import Logged, Run, histogram, read
 from gradcomp.core.levels import level_text, names, readable

@@ -220,7 +220,7 @@ def pixels_of(image: np.ndarray, colour: str) -> int:
 
 @needs_matplotlib
 def test_the_profile_has_sizes_levels_and_the_first_plan(log: Path):
-    from gradcomp.plots.figures import COLOURS, SIZE_COLOUR
+    from gradcomp.contrib.figures import COLOURS, SIZE_COLOUR
 
     image = draw(log)
     assert image.std() > 0.05
@@ -231,7 +231,7 @@ def test_the_profile_has_sizes_levels_and_the_first_plan(log: Path):
 
 @needs_matplotlib
 def test_every_kind_of_level_has_a_panel(log: Path):
-    from gradcomp.plots.figures import COLOURS, REFERENCE_COLOUR
+    from gradcomp.contrib.figures import COLOURS, REFERENCE_COLOUR
 
     mixed, uniform = draw(log), draw(log, "--step", 0)
     assert mixed.shape[0] > 1.5 * uniform.shape[0]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gradcomp.analysis import gaussian_pair
-from gradcomp.analysis.recording import sample, write
 from gradcomp.cli import main
+from gradcomp.contrib.recording import sample, write
 from gradcomp.core.layers import LayerSpec
 from gradcomp.version import __version__
 

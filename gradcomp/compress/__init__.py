@@ -8,13 +8,12 @@ needs beside the names of ``gradcomp``: ``docs/tutorials/own-compressor.md``.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from gradcomp.compress import learned, lowrank, quantise, sign, sparse, wrappers
+from gradcomp.compress import lowrank, quantise, sign, sparse, wrappers
 from gradcomp.compress.arrays import GroupArray
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.base import Traits as Traits
 from gradcomp.compress.bounds import Distortion as Distortion
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.learned.lgc import LGC
 from gradcomp.compress.lowrank.powersgd import PowerSGD
 from gradcomp.compress.lowrank.spectral import BestRank, SpectralAtomo
 from gradcomp.compress.lowrank.unbiased_rank import UnbiasedRank
@@ -46,14 +45,13 @@ from gradcomp.compress.wrappers.error_feedback import ErrorFeedback
 from gradcomp.compress.wrappers.momentum import LocalClip, MomentumCorrection
 from gradcomp.compress.wrappers.schedule import DensitySchedule, Warmup
 
-for _family in (quantise, sign, sparse, lowrank, learned, wrappers):
+for _family in (quantise, sign, sparse, lowrank, wrappers):
     for _module in iter_modules(_family.__path__, f"{_family.__name__}."):
         import_module(_module.name)
 
 __all__ = [
     "DGC",
     "EF21",
-    "LGC",
     "NUQSGD",
     "AdaComp",
     "BestRank",

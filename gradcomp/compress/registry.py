@@ -16,6 +16,7 @@ from gradcomp.compress.base import Compressor
 from gradcomp.core import levels
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
+from gradcomp.core.registry import COMPRESSORS, contributed
 from gradcomp.core.strings import Form, arguments_of, build, closest, head_of, hint, hinted, split, value_of
 
 C = TypeVar("C", bound=Compressor)
@@ -54,6 +55,8 @@ def abbreviate(short: str, compressor: Compressor) -> None:
 @cache
 def registered() -> dict[str, type[Compressor]]:
     """Return every class of compressor by its name, also from entry points. ConfigError for an invalid entry point."""
+    for feature, _ in COMPRESSORS.values():
+        contributed(feature)  # its module registers it
     found = dict(REGISTERED)
     for point in entry_points(group="gradcomp.compressors"):
         loaded = point.load()

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from gradcomp.core.plan import Level, Plan
+from gradcomp.core.registry import COMPRESSORS
 
 EXACT = "exact"
 
 #: Compressor name -> kind of its level. Compressors without a level, and those not registered here, are missing.
 #: `gradcomp.compress.registry.register` adds entries.
-LEVELS: dict[str, str] = {}
+LEVELS: dict[str, str] = {name: field for name, (_, field) in COMPRESSORS.items()}
 
 #: A histogram lists up to so many levels per compressor; of more it gives the lowest, the highest and the median.
 MOST_LEVELS = 12

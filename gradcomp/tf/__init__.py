@@ -1,5 +1,7 @@
 """gradcomp for TensorFlow and Keras 3: ``import gradcomp.tf as gc``."""
 
+from typing import TYPE_CHECKING
+
 import gradcomp
 import gradcomp.tf.requires  # before anything that imports TensorFlow, so that its error names the package
 
@@ -20,7 +22,6 @@ from gradcomp.job.engines import (
     rocm_built,
 )
 from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from gradcomp.job.runtime import (
     cross_rank,
@@ -65,6 +66,9 @@ from gradcomp.tf.runtime import gloo_built, init, join
 from gradcomp.tf.saving import CompressionState, load_model
 from gradcomp.tf.sync_batch_norm import SyncBatchNormalization
 from gradcomp.tf.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+if TYPE_CHECKING:
+    from gradcomp.contrib.record_gradients import record_gradients
 
 __getattr__ = local.refusing(__name__, local.TF)
 

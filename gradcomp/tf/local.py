@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,6 +12,7 @@ import tensorflow as tf
 from gradcomp.compress import Compressor, Policy
 from gradcomp.compress.registry import from_string
 from gradcomp.core.errors import ConfigError, MissingNameError
+from gradcomp.core.registry import CONTRIB, contributed
 
 ELASTIC = "a job that loses a rank ends; start a new one, which resumes by BackupAndRestore, or by save() and load()"
 _HELPER = "a helper of Horovod's own modules"
@@ -120,10 +122,12 @@ def _is_compression(name: str) -> bool:
     return True
 
 
-def refusing(module: str, reasons: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """Return a module's ``__getattr__``, which tells why a name is missing."""
+def refusing(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__``, which finds what contrib adds and tells why a name is missing."""
 
-    def refuse(name: str) -> NoReturn:
+    def refuse(name: str) -> Any:
+        if name in CONTRIB and name in sys.modules[module].__all__:
+            return contributed(name)
         reason = reasons.get(name)
         if reason is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")

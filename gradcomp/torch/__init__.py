@@ -1,9 +1,12 @@
 """gradcomp for PyTorch: ``import gradcomp.torch as gc``."""
 
+from typing import TYPE_CHECKING
+
 import gradcomp
 import gradcomp.torch.requires  # before anything that imports torch, so that its error names the extra
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.core.errors import HorovodInternalError, HostsUpdatedInterrupt, MissingNameError
+from gradcomp.core.registry import CONTRIB, contributed
 from gradcomp.job.engines import (
     ccl_built,
     cuda_built,
@@ -17,7 +20,6 @@ from gradcomp.job.engines import (
     rocm_built,
 )
 from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from gradcomp.job.recording import record_gradients
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from gradcomp.job.runtime import (
     cross_rank,
@@ -66,11 +68,14 @@ from gradcomp.torch.collectives import (
 )
 from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.optimizer import DistributedOptimizer
-from gradcomp.torch.post_momentum import PostMomentumSGD
 from gradcomp.torch.runtime import gloo_built, init, join
 from gradcomp.torch.saving import load, save
 from gradcomp.torch.sharded import ShardedCompression, compress_fsdp
 from gradcomp.torch.sync_batch_norm import SyncBatchNorm
+
+if TYPE_CHECKING:
+    from gradcomp.contrib.post_momentum import PostMomentumSGD
+    from gradcomp.contrib.record_gradients import record_gradients
 
 #: Horovod's names that gradcomp lacks, with the advice that the error gives.
 _INSTEAD = {
@@ -82,6 +87,8 @@ _INSTEAD = {
 def __getattr__(name: str) -> object:
     if name in _INSTEAD:
         raise MissingNameError(f"gradcomp.torch has no {name}: {_INSTEAD[name]}")
+    if name in __all__ and name in CONTRIB:
+        return contributed(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

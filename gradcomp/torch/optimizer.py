@@ -14,13 +14,13 @@ from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import StateError
+from gradcomp.core.registry import contributed
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, ProcessSet, ranks_of
 from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
 from gradcomp.job.report import Readers
 from gradcomp.job.start import set_compression
-from gradcomp.torch.adasum_steps import begin_adasum_steps
 from gradcomp.torch.distributed_state import (
     Adopted,
     Arguments,
@@ -82,7 +82,7 @@ def DistributedOptimizer(
             :class:`gradcomp.control.auto.Auto`.
         backward_passes_per_step: gradients are summed over this many passes before they are exchanged.
         op: ``Average`` or ``Sum`` over ranks of the gradients, or ``Adasum`` of the steps, see
-            :mod:`gradcomp.torch.adasum_steps`: gradients stay a rank's own, and ``step()`` combines the steps of all
+            :mod:`gradcomp.contrib.adasum_steps`: gradients stay a rank's own, and ``step()`` combines the steps of all
             ranks. Adasum needs a power of two of ranks, and ``compression`` none, fp16 or bf16; it refuses
             ``finish``, ``reduction``, ``controller`` and ``on_skip``, and ignores ``grad_scaler``.
         gradient_predivide_factor: gradients are divided by it before the exchange, and the mean is multiplied by it
@@ -139,7 +139,7 @@ def DistributedOptimizer(
         runtime.logger.info("this optimizer exchanges nothing: rank %d is not one of %s", state.rank, others)
         ranks = (state.rank,)
     if op is Adasum and len(ranks) > 1:
-        begin_adasum_steps(optimizer, named_parameters, process_set, arguments)
+        contributed("begin_adasum_steps")(optimizer, named_parameters, process_set, arguments)
     else:
         adopt(optimizer, Distributed, build(state, ranks, optimizer, named_parameters, arguments))
     return cast("DistributedTorchOptimizer", optimizer)

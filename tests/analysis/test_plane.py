@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gradcomp.analysis import Recording, gaussian_pair, information_plane, mutual_information
-from gradcomp.analysis.recording import sample
+from gradcomp.contrib.recording import sample
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 
@@ -101,8 +101,8 @@ def test_a_recording_without_steps_is_refused():
 def test_the_figure_has_a_row_of_panels_for_every_pair(tmp_path: Path):
     from matplotlib.image import imread
 
+    from gradcomp.contrib.figures import COLOURS, REFERENCE_COLOUR
     from gradcomp.plots import draw_information
-    from gradcomp.plots.figures import COLOURS, REFERENCE_COLOUR
 
     planes = [information_plane(recording(), pair, shuffles=1) for pair in ((0, 2), (0, 1))]
     draw_information(planes[:1], tmp_path / "one.png")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp.analysis.recording import Kept, Recording, read, sample, write
+from gradcomp.contrib.recording import Kept, Recording, read, sample, write
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gradcomp.analysis import Recording, gaussian_pair, read
-from gradcomp.analysis.recording import sample
+from gradcomp.contrib.recording import sample
 from gradcomp.core.layers import LayerSpec
 
 

@@ -18,7 +18,7 @@ from learned_rows import ARMS, EQUAL_BYTES, TASKS, choose
 
 from gradcomp import LGC, LayerSpec
 from gradcomp.compress import Broadcast, Gather, Sum, from_string
-from gradcomp.compress.learned.autoencoder import Autoencoder
+from gradcomp.contrib.lgc.autoencoder import Autoencoder
 from gradcomp.testing import CHECKS, Row
 from gradcomp.testing.simulation import Simulation
 

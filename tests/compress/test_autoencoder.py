@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gradcomp.compress.learned import autoencoder as autoencoder_module
-from gradcomp.compress.learned.autoencoder import Autoencoder, exact_product
-from gradcomp.compress.learned.server import Decoders
+from gradcomp.contrib.lgc import autoencoder as autoencoder_module
+from gradcomp.contrib.lgc.autoencoder import Autoencoder, exact_product
+from gradcomp.contrib.lgc.server import Decoders
 
 TOLERANCE = 1e-5
 

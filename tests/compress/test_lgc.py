@@ -42,7 +42,7 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.compress import as_policy, from_string
-from gradcomp.compress.learned.autoencoder import Autoencoder
+from gradcomp.contrib.lgc.autoencoder import Autoencoder
 from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.job.start import propose, refusal
 from gradcomp.kernels.devices import HOST

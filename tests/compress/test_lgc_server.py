@@ -25,8 +25,8 @@ from compress.learning import (
 
 from gradcomp import LGC, ConfigError, LayerSpec, StateError, WireFormatError
 from gradcomp.compress import from_string
-from gradcomp.compress.learned.server import Decoders
 from gradcomp.compress.messages import Reply
+from gradcomp.contrib.lgc.server import Decoders
 from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of

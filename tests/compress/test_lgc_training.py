@@ -10,8 +10,8 @@ from compress.learning import A, job, weights_of, without_momentum
 
 from gradcomp import LGC, Config, ConfigError, Policy
 from gradcomp.compress import from_string
-from gradcomp.compress.learned import form
-from gradcomp.compress.learned.form import MEASURED, Stopwatch, every
+from gradcomp.contrib.lgc import base
+from gradcomp.contrib.lgc.base import MEASURED, Stopwatch, every
 from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.job.start import refusal
 
@@ -45,7 +45,7 @@ def slow_and_fast(monkeypatch):
         times = (t for i in count() for t in (i * (1 + lesson), i * (1 + lesson) + lesson))
         return Stopwatch(lambda: next(times))
 
-    monkeypatch.setattr("gradcomp.compress.learned.lgc.Stopwatch", watch)
+    monkeypatch.setattr("gradcomp.contrib.lgc.lgc.Stopwatch", watch)
 
 
 def test_a_watch_tells_the_median_lesson_beside_the_median_rest():
@@ -134,7 +134,7 @@ def test_a_share_is_one_part_of_a_whole_number(share):
 
 
 def test_runs_that_repeat_need_a_fixed_share():
-    assert LGC().train_share == form.AUTO == from_string("lgc:train_share=auto").train_share
+    assert LGC().train_share == base.AUTO == from_string("lgc:train_share=auto").train_share
     repeats = Config(deterministic=True)
     assert "train_share" in str(refusal(repeats, Policy(LGC())))
     assert refusal(repeats, Policy("lgc:train_share=0.25")) is None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.analysis import Plane
+from gradcomp.contrib.information_plane import Plane
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.journal import Logged, Run
 from gradcomp.core.levels import EXACT, level_kind, level_number, names, readable

@@ -15,7 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import SHARED, Traffic
-from gradcomp.compress.learned.autoencoder import (
+from gradcomp.compress.messages import Bytes, Exchange, Gather
+from gradcomp.compress.quantise.cast import Cast
+from gradcomp.compress.sparse.base import elements_at, keep_errors
+from gradcomp.compress.sparse.drawn import Floats
+from gradcomp.compress.sparse.payload import Selection, SparseFormat
+from gradcomp.contrib.lgc.autoencoder import (
     DECODER,
     ENCODER,
     Autoencoder,
@@ -24,12 +29,7 @@ from gradcomp.compress.learned.autoencoder import (
     mean_of,
     squares,
 )
-from gradcomp.compress.learned.form import Form, Lesson, Marking, Sent, Share, Weights, shares
-from gradcomp.compress.messages import Bytes, Exchange, Gather
-from gradcomp.compress.quantise.cast import Cast
-from gradcomp.compress.sparse.base import elements_at, keep_errors
-from gradcomp.compress.sparse.drawn import Floats
-from gradcomp.compress.sparse.payload import Selection, SparseFormat
+from gradcomp.contrib.lgc.base import Form, Lesson, Marking, Sent, Share, Weights, shares
 from gradcomp.kernels import indices as kernel
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table

@@ -1,6 +1,6 @@
 """Measures how much information the gradients of different ranks share: ``docs/information.md``."""
 
-from gradcomp.analysis.information import (
+from gradcomp.contrib.information import (
     Information,
     entropy,
     gaussian_information,
@@ -8,8 +8,8 @@ from gradcomp.analysis.information import (
     mutual_information,
     total_information,
 )
-from gradcomp.analysis.plane import Plane, information_plane
-from gradcomp.analysis.recording import Recording, read
+from gradcomp.contrib.information_plane import Plane, information_plane
+from gradcomp.contrib.recording import Recording, read
 
 __all__ = [
     "Information",

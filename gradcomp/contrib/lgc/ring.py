@@ -9,12 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from gradcomp.compress.base import SHARED, Traffic
-from gradcomp.compress.learned.autoencoder import Autoencoder, mean_of, squares
-from gradcomp.compress.learned.form import Form, Lesson, Sent, Share, Weights, shares
 from gradcomp.compress.messages import Bytes, Exchange, Sum
 from gradcomp.compress.sparse.base import keep_errors
 from gradcomp.compress.sparse.clt_k import Rider
 from gradcomp.compress.sparse.drawn import Floats
+from gradcomp.contrib.lgc.autoencoder import Autoencoder, mean_of, squares
+from gradcomp.contrib.lgc.base import Form, Lesson, Sent, Share, Weights, shares
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 

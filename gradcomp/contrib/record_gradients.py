@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.analysis.recording import Floats, Kept, Sampling, matching, read, sample, write
+from gradcomp.contrib.recording import Floats, Kept, Sampling, matching, read, sample, write
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.exchange.arrivals import Submission

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.analysis.information import (
+from gradcomp.contrib.information import (
     Binning,
     Correction,
     Information,
@@ -23,7 +23,7 @@ from gradcomp.analysis.information import (
     gaussian_pair,
     mutual_information,
 )
-from gradcomp.analysis.recording import Recording
+from gradcomp.contrib.recording import Recording
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 

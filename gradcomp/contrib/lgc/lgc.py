@@ -12,9 +12,6 @@ import numpy as np
 
 from gradcomp.compress.base import SHARED, Compressor, Traffic, Traits, check_momentum_factor, zeros
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.learned.form import AUTO, PART, Form, Lesson, Sent, Stopwatch, every, is_share, shares
-from gradcomp.compress.learned.ring import Ring
-from gradcomp.compress.learned.server import Server
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import keep_errors
@@ -23,6 +20,9 @@ from gradcomp.compress.sparse.drawn import Floats
 from gradcomp.compress.sparse.payload import sent_by
 from gradcomp.compress.wrappers.momentum import MomentumCorrection
 from gradcomp.compress.wrappers.schedule import Warmup
+from gradcomp.contrib.lgc.base import AUTO, PART, Form, Lesson, Sent, Stopwatch, every, is_share, shares
+from gradcomp.contrib.lgc.ring import Ring
+from gradcomp.contrib.lgc.server import Server
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin
