@@ -44,6 +44,15 @@ from gradcomp.compress.wrappers.ef21 import EF21
 from gradcomp.compress.wrappers.error_feedback import ErrorFeedback
 from gradcomp.compress.wrappers.momentum import LocalClip, MomentumCorrection
 from gradcomp.compress.wrappers.schedule import DensitySchedule, Warmup
+from gradcomp.core.registry import contributed
+
+
+def __getattr__(name: str) -> type[Compressor]:
+    if name != "LGC":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    kind: type[Compressor] = contributed(name)
+    return kind
+
 
 for _family in (quantise, sign, sparse, lowrank, wrappers):
     for _module in iter_modules(_family.__path__, f"{_family.__name__}."):

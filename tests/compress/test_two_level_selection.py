@@ -15,6 +15,7 @@ from gradcomp import (
     LayerSpec,
     LocalClip,
     MomentumCorrection,
+    Policy,
     Quantize,
     RandomK,
     RedSync,
@@ -288,3 +289,9 @@ def test_only_three_things_can_be_sent(send):
 def test_the_name_of_earlier_plans_is_refused_with_the_one_of_today():
     with pytest.raises(ConfigError, match="'graded' is called 'two_level_selection' now"):
         from_string("graded[topk:density=0.1]:candidate=0.01")
+
+
+def test_layers_that_are_excluded_travel_exactly():
+    policy = Policy(TwoLevelSelection(TopK(0.1)))
+    plan = policy.plan([LayerSpec("weight", (80, 60)), LayerSpec("bias", (60,), kind="bias")])
+    assert [each.compressor.partition("[")[0] for each in plan.assignments] == ["two_level_selection", "none"]

@@ -82,6 +82,9 @@ class TwoLevelSelection(Wrapper):
         if self.send not in (CANDIDATE, MINIMUM, DENSE):
             raise ConfigError(f"send must be candidate, minimum or dense, got {self.send!r}")
 
+    def dense(self, exact: Compressor) -> Compressor:
+        return self.inner.dense(exact)
+
     def bare(self) -> Compressor:
         """Return what is sent. The candidate is a top-k, because the largest selected elements are sent."""
         if self.send == DENSE:
