@@ -30,10 +30,8 @@ WHOLE_STEP = -1
 #: Called with (phase, step, bucket, begin, end) for every span.
 Listener = Callable[[str, int, int, float, float], None]
 
-#: Begins a named range of a profiler and returns a function that ends it; None if no profiler runs.
-Ranges = Callable[[str], Callable[[], object] | None]
-
-_ranges: Ranges | None = None
+#: Begins a named range of a profiler; returns a function that ends it, to be called on the same thread.
+Ranges = Callable[[str], Callable[[], object]]
 
 logger = logging.getLogger("gradcomp")
 _HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
@@ -43,15 +41,14 @@ _MOST_ROWS = 1 << 16  # of one exchanger
 _FIRST_CHANNEL_ROW = 1 << 30  # after the rows of all exchangers
 
 
-def profile_with(ranges: Ranges) -> None:
-    """Shows the phases that this process computes in a frontend's profiler, from now on."""
-    global _ranges
-    _ranges = ranges
+class Profiler:
+    """Shows the phases that this process computes as ranges of a frontend's profiler, while ``records()`` is true."""
+
+    records: Callable[[], bool] = bool
+    begin: Ranges
 
 
-def begin_range(name: str) -> Callable[[], object] | None:
-    """Begins a profiler's range; returns a function that ends it, to be called on the same thread."""
-    return None if _ranges is None else _ranges(name)
+profiler = Profiler()
 
 
 @dataclass(frozen=True)

@@ -76,24 +76,14 @@ class Arrivals:
 
     def submit(self, submission: Submission) -> bool:
         """Report a layer's dense gradient; return whether a bucket became complete."""
-        layer, gradient, output, keep, event, zero_is_absent = submission
-        self._report(layer, PRESENT)
-        if zero_is_absent:
-            self._doubtful[layer] = True
-        self.gradients[layer] = gradient
-        self.outputs[layer] = output
-        self.events[layer] = event
-        self._keep.append(keep)
-        return self._count_down(layer)
+        return self._report(PRESENT, *submission)
 
     def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> bool:
         """Report a layer without a dense gradient in this step; return whether a bucket became complete.
 
         ``output``: the address for the mean of the other ranks' gradients; 0: it is allocated if there is one.
         """
-        self._report(layer, SPARSE if sparse else 0)
-        self.outputs[layer] = output
-        return self._count_down(layer)
+        return self._report(SPARSE if sparse else 0, layer, 0, output)
 
     def decide(self, layers: Sizes) -> None:
         """Mark those of ``layers`` as absent that have ``zero_is_absent`` and a gradient of zeros. All are ready."""
@@ -109,16 +99,25 @@ class Arrivals:
         self.gradients[absent] = 0
         self._doubtful[doubtful] = False
 
-    def _report(self, layer: int, state: int) -> None:
+    def _report(
+        self,
+        state: int,
+        layer: int,
+        gradient: int,
+        output: int,
+        keep: object = None,
+        event: object = None,
+        zero_is_absent: bool = False,
+    ) -> bool:
         if self.flushed:
             raise StateError(f"layer {self._layers[layer].name!r} has a gradient after its step closed")
         if self._reported[layer]:
             raise StateError(f"layer {self._layers[layer].name!r} was submitted twice in one step")
         self._reported[layer] = True
-        self.states[layer] = state
+        self.states[layer], self.gradients[layer], self.outputs[layer] = state, gradient, output
+        self.events[layer], self._doubtful[layer] = event, zero_is_absent
+        self._keep.append(keep)
         self.order.append(layer)
-
-    def _count_down(self, layer: int) -> bool:
         complete = False
         for bucket in self._buckets_of[layer]:
             if self._missing[bucket] == 1:

@@ -75,15 +75,11 @@ class BucketProgram:
             fused = self._write(messages, at, call)
             call.start()
         while messages:
-            programs = [each.run(given, at, call) for each, given in fused]
-            if at.number == 0 and self._reduced:
-                assert self.reduction is not None, (
-                    "the first messages were the same when the program was made"
-                )
+            programs: list[Program] = [each.run(given, at, call) for each, given in fused]
+            if at.number == 0 and self.reduction is not None:
                 programs.insert(0, self._reduce(self.reduction, at, context))
-            replies = yield from _lock_step(
-                [framed(program, header_id, flags, binding, 2 * at.number) for program in programs]
-            )
+            running = [framed(program, header_id, flags, binding, 2 * at.number) for program in programs]
+            replies = yield from (running[0] if len(running) == 1 else _lock_step(running))
             # Kernels that decode the replies and those that fill the next messages are one call of a device.
             call = self._phase(at.number + 1).collecting()
             with binding.span("decompress"):

@@ -257,8 +257,9 @@ class StepDriver:
         #: It is not called when the means come: those of several exchanges may come in another order on each rank.
         self.before_end: Callable[[], None] = lambda: None
         self._rank = rank
-        self._phase = Phase.IDLE
-        self._means: Means | None = None
+        self.phase = Phase.IDLE
+        #: The means of the step that is done and neither accepted nor thrown away, if there is one.
+        self.means: Means | None = None
         self._rows: dict[int, Callable[[], tuple[Array, Array]]] = {}
         #: This rank's error; the other ranks were told to stop.
         self._failed: tuple[type[GradcompError], str] | None = None
@@ -266,18 +267,9 @@ class StepDriver:
     # -- what a frontend may ask ----------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> Phase:
-        return self._phase
-
-    @property
     def under_way(self) -> bool:
         """Return whether a step has begun and nobody has waited for it yet."""
-        return self._phase is Phase.OPEN or self._phase is Phase.FLUSHED
-
-    @property
-    def means(self) -> Means | None:
-        """Return the means of the step that is done and neither accepted nor thrown away, if there is one."""
-        return self._means
+        return self.phase is Phase.OPEN or self.phase is Phase.FLUSHED
 
     @property
     def error(self) -> GradcompError | None:
@@ -316,17 +308,17 @@ class StepDriver:
         self.before_step()
         self.exchanger.open(scale, learning_rate, momenta)
         self._rows = {}
-        self._phase = after
+        self.phase = after
 
     def submit(self, submission: Submission) -> None:
         """Hand in a dense gradient that is ready."""
-        if self._phase not in _TAKES_GRADIENTS:
+        if self.phase not in _TAKES_GRADIENTS:
             raise self.late(submission.layer)
         self.exchanger.submit(submission)
 
     def submit_rows(self, layer: int, rows: Callable[[], tuple[Array, Array]]) -> None:
         """Hand in a sparse gradient; ``rows`` is called for its row numbers and values when the step is waited for."""
-        if self._phase not in _TAKES_GRADIENTS:
+        if self.phase not in _TAKES_GRADIENTS:
             raise self.late(layer)
         self.exchanger.submit_absent(layer, sparse=True)
         self._rows[layer] = rows
@@ -335,7 +327,7 @@ class StepDriver:
         """Take no more gradients in this step. ``late``: other ranks ended it, and not this rank's own gradients."""
         after = self._after(Verb.FLUSH)
         self.exchanger.flush(late=late)
-        self._phase = after
+        self.phase = after
 
     def wait(self) -> Means:
         """Block until all means are there, those of sparse layers too.
@@ -345,17 +337,17 @@ class StepDriver:
         """
         after = self._after(Verb.WAIT)
         result = self.exchanger.wait()
-        self._phase = Phase.DISCARDED  # until it is found that the means can be used
+        self.phase = Phase.DISCARDED  # until it is found that the means can be used
         try:
             self._adapter.means_complete()
-            self._means = Means(result, self._means_of_rows(result))
+            self.means = Means(result, self._means_of_rows(result))
         except Exception:
             if self.error is None:
                 self.exchanger.discard()
             raise
         self.exchanger.owes_vote = self.agrees
-        self._phase = after
-        return self._means
+        self.phase = after
+        return self.means
 
     def _means_of_rows(self, result: StepResult) -> Mapping[int, Rows | None]:
         """Return the means of all layers that some rank has had a sparse gradient of, a set that all ranks know."""
@@ -441,13 +433,13 @@ class StepDriver:
             self.exchanger.vote(False)  # the other ranks vote once per exchange, so this one must too
 
     def _end(self, phase: Phase) -> None:
-        self._phase, self._means = phase, None
+        self.phase, self.means = phase, None
 
     def _after(self, verb: Verb) -> Phase:
         """Return the phase that ``verb`` leads to; raise if the verb is not allowed now."""
-        after = TRANSITIONS[verb].get(self._phase)
+        after = TRANSITIONS[verb].get(self.phase)
         if after is None or self._failed is not None:
-            raise self.error or StateError(f"cannot {verb.value}: {self._phase.value}")
+            raise self.error or StateError(f"cannot {verb.value}: {self.phase.value}")
         return after
 
     def late(self, layer: int) -> GradcompError:
@@ -468,7 +460,7 @@ class StepDriver:
         if not self.attached:
             return
         self.check()
-        if not self._adapter.finalise() or self._phase not in BETWEEN_STEPS:
+        if not self._adapter.finalise() or self.phase not in BETWEEN_STEPS:
             raise StateError(self._adapter.words.step_is_open)
 
     def fail(self, error: Exception) -> None:
@@ -485,7 +477,7 @@ class StepDriver:
         """Let every verb raise StateError with ``why``: another exchange has the layers. Local, on all ranks alike."""
         if self.error is None:
             self._failed = StateError, why
-        self._end(TRANSITIONS[Verb.RETIRE][self._phase])
+        self._end(TRANSITIONS[Verb.RETIRE][self.phase])
 
     @contextmanager
     def telling(self) -> Iterator[None]:

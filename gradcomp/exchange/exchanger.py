@@ -18,7 +18,7 @@ from gradcomp.core.errors import GradcompError, StateError, TransportError, Wire
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO
-from gradcomp.core.trace import begin_range
+from gradcomp.core.trace import profiler
 from gradcomp.exchange.agreement import agree_on_settings
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.deadlock import Begun, Need
@@ -71,7 +71,8 @@ class Progress(StepWatch):
         self.collectives = 0
         self.error: GradcompError | None = None
         self._engine = engine
-        self._pipeline = pipeline
+        self.pipeline = pipeline
+        self.device = pipeline.device
         self._transport = transport
         self._listener = settings.listener
         self._advice = settings.advice
@@ -133,47 +134,42 @@ class Progress(StepWatch):
 
     @property
     def position(self) -> Position:
-        return self._pipeline.position if self.is_open else (self._pipeline.step, -1, self.collectives)
+        return self.pipeline.position if self.is_open else (self.pipeline.step, -1, self.collectives)
 
     @property
     def where(self) -> str:
         """Return the position in words, with the names of layers."""
         position = self.position
-        buckets = self._pipeline.layout.buckets
+        buckets = self.pipeline.layout.buckets
         if not 0 <= position[1] < len(buckets):
             return place(position)
         layers = buckets[position[1]].layers
-        names = [self._pipeline.layers[layer].name for layer in layers[:3].tolist()]
+        names = [self.pipeline.layers[layer].name for layer in layers[:3].tolist()]
         more = ", ..." if len(layers) > 3 else ""
         return f"{place(position)} ({', '.join(names)}{more})"
 
     @property
     def begun(self) -> Begun:
         """Return what has begun, without a step whose gradients have not all come."""
-        return Begun(self._begun - (self.is_open and not self._pipeline.arrivals.complete))
+        return Begun(self._begun - (self.is_open and not self.pipeline.arrivals.complete))
 
     def need(self, what: object) -> Need | None:
         if what is not self:
             return None
         where = (
-            self.where if self.is_open else f"a collective of an optimizer after step {self._pipeline.step}"
+            self.where if self.is_open else f"a collective of an optimizer after step {self.pipeline.step}"
         )
         return Need(self.scope, self.roster.ranks, self._begun, where=where)
 
     @property
     def advances(self) -> int:
-        return self._pipeline.advances
+        return self.pipeline.advances
 
     def heard(self) -> None:
         """Wake the engine's thread, which stops what is under way."""
         self._engine.wake()
 
     # -- the engine's thread ------------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> Device:
-        """Return the device of the gradients."""
-        return self._pipeline.device
 
     def poll(self) -> Waiting:
         if self.error is not None:
@@ -186,14 +182,14 @@ class Progress(StepWatch):
             return Waiting.NOTHING
         # The arrays of what is under way stay until ``_done`` is set, whether the training thread waits already or not.
         try:
-            waiting = self._pipeline.poll() if work is None else work()
+            waiting = self.pipeline.poll() if work is None else work()
         except GradcompError as error:
             self._fail(error)
             return Waiting.NOTHING
         if waiting is not Waiting.WIRE:
             self.since = None
-        elif self.since is None or self._pipeline.advances != self._seen_advances:
-            self._seen_advances = self._pipeline.advances
+        elif self.since is None or self.pipeline.advances != self._seen_advances:
+            self._seen_advances = self.pipeline.advances
             self.since = monotonic()
         if waiting is Waiting.NOTHING:
             if work is None and (divergence := self._divergence()) is not None:
@@ -235,19 +231,19 @@ class Progress(StepWatch):
 
     def _divergence(self) -> StateError | None:
         """Return the error of a finished step in which ranks diverged, which all ranks find alike, or None."""
-        result = self._pipeline.result
+        result = self.pipeline.result
         assert result is not None, "a step that is done has a result"
         if result.parted:
-            return self.parted(result.step, self._pipeline.outcome, f"after step {result.step}")
+            return self.parted(result.step, self.pipeline.outcome, f"after step {result.step}")
         ranks = self.roster.ranks
         if result.notices & EDITED:
             asked = self.watchdog.control, self.scope, self._member, ranks, result.step
-            return different_means(*asked, self._pipeline.notices)
-        names = [layer.name for layer in self._pipeline.layers]
-        table, self._pipeline.digest_table = self._pipeline.digest_table, None
-        if self._pipeline.fingerprints is not None:
+            return different_means(*asked, self.pipeline.notices)
+        names = [layer.name for layer in self.pipeline.layers]
+        table, self.pipeline.digest_table = self.pipeline.digest_table, None
+        if self.pipeline.fingerprints is not None:
             return different_fingerprints(
-                self._pipeline.fingerprints, names, ranks, f"after step {result.step}"
+                self.pipeline.fingerprints, names, ranks, f"after step {result.step}"
             )
         return None if table is None else different_parameters(table, names, ranks, result.step)
 
@@ -265,7 +261,7 @@ class Progress(StepWatch):
         """Give up what is under way and the communicator; every later call raises ``error``."""
         try:
             self._transport.abandon()
-            self._pipeline.abandon()  # who hears of the error may take its gradients back
+            self.pipeline.abandon()  # who hears of the error may take its gradients back
         finally:
             try:
                 self.end_with(error)
@@ -422,7 +418,7 @@ class Exchanger:
 
     def wait(self) -> StepResult:
         """Block until the step is done; the means are then in the outputs."""
-        begin, end_range = perf_counter(), begin_range("wait")
+        begin, end_range = perf_counter(), profiler.begin("wait") if profiler.records() else None
         try:
             self._progress.wait()
         finally:
@@ -577,8 +573,8 @@ class Exchanger:
             self.pipeline.abandon()
 
     def _check(self) -> None:
-        if self.error is not None:
-            raise self.error
+        if (error := self._progress.error) is not None:
+            raise error
         if self.closed:
             raise StateError("the exchanger is closed")
         if self._progress.busy:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.core.state import Residuals
-from gradcomp.core.trace import Statistics, Trace, begin_range
+from gradcomp.core.trace import Statistics, Trace, profiler
 from gradcomp.exchange.arrivals import Arrivals
 from gradcomp.exchange.layout import Bucket
 from gradcomp.kernels import selection
@@ -45,7 +45,7 @@ class StepMemory:
         self._arrivals = arrivals
         self._residuals = residuals
         self._allocate = allocate
-        self._times = times
+        self._span = _Span(times, context.number, bucket.number)
         self._outputs_ready = False
         self._prepared: dict[Group, Addresses] = {}
 
@@ -164,8 +164,9 @@ class StepMemory:
             addresses[layer] = self._allocate(layer)
 
     def span(self, name: str) -> _Span:
-        """Time codec work for the trace and the statistics."""
-        return _Span(self._times, name, self._context.number, self._bucket.number)
+        """Time codec work for the trace and the statistics. A bucket's spans do not overlap."""
+        self._span.name = name
+        return self._span
 
 
 @dataclass(frozen=True)
@@ -179,13 +180,14 @@ class Times:
 class _Span:
     """Times a block, unless the block raises."""
 
-    __slots__ = ("_begin", "_bucket", "_end_range", "_name", "_step", "_times")
+    __slots__ = ("_begin", "_bucket", "_end_range", "_step", "_times", "name")
 
-    def __init__(self, times: Times, name: str, step: int, bucket: int) -> None:
-        self._times, self._name, self._step, self._bucket = times, name, step, bucket
+    def __init__(self, times: Times, step: int, bucket: int) -> None:
+        self._times, self._step, self._bucket = times, step, bucket
+        self.name = ""
 
     def __enter__(self) -> None:
-        self._end_range = begin_range(self._name)
+        self._end_range = profiler.begin(self.name) if profiler.records() else None
         self._begin = perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -194,7 +196,7 @@ class _Span:
         if kind is None:
             end = perf_counter()
             self._times.statistics.codec_seconds += end - self._begin
-            self._times.trace.add(self._name, self._step, self._bucket, self._begin, end)
+            self._times.trace.add(self.name, self._step, self._bucket, self._begin, end)
 
 
 def _floats_at(bases: Addresses, table: Table) -> Addresses:

@@ -38,12 +38,12 @@ from gradcomp.exchange.layout import Layout, Ordering
 from gradcomp.exchange.memory import Allocate, Times
 from gradcomp.exchange.plans import Steering, Succession, Switch
 from gradcomp.exchange.settings import Settings
-from gradcomp.exchange.step import StepExchange, StepResult, Workplace
+from gradcomp.exchange.step import StepExchange, StepResult, Waits, Workplace
 from gradcomp.exchange.waiting import Number, Waiting, collective, until_complete
 from gradcomp.exchange.warm_up import rehearse
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE, READY, WAITING, HeaderId
-from gradcomp.transport.base import AllReduce, Transport
+from gradcomp.transport.base import AllReduce, Handle, Transport
 
 #: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
 _LONGEST_FAREWELL_SECONDS = 5.0
@@ -141,7 +141,8 @@ class Pipeline:
             config.overlap,
         )
         self._exchange: StepExchange | None = None  # of the open step, or of the last one
-        self._running: Generator[Waiting, None, None] | None = None
+        self._running: Waits | None = None
+        self._awaited: Handle | None = None  # nothing can be done before this collective is complete
         self._stale = True
         self._compiled_plans = CompiledPlans()
         if controller is not None and controller.environment.first_step == 0:
@@ -232,7 +233,13 @@ class Pipeline:
         if self._running is None:
             return Waiting.NOTHING
         try:
-            return next(self._running)
+            if self._awaited is None or self._awaited.poll():
+                self._awaited = None
+                waiting = next(self._running)
+                if isinstance(waiting, Waiting):
+                    return waiting
+                self._awaited = waiting
+            return Waiting.WIRE
         except StopIteration:
             self._running = None
             return Waiting.NOTHING
@@ -347,7 +354,7 @@ class Pipeline:
 
     # -- the step, inside ---------------------------------------------------------------------------------------
 
-    def _run(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
+    def _run(self, exchange: StepExchange) -> Waits:
         self.plans.follow(self.step, self.plan, self.ordering.cold | self.ordering.sparse)
         while self._steering.overdue:
             yield Waiting.BACKGROUND

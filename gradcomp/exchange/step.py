@@ -30,7 +30,8 @@ from gradcomp.transport.base import Handle, Operation, Transport
 
 Mask = npt.NDArray[np.bool_]
 
-Waits = Generator[Waiting, None, None]
+#: Yields what is missing. A handle stands for Waiting.WIRE: nothing else can be done until that collective is complete.
+Waits = Generator[Waiting | Handle, None, None]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,12 @@ class InFlight:
         self._call: Pending | None = None
         self._due: list[Operation] | None = None  # the next round, which is not issued yet
         self._issued = 0.0
+
+    @property
+    def awaited(self) -> Handle:
+        """Return the collective that :meth:`prepare` waits for on the wire."""
+        assert self._handles, "a round was issued"
+        return self._handles[0]
 
     def prepare(self) -> Waiting:
         """Go on without waiting or issuing; return NOTHING when a round is due or the bucket is complete."""
@@ -148,6 +155,7 @@ class BucketScheduler:
         self._programs = programs
         self._arrivals = arrivals
         self._device = device
+        self._late = device.is_late
         self._transport = transport
         self._start = start
         self._completed = completed
@@ -165,19 +173,19 @@ class BucketScheduler:
             if started is None:
                 yield from self._complete(program.bucket)
                 started = self._begin(program)
+            others = list(self._in_flight)
             self._in_flight.insert(0, started)
-            yield from self._prepared(started, overlap)
-            started.issue(self._transport)
+            yield from self._advance([started], overlap)
             if program is self._programs[-1]:
                 last_is_issued()
-            yield from self._advance(self._in_flight[1:], overlap)
+            yield from self._advance(others, overlap)
             while self._in_flight and not overlap:
-                yield from self._advance(self._in_flight, overlap)
+                yield from self._advance(list(self._in_flight), overlap)
         if not self._programs:  # every layer has sparse gradients
             yield from self._known()
             last_is_issued()
         while self._in_flight:
-            yield from self._advance(self._in_flight, overlap)
+            yield from self._advance(list(self._in_flight), overlap)
         self.position = (len(self._programs), 0)
 
     def _begin(self, program: BucketProgram) -> InFlight:
@@ -186,8 +194,14 @@ class BucketScheduler:
 
     def _advance(self, in_flight: Sequence[InFlight], overlap: bool) -> Waits:
         """Issue the next round of these buckets, the newest first, and drop those that are complete."""
-        for one in list(in_flight):
-            yield from self._prepared(one, overlap)
+        for one in in_flight:
+            while (waiting := one.prepare()) is not Waiting.NOTHING:
+                self.position = (one.number, one.round)
+                if self._late:
+                    self._meanwhile(one)
+                    if overlap:
+                        self._look_ahead()
+                yield waiting if self._late or waiting is not Waiting.WIRE else one.awaited
             if not one.issue(self._transport):
                 self._in_flight.remove(one)
                 if self._completed is not None:
@@ -199,7 +213,7 @@ class BucketScheduler:
             self.position = (bucket.number, -1)
             self._meanwhile()
             yield Waiting.LAYERS
-        if self._device.is_late:
+        if self._late:
             events = self._events(bucket)
             while not self._device.reached(events):
                 self._meanwhile()
@@ -215,27 +229,14 @@ class BucketScheduler:
                 yield Waiting.DEVICE
         self._numbers = ()
 
-    def _prepared(self, in_flight: InFlight, overlap: bool) -> Waits:
-        """Wait until the bucket's next round is due, or the bucket is complete."""
-        while (waiting := in_flight.prepare()) is not Waiting.NOTHING:
-            self.position = (in_flight.number, in_flight.round)
-            self._meanwhile(in_flight)
-            if overlap:
-                self._look_ahead()
-            yield waiting
-
     def _meanwhile(self, waiting: InFlight | None = None) -> None:
         """Prepare all buckets but the one that waits for a device, without issuing anything."""
-        if not self._device.is_late:
-            return
         for other in self._in_flight:
-            if other is not waiting:
+            if self._late and other is not waiting:
                 other.prepare()
 
     def _look_ahead(self) -> None:
         """Begin the next bucket early beside a device, if it is complete: only one, since it takes memory."""
-        if not self._device.is_late:
-            return
         if self._ahead is not None:
             self._ahead.prepare()
         elif self._begun < len(self._programs) and self._arrivals.ready(self._begun):
@@ -325,8 +326,8 @@ class StepExchange:
         """
         return self._scheduler.position if self._scheduler else (len(self._laid_out.programs), 0)
 
-    def run(self, header_id: HeaderId, own_state: int) -> Generator[Waiting, None, None]:
-        """Run all buckets.
+    def run(self, header_id: HeaderId, own_state: int) -> Waits:
+        """Return what runs all buckets.
 
         ``header_id`` identifies messages, but for the bucket. ``own_state`` are the bits of this rank's state in
         the headers.
@@ -334,12 +335,12 @@ class StepExchange:
         self._header_id, self._own_state = header_id, own_state
         contribute = partial(self._workplace.steering.contribute, self._context.number, self._transport)
         assert self._scheduler is not None, "an exchange runs once"
-        yield from self._scheduler.run(overlap=self._workplace.overlap, last_is_issued=contribute)
-        self._scheduler = None  # a cycle with this object would keep both until the garbage collector runs
-        self._take_numbers()
+        return self._scheduler.run(overlap=self._workplace.overlap, last_is_issued=contribute)
 
     def result(self) -> tuple[StepResult, bool]:
         """Return what all ranks know at the end, and whether all ranks are ready for the next plan."""
+        self._scheduler = None  # a cycle with this object would keep both until the garbage collector runs
+        self._take_numbers()
         states = np.zeros(len(self._laid_out.position), dtype=np.uint8)
         outcomes = notices = results = 0
         for layers, flags in self._flags:

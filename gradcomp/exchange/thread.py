@@ -167,7 +167,7 @@ class Engine:
             self._wake.clear()
             waiting, advanced = set(), False
             for exchanger in self._exchangers:
-                before = exchanger.advances
+                before = exchanger.pipeline.advances
                 try:
                     if exchanger.device is not device:
                         device = exchanger.device
@@ -175,7 +175,7 @@ class Engine:
                     waiting.add(exchanger.poll())
                 except BaseException as error:  # noqa: BLE001 - it ends this exchanger, not the others
                     exchanger.crash(error)
-                advanced |= exchanger.advances != before
+                advanced |= exchanger.pipeline.advances != before
             now = monotonic()
             if advanced:
                 progress_at, pause = now, SPIN_SECONDS / 2
