@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.core.scheme import parse
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.driver import Adapter, StepDriver
@@ -24,8 +23,9 @@ from gradcomp.exchange.layout import compressors_of
 from gradcomp.exchange.settings import Controlled, Settings
 from gradcomp.job.launch import Ranks
 from gradcomp.job.membership import meet
-from gradcomp.job.reduce_op import Average, ReduceOp, Sum
+from gradcomp.job.reduce_op import Average
 from gradcomp.job.report import Reporter, announce_compression
+from gradcomp.job.settings import Arguments
 from gradcomp.job.state import Runtime
 from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
@@ -77,16 +77,6 @@ def validate_together(
             wait_for = state.watchdog.patient(state.config, "the other ranks to check their arguments")
             agree(transport, None, error, wait_for=wait_for)
         raise
-
-
-def check_arguments(op: ReduceOp, predivide: float, reduction: str | None) -> None:
-    """Raise ConfigError for arguments, common to all wrappers, that cannot work."""
-    if op not in (Average, Sum):
-        raise ConfigError(f"op must be Average or Sum, got {op!r}")
-    if not predivide > 0 or (predivide != 1.0 and op is not Average):
-        raise ConfigError("gradient_predivide_factor must be positive, and needs op=Average if it is not 1")
-    if reduction is not None:
-        parse(reduction)
 
 
 @dataclass(frozen=True)
@@ -142,23 +132,20 @@ def start(
     proposal: Proposal,
     adapter: Adapter,
     shapes: Sequence[tuple[int, ...]],
+    arguments: Arguments,
     *,
-    op: ReduceOp = Average,
-    predivide: float = 1.0,
-    agrees: bool = False,
     order_step: int = 0,
-    reduction: str | None = None,
-    arguments: Mapping[str, Any] | None = None,
     device: Device = HOST,
 ) -> StepDriver:
     """Make an exchanger on the runtime's engine, log what it compresses, and return the driver of its steps.
 
     Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``
-    are those of the gradients in the framework. The ranks compare ``arguments``, which are the frontend's.
+    are those of the gradients in the framework.
     """
     config = state.config
-    if reduction is not None:
-        config = replace(config, reduction=reduction)
+    if arguments.reduction is not None:
+        config = replace(config, reduction=arguments.reduction)
+    average = arguments.op is Average
     exchanger = None
     if transport is not None:
         exchanger = Exchanger(
@@ -171,12 +158,12 @@ def start(
             adapter.allocate,
             Settings(
                 name=state.name(ranks),
-                average=op is Average,
+                average=average,
                 listener=adapter.listener,
                 order_step=order_step,
                 schedule=proposal.policy.scheduled(proposal.layers),
                 topology=state.topology.among(ranks),
-                arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
+                arguments={**arguments.to_compare(), **_schedule_of(proposal.policy)},
                 controlled=proposal.controlled,
                 compression=proposal.policy.title,
                 device=device,
@@ -195,7 +182,7 @@ def start(
         proposal.plan,
         state.config,
         exchanger,
-        unit=predivide,
+        unit=arguments.gradient_predivide_factor,
         ranks=ranks,
         digests=adapter.digests,
     )
@@ -204,8 +191,8 @@ def start(
         checkpoint_manager,
         adapter,
         shapes,
-        divisor=float(len(ranks)) if op is Average else 1.0,
-        agrees=agrees,
+        divisor=float(len(ranks)) if average else 1.0,
+        agrees=arguments.on_skip == "agree",
         rank=state.rank,
     )
 

@@ -1,0 +1,129 @@
+"""``DistributedOptimizer`` and ``ddp_comm_hook`` keep the contract of all frontends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import frontend_contract as contract
+import pytest
+import torch
+from batch import on_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp.torch as gc
+
+
+class Model(torch.nn.Module):
+    """Its loss has the gradients that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = contract.SHAPES
+        self.first = torch.nn.Parameter(torch.zeros(first))
+        self.second = torch.nn.Parameter(torch.zeros(second))
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return (self.first * first).sum() + (self.second * second).sum()
+
+
+class Torch(contract.FrontendContract):
+    """What both have in common."""
+
+    def make_model(self) -> None:
+        self.model = self.trained = Model()
+
+    def backward(self, passes: tuple[contract.Arrays, ...]) -> None:
+        for gradients in passes:
+            self.trained(*map(torch.from_numpy, gradients)).backward()
+
+    def means(self) -> contract.Arrays:
+        return [parameter.grad.numpy().copy() for parameter in self.model.parameters()]
+
+    def save(self, path: str) -> None:
+        gc.save(path, self.state)
+
+    def load(self, path: str) -> None:
+        gc.load(path, self.state)
+
+
+class Optimizer(Torch):
+    name = "optimizer"
+    takes = (
+        "op", "backward_passes_per_step", "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set",
+        "finish", "grad_scaler", "reduction", "on_skip", "residuals",
+    )  # fmt: skip
+
+    def wrap(self, compression: Any = "none", **arguments: Any) -> None:
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.state = gc.DistributedOptimizer(sgd, self.model.named_parameters(), compression, **arguments)
+
+    def step(self, *passes: contract.Arrays) -> None:
+        self.state.zero_grad()
+        self.backward(passes)
+        self.state.step()
+
+
+class Hook(Torch):
+    name = "hook"
+    takes = ("grad_scaler", "on_skip")
+    only_default = ("on_skip",)
+
+    def wrap(self, compression: Any = "none", **arguments: Any) -> None:
+        self.state, hook = gc.ddp_comm_hook(self.model, compression, **arguments)
+        self.trained = DistributedDataParallel(self.model)
+        self.trained.register_comm_hook(self.state, hook)
+
+    def step(self, *passes: contract.Arrays) -> None:
+        self.trained.zero_grad()
+        self.backward(passes)
+
+
+FRONTENDS = {frontend.name: frontend for frontend in (Optimizer, Hook)}
+BOTH = pytest.mark.parametrize("frontend", FRONTENDS)
+
+
+@pytest.mark.parametrize(("frontend", "case"), contract.bad_arguments(Optimizer, Hook))
+@on_ranks(2)
+def test_a_bad_argument_is_refused(frontend, case):
+    contract.refuses(FRONTENDS[frontend](), case)
+
+
+@BOTH
+@on_ranks(2)
+def test_a_bad_argument_of_one_rank_is_an_error_on_all(frontend):
+    contract.refuses_on_one_rank(FRONTENDS[frontend]())
+
+
+@on_ranks(2)
+def test_a_factor_of_sums_is_refused():
+    contract.refuses_factor_without_average(Optimizer())
+
+
+@pytest.mark.parametrize("argument", contract.ALIKE)
+@on_ranks(2)
+def test_arguments_that_differ_are_refused_by_all_and_named(argument):
+    contract.refuses_what_differs(Optimizer(), argument)
+
+
+@BOTH
+@on_ranks(2)
+def test_compression_that_differs_is_refused_by_all_and_the_layer_is_named(frontend):
+    contract.refuses_compression_that_differs(FRONTENDS[frontend]())
+
+
+@pytest.mark.parametrize(("frontend", "case"), contract.good_arguments(Optimizer, Hook))
+@on_ranks(2)
+def test_steps_have_the_means(frontend, case):
+    contract.steps_with(FRONTENDS[frontend](), case)
+
+
+@on_ranks(2)
+def test_passes_are_summed():
+    contract.sums_passes(Optimizer())
+
+
+@BOTH
+@on_ranks(2)
+def test_a_saved_state_resumes_bit_for_bit(frontend):
+    make = FRONTENDS[frontend]
+    contract.resumes(make(), make(), gc.broadcast_object(contract.new_directory()))
