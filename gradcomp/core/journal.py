@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec, check_unique
-from gradcomp.core.levels import histogram
-from gradcomp.core.plan import Plan
+from gradcomp.core.plan import Plan, histogram
 from gradcomp.version import __version__
 
 __all__ = ["Journal", "Logged", "Run", "histogram", "read"]

@@ -23,11 +23,11 @@ from gradcomp.exchange.layout import compressors_of
 from gradcomp.exchange.settings import Controlled, Settings
 from gradcomp.job.launch import Ranks
 from gradcomp.job.membership import meet
+from gradcomp.job.network import make_transport
 from gradcomp.job.reduce_op import Average
 from gradcomp.job.report import Reporter, announce_compression
 from gradcomp.job.settings import Arguments
 from gradcomp.job.state import Runtime
-from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.transport.base import Transport
 

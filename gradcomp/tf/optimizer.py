@@ -19,12 +19,12 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import settings
+from gradcomp.job.checkpoint import from_plain, to_plain
 from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import LOOKS_AHEAD, NO_SUM, Group, takes_momentum, warn_of_averages
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers
-from gradcomp.job.state_dict import from_plain, to_plain
 from gradcomp.tf import keras_model
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.local import Local, check_ignored

@@ -6,7 +6,7 @@ import pytest
 
 import gradcomp as gc
 from gradcomp import Assignment, Plan
-from gradcomp.core.levels import MOST_LEVELS, histogram, level_kind, level_text, names, readable, short_name
+from gradcomp.core.plan import MOST_LEVELS, histogram, level_kind, level_text, names, readable, short_name
 
 QUANTIZE = gc.Quantize(4).family_string()
 SMALL = gc.Quantize(4, 128).family_string()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gradcomp
-from gradcomp.core.requires import need
+from gradcomp.core.errors import need
 
 
 @pytest.mark.parametrize(
