@@ -1,7 +1,7 @@
 """What every frontend promises: the same bad arguments are refused in the same words, and a step makes the same means.
 
 A frontend is a class derived from :class:`FrontendContract`; ``tests/torch/test_frontends.py`` and
-``tests/tf/test_frontends.py`` have them and run the checks on each, on the ranks of a job.
+``tests/tf/test_frontends.py`` have them and run the :func:`cases` of each on two ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ class FrontendContract:
     """One way to exchange the gradients of a model with two parameters, which are zero."""
 
     name: ClassVar[str]
+    #: ``gradcomp.torch`` or ``gradcomp.tf``.
+    gc: ClassVar[Any]
     #: The arguments that the wrapper has beside ``compression`` and ``controller``.
     takes: ClassVar[tuple[str, ...]] = ()
     #: Those of them of which any value but the default is an error.
     only_default: ClassVar[tuple[str, ...]] = ()
+    #: Those of them that all ranks must have alike.
+    compared: ClassVar[set[str]] = {"op", "sparse_as_dense", "gradient_predivide_factor"}
 
     def make_model(self) -> None:
         """Make the parameters."""
@@ -49,10 +53,10 @@ class FrontendContract:
         raise NotImplementedError
 
     def save(self, path: str) -> None:
-        raise NotImplementedError
+        self.gc.save(path, self.state)
 
     def load(self, path: str) -> None:
-        raise NotImplementedError
+        self.gc.load(path, self.state)
 
 
 #: By name: a bad argument, its value, and the text of the ConfigError.
@@ -72,13 +76,14 @@ BAD: dict[str, tuple[str, Any, str]] = {
         "backward_passes_per_step must be a whole number of at least 1",
     ),
     "half a pass": ("backward_passes_per_step", 1.5, "backward_passes_per_step must be a whole number"),
+    "a boolean": ("backward_passes_per_step", True, "backward_passes_per_step must be a whole number"),
     "predivide": ("gradient_predivide_factor", 0.0, "gradient_predivide_factor must be positive"),
     "negative": ("gradient_predivide_factor", -2.0, "gradient_predivide_factor must be positive"),
     "not a number": ("gradient_predivide_factor", float("nan"), "gradient_predivide_factor must be positive"),
     "reduction": ("reduction", "rings", "no reduction is named 'rings' .did you mean 'ring'"),
     "servers": ("reduction", "parameter_server:servers=0", "servers must be a whole number of at least 1"),
     "dedicated": ("reduction", "parameter_server:servers=1,dedicated=true", "parameter_server:servers=k"),
-    "skips": ("on_skip", "never", "on_skip"),
+    "skips": ("on_skip", "never", 'on_skip must be "raise" or "agree"'),
     "finish": ("finish", "later", 'finish must be "backward" or "step"'),
     "residuals": ("residuals", "bfloat16", "residuals='bfloat16': this setting was removed; .* float32"),
     "process set": ("process_set", 3, "process_set must be a ProcessSet"),
@@ -87,16 +92,6 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "scaler": ("grad_scaler", True, "grad_scaler must be a torch.amp.GradScaler, None or False"),
     "scaler's name": ("grad_scaler", "auto", "grad_scaler must be a torch.amp.GradScaler, None or False"),
 }
-
-
-def bad_arguments(*frontends: type[FrontendContract]) -> list[tuple[str, str]]:
-    """The names of the frontends, and of what each must refuse."""
-    return [
-        (frontend.name, case)
-        for frontend in frontends
-        for case, (argument, _, _) in BAD.items()
-        if argument in ("compression", "controller", *frontend.takes)
-    ]
 
 
 def refuses(frontend: FrontendContract, case: str) -> None:
@@ -125,7 +120,7 @@ def refuses_factor_without_average(frontend: FrontendContract) -> None:
         frontend.wrap(op=Sum, gradient_predivide_factor=2.0)
 
 
-#: What all ranks must have alike, where the frontend takes it; another value of it.
+#: Another value of what all ranks must have alike.
 ALIKE = {
     "backward_passes_per_step": 2,
     "finish": "step",
@@ -192,15 +187,6 @@ GOOD: dict[str, tuple[dict[str, Any], float | None]] = {
 }
 
 
-def good_arguments(*frontends: type[FrontendContract]) -> list[tuple[str, str]]:
-    return [
-        (frontend.name, case)
-        for frontend in frontends
-        for case, (arguments, _) in GOOD.items()
-        if set(arguments) <= set(frontend.takes) - set(frontend.only_default)
-    ]
-
-
 def steps_with(frontend: FrontendContract, case: str) -> None:
     arguments, divisor = GOOD[case]
     steps(frontend, divisor, **arguments)
@@ -215,8 +201,12 @@ def sums_passes(frontend: FrontendContract) -> None:
     assert_equal(frontend.means(), [a + b for a, b in zip(first, second, strict=True)])
 
 
-def resumes(frontend: FrontendContract, other: FrontendContract, directory: str) -> None:
+def resumes(frontend: FrontendContract) -> None:
     """What was saved after some steps gives another wrapper the same next means, bit for bit; a new one has others."""
+    other, directory = (
+        type(frontend)(),
+        frontend.gc.broadcast_object(tempfile.mkdtemp(prefix="gradcomp-test-")),
+    )
     feedback = policy(gradcomp.ErrorFeedback(gradcomp.Quantize(bits=2, rounding="nearest")))
     frontend.make_model()
     frontend.wrap(feedback)
@@ -235,5 +225,23 @@ def resumes(frontend: FrontendContract, other: FrontendContract, directory: str)
     assert any(not np.array_equal(a, b) for a, b in zip(other.means(), frontend.means(), strict=True))
 
 
-def new_directory() -> str:
-    return tempfile.mkdtemp(prefix="gradcomp-test-")
+def cases(*frontends: type[FrontendContract]) -> list[tuple[str, str, str]]:
+    """For each frontend the checks that concern it, as (frontend, check, case)."""
+    found = []
+    for one in frontends:
+        takes = {"compression", "controller", *one.takes}
+        free = takes - set(one.only_default)
+        checks = {
+            refuses: [case for case, (argument, _, _) in BAD.items() if argument in takes],
+            steps_with: [case for case, (arguments, _) in GOOD.items() if free.issuperset(arguments)],
+            refuses_what_differs: [argument for argument in ALIKE if argument in free & one.compared],
+            refuses_factor_without_average: [""] * ("op" in takes),
+            sums_passes: [""] * ("backward_passes_per_step" in takes),
+        }
+        checks |= {each: [""] for each in (refuses_on_one_rank, refuses_compression_that_differs, resumes)}
+        found += [(one.name, c.__name__, case) for c, named in checks.items() for case in named]
+    return found
+
+
+def check(frontend: FrontendContract, name: str, case: str) -> None:
+    globals()[name](frontend, *filter(None, [case]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any, TypeVar
@@ -143,7 +143,7 @@ class Form:
     @staticmethod
     def of(kind: Any, bare: str | None, shown: str = "") -> Form:
         """Returns the form of a dataclass; its field ``inner``, if any, holds the compressor that it wraps."""
-        values = {one.name: _default(one) for one in fields(kind)}
+        values = {one.name: None if one.default is MISSING else one.default for one in fields(kind)}
         return Form(
             {name: value for name, value in values.items() if name != "inner"},
             bare if bare in values else None,
@@ -158,10 +158,6 @@ class Form:
         head = f"{name}[{inner or _INNER[0]}]" if self.wraps else name
         value = None if self.bare is None else self.values[self.bare]
         return head if value is None else f"{head}:{self.bare}={value}"
-
-
-def _default(field: Field[Any]) -> Any:
-    return None if field.default is MISSING else field.default
 
 
 def hint(text: str, forms: Mapping[str, Form], parse: Callable[[str], object], example: str = "") -> str:

@@ -20,11 +20,11 @@ from gradcomp.exchange.checkpoint_manager import CheckpointManager, Expected, ch
 from gradcomp.exchange.fingerprint import Digests
 from gradcomp.exchange.snapshot import Shared, Snapshot, merge
 from gradcomp.job.all_or_none import together_of
+from gradcomp.job.call_matching import Array
 
 logger = logging.getLogger("gradcomp")
 
 T = TypeVar("T")
-Array = np.ndarray[Any, Any]
 
 #: The number of older checkpoints that ``save`` keeps.
 KEEP = 2

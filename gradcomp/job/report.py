@@ -133,13 +133,8 @@ class Readers:
         if exchanger is None:
             return []
         pipeline = exchanger.pipeline
-        return [
-            (
-                [pipeline.layers[layer].name for layer in bucket.layers.tolist()],
-                bucket.payload_bytes,
-            )
-            for bucket in pipeline.layout.buckets
-        ]
+        names = [layer.name for layer in pipeline.layers]
+        return [([names[i] for i in b.layers.tolist()], b.payload_bytes) for b in pipeline.layout.buckets]
 
     def plan(self) -> Plan | None:
         """Return the plan of the next step: every layer's compressor and level. None in a world of one."""
@@ -279,7 +274,10 @@ def _listed(settings: dict[str, object]) -> str:
 
 
 def announce_compression(exchanger: Exchanger, proposal: Proposal) -> None:
-    """Log once, on rank 0, how much is compressed, and warn of what was probably not intended."""
+    """Log once, on rank 0, how much is compressed, and warn of what was probably not intended.
+
+    At level debug: the memory of the state and compressors' remarks on layers.
+    """
     pipeline, policy = exchanger.pipeline, proposal.policy
     if pipeline.transport.rank != 0:
         return
@@ -287,10 +285,13 @@ def announce_compression(exchanger: Exchanger, proposal: Proposal) -> None:
     total = sum(layer.nbytes for layer in pipeline.layers) or 1
     compressed = sum(layer.nbytes for layer in pipeline.layers if layer.name not in excluded)
     why = ", ".join(f"{count} {reason}" for reason, count in Counter(excluded.values()).items()) or "none"
+    title, controller = policy.brief, proposal.controller
+    if controller is not None and controller.name != title:
+        title += f" under {controller.name}"
     if policy.compresses:
         logger.info(
             "%s: %.1f%% of %.2f MB in %d layers %s; %s: %s",
-            _title(proposal),
+            title,
             100 * compressed / total,
             total / 1e6,
             len(pipeline.layers),
@@ -311,17 +312,6 @@ def announce_compression(exchanger: Exchanger, proposal: Proposal) -> None:
             pattern,
             ", ".join(layer.name for layer in pipeline.layers[:3]),
         )
-    _explain(exchanger)
-
-
-def _title(proposal: Proposal) -> str:
-    title, controller = proposal.policy.brief, proposal.controller
-    return title if controller is None or controller.name == title else f"{title} under {controller.name}"
-
-
-def _explain(exchanger: Exchanger) -> None:
-    """Log the memory of the state and compressors' remarks on layers."""
-    pipeline = exchanger.pipeline
     logger.debug(
         "state %.2f MB; %d buckets",
         (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,

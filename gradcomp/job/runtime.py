@@ -1,4 +1,4 @@
-"""Starts and ends this process's part in a job, tells its rank, and records a timeline between two calls."""
+"""Starts and ends this process's part in a job, tells its rank and engines, logs, and records a timeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradcomp.core.scheme import AUTO
 from gradcomp.exchange.thread import finish_background
 from gradcomp.job import process_end
 from gradcomp.job.launch import Launch, Ranks
-from gradcomp.job.membership import describe, introduce, part, set_of
+from gradcomp.job.membership import describe, introduce, part, set_of, warn_of_variables
 from gradcomp.job.network import Network
 from gradcomp.job.report import announce_job
 from gradcomp.job.state import Runtime
@@ -49,7 +49,7 @@ def begin(
     try:
         launch, network = join(config)
     except BaseException:
-        _warn_of_variables()  # a misspelt variable may be the cause
+        warn_of_variables([unknown_variables(os.environ)])  # a misspelt variable may be the cause
         raise
     ours.rank = network.rank
     if config.transport == AUTO and len(network.ranks) > 1:
@@ -65,7 +65,7 @@ def begin(
             # shutdown() needs the watchdog, and cannot make one once the rank that serves the store is gone.
             runtime.watchdog.start()
         else:
-            _warn_of_variables()
+            warn_of_variables([unknown_variables(os.environ)])
     except BaseException:
         _release(runtime, orderly=True)
         raise
@@ -176,11 +176,6 @@ def cross_size() -> int:
         StateError: before ``init``.
     """
     return current().launch.cross_size
-
-
-def _warn_of_variables() -> None:
-    for text in unknown_variables(os.environ):
-        logger.warning("%s", text)
 
 
 def _choose_kernels(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
@@ -57,6 +57,3 @@ class Arguments:
             raise ConfigError(
                 f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
             )
-
-    def to_compare(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.compared}

@@ -41,9 +41,9 @@ def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0
     ``device`` holds the gradients. The compressor would begin in ``step``.
     """
     learning = [c for c in policy.compressors if c.traits.learns]
-    why = ""
     if not learning:
         return None
+    why = ""
     if device.driver is not None:
         why = "it works on gradients in the host's memory, not on a GPU"
     elif step and any(c.at_step(step).traits.learns for c in learning):
@@ -87,13 +87,6 @@ class Proposal:
     layers: list[LayerSpec]
     plan: Plan
     controller: Controller | None = None
-
-    @property
-    def controlled(self) -> Controlled | None:
-        """Return what the controller may change, and when it begins; None without a controller."""
-        if self.controller is None:
-            return None
-        return Controlled(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
 
     @property
     def chooses_by_times(self) -> bool:
@@ -145,8 +138,13 @@ def start(
     config = state.config
     if arguments.reduction is not None:
         config = replace(config, reduction=arguments.reduction)
-    average = arguments.op is Average
-    exchanger = None
+    policy, average = proposal.policy, arguments.op is Average
+    compared: dict[str, Any] = {name: getattr(arguments, name) for name in arguments.compared}
+    if changing := [c.to_string() for c in policy.compressors if c.changes]:
+        compared["schedule"] = changing  # later plans differ from the first
+    exchanger = controlled = None
+    if proposal.controller is not None:
+        controlled = Controlled(proposal.controller, policy.adjustable(proposal.layers), policy.last_change)
     if transport is not None:
         exchanger = Exchanger(
             state.engine,
@@ -161,17 +159,17 @@ def start(
                 average=average,
                 listener=adapter.listener,
                 order_step=order_step,
-                schedule=proposal.policy.scheduled(proposal.layers),
+                schedule=policy.scheduled(proposal.layers),
                 topology=state.topology.among(ranks),
-                arguments={**arguments.to_compare(), **_schedule_of(proposal.policy)},
-                controlled=proposal.controlled,
-                compression=proposal.policy.title,
+                arguments=compared,
+                controlled=controlled,
+                compression=policy.title,
                 device=device,
                 digests=adapter.begin_digests,
                 fingerprint=adapter.fingerprint,
                 roster=state.roster(ranks),
                 advice=adapter.words.unequal_steps,
-                problem=refusal(config, proposal.policy, device),
+                problem=refusal(config, policy, device),
             ),
         )
         exchanger.before_exchange = Reporter(exchanger, config, proposal.chooses_by_times).after_steps
@@ -203,12 +201,6 @@ def say_what_is_bypassed(policy: Policy) -> None:
         logger.warning(
             "a world of one rank: %s is bypassed, its momentum and clipping as well", changing[0].to_string()
         )
-
-
-def _schedule_of(policy: Policy) -> dict[str, Any]:
-    """Return what ranks compare in addition to the first plan, where a later plan differs from it."""
-    changing = [c for c in policy.compressors if c.changes]
-    return {"schedule": [c.to_string() for c in changing]} if changing else {}
 
 
 def set_compression(

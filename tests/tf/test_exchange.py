@@ -414,13 +414,6 @@ def test_variables_that_differ_between_ranks() -> None:
 
 
 @on_ranks(2, env=ONE_THREAD)
-def test_a_bad_argument_on_one_rank_is_an_error_on_both() -> None:
-    bad = {"gradient_predivide_factor": -1.0} if runtime.rank() == 0 else {}
-    with pytest.raises(ConfigError if bad else PlanMismatchError, match="gradient_predivide_factor"):
-        Exchange(variables(), **bad)
-
-
-@on_ranks(2, env=ONE_THREAD)
 def test_variables_that_drift_apart_are_named() -> None:
     weights = variables()
     exchange = Exchange(weights)

@@ -23,7 +23,7 @@ tapes.MOST_EXCHANGES = 1000  # every model is new
 
 
 class Keras(contract.FrontendContract):
-    name = "keras"
+    name, gc = "keras", gc
     takes = (
         "op", "backward_passes_per_step", "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set",
         "reduction", "residuals",
@@ -48,12 +48,6 @@ class Keras(contract.FrontendContract):
 
     def means(self) -> contract.Arrays:
         return self.applied
-
-    def save(self, path: str) -> None:
-        gc.save(path, self.state)
-
-    def load(self, path: str) -> None:
-        gc.load(path, self.state)
 
 
 class Tape(Keras):
@@ -81,53 +75,9 @@ class Tape(Keras):
 
 
 FRONTENDS = {frontend.name: frontend for frontend in (Keras, Tape)}
-BOTH = pytest.mark.parametrize("frontend", FRONTENDS)
 
 
-@pytest.mark.parametrize(("frontend", "case"), contract.bad_arguments(Keras, Tape))
+@pytest.mark.parametrize(("frontend", "check", "case"), contract.cases(*FRONTENDS.values()))
 @on_ranks(2, env=ENV)
-def test_a_bad_argument_is_refused(frontend, case):
-    contract.refuses(FRONTENDS[frontend](), case)
-
-
-@BOTH
-@on_ranks(2, env=ENV)
-def test_a_bad_argument_of_one_rank_is_an_error_on_all(frontend):
-    contract.refuses_on_one_rank(FRONTENDS[frontend]())
-
-
-@BOTH
-@on_ranks(2, env=ENV)
-def test_a_factor_of_sums_is_refused(frontend):
-    contract.refuses_factor_without_average(FRONTENDS[frontend]())
-
-
-@pytest.mark.parametrize("argument", ["sparse_as_dense", "gradient_predivide_factor", "op"])
-@BOTH
-@on_ranks(2, env=ENV)
-def test_arguments_that_differ_are_refused_by_all_and_named(frontend, argument):
-    contract.refuses_what_differs(FRONTENDS[frontend](), argument)
-
-
-@BOTH
-@on_ranks(2, env=ENV)
-def test_compression_that_differs_is_refused_by_all_and_the_layer_is_named(frontend):
-    contract.refuses_compression_that_differs(FRONTENDS[frontend]())
-
-
-@pytest.mark.parametrize(("frontend", "case"), contract.good_arguments(Keras, Tape))
-@on_ranks(2, env=ENV)
-def test_steps_have_the_means(frontend, case):
-    contract.steps_with(FRONTENDS[frontend](), case)
-
-
-@on_ranks(2, env=ENV)
-def test_passes_are_summed():
-    contract.sums_passes(Keras())
-
-
-@BOTH
-@on_ranks(2, env=ENV)
-def test_a_saved_state_resumes_bit_for_bit(frontend):
-    make = FRONTENDS[frontend]
-    contract.resumes(make(), make(), gc.broadcast_object(contract.new_directory()))
+def test_the_frontend_keeps_the_contract(frontend, check, case):
+    contract.check(FRONTENDS[frontend](), check, case)

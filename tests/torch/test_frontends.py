@@ -29,6 +29,8 @@ class Model(torch.nn.Module):
 class Torch(contract.FrontendContract):
     """What both have in common."""
 
+    gc = gc
+
     def make_model(self) -> None:
         self.model = self.trained = Model()
 
@@ -39,12 +41,6 @@ class Torch(contract.FrontendContract):
     def means(self) -> contract.Arrays:
         return [parameter.grad.numpy().copy() for parameter in self.model.parameters()]
 
-    def save(self, path: str) -> None:
-        gc.save(path, self.state)
-
-    def load(self, path: str) -> None:
-        gc.load(path, self.state)
-
 
 class Optimizer(Torch):
     name = "optimizer"
@@ -52,6 +48,7 @@ class Optimizer(Torch):
         "op", "backward_passes_per_step", "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set",
         "finish", "grad_scaler", "reduction", "on_skip", "residuals",
     )  # fmt: skip
+    compared = set(contract.ALIKE)
 
     def wrap(self, compression: Any = "none", **arguments: Any) -> None:
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.0)
@@ -79,51 +76,9 @@ class Hook(Torch):
 
 
 FRONTENDS = {frontend.name: frontend for frontend in (Optimizer, Hook)}
-BOTH = pytest.mark.parametrize("frontend", FRONTENDS)
 
 
-@pytest.mark.parametrize(("frontend", "case"), contract.bad_arguments(Optimizer, Hook))
+@pytest.mark.parametrize(("frontend", "check", "case"), contract.cases(*FRONTENDS.values()))
 @on_ranks(2)
-def test_a_bad_argument_is_refused(frontend, case):
-    contract.refuses(FRONTENDS[frontend](), case)
-
-
-@BOTH
-@on_ranks(2)
-def test_a_bad_argument_of_one_rank_is_an_error_on_all(frontend):
-    contract.refuses_on_one_rank(FRONTENDS[frontend]())
-
-
-@on_ranks(2)
-def test_a_factor_of_sums_is_refused():
-    contract.refuses_factor_without_average(Optimizer())
-
-
-@pytest.mark.parametrize("argument", contract.ALIKE)
-@on_ranks(2)
-def test_arguments_that_differ_are_refused_by_all_and_named(argument):
-    contract.refuses_what_differs(Optimizer(), argument)
-
-
-@BOTH
-@on_ranks(2)
-def test_compression_that_differs_is_refused_by_all_and_the_layer_is_named(frontend):
-    contract.refuses_compression_that_differs(FRONTENDS[frontend]())
-
-
-@pytest.mark.parametrize(("frontend", "case"), contract.good_arguments(Optimizer, Hook))
-@on_ranks(2)
-def test_steps_have_the_means(frontend, case):
-    contract.steps_with(FRONTENDS[frontend](), case)
-
-
-@on_ranks(2)
-def test_passes_are_summed():
-    contract.sums_passes(Optimizer())
-
-
-@BOTH
-@on_ranks(2)
-def test_a_saved_state_resumes_bit_for_bit(frontend):
-    make = FRONTENDS[frontend]
-    contract.resumes(make(), make(), gc.broadcast_object(contract.new_directory()))
+def test_the_frontend_keeps_the_contract(frontend, check, case):
+    contract.check(FRONTENDS[frontend](), check, case)
