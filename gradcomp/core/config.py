@@ -15,7 +15,7 @@ from typing import Any
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import AUTO, names, parse
-from gradcomp.core.strings import closest
+from gradcomp.core.strings import closest, parses
 
 PREFIX = "GRADCOMP_"
 _SECRET = PREFIX + "SECRET"
@@ -62,14 +62,6 @@ def _among(*words: str) -> tuple[Callable[[Any], bool], str]:
     return lambda value: value in words, f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def _is_reduction(value: Any) -> bool:
-    try:
-        parse(value)
-    except ConfigError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Config:
     """Settings that are not part of a compressor. Each is an argument of ``init`` and a ``GRADCOMP_*`` variable."""
@@ -89,7 +81,7 @@ class Config:
     reduction: str = _setting(
         "sra",
         "How codes are summed over ranks: see the page on algorithms; auto takes the cheapest.",
-        _is_reduction,
+        lambda v: parses(v, parse),
         lambda: f"one of {', '.join(names())} and {AUTO}; parameter_server:servers=2 for two servers",
         shared=True,
     )

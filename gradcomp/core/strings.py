@@ -168,12 +168,12 @@ def hint(text: str, forms: Mapping[str, Form], parse: Callable[[str], object], e
     for candidate in _candidates(text.strip(), forms):
         if candidate == text.strip() and ":" in candidate:
             return ""
-        if _parses(candidate, parse):
+        if parses(candidate, parse):
             return f" (did you mean {candidate!r}?)"
     name = closest(head_of(text), forms)
     if name is not None:
         shown = (forms[name].example(name, inner) for inner in _INNER)
-        example = next((one for one in shown if _parses(one, parse)), "")
+        example = next((one for one in shown if parses(one, parse)), "")
     return f" (for example {example!r})" if example else ""
 
 
@@ -188,7 +188,8 @@ def hinted(error: ConfigError, said: str) -> ConfigError:
     return ConfigError(problem + said + known + names)
 
 
-def _parses(text: str, parse: Callable[[str], object]) -> bool:
+def parses(text: str, parse: Callable[[str], object]) -> bool:
+    """Returns whether ``parse`` takes the text; False for a ConfigError."""
     try:
         parse(text)
     except ConfigError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -65,12 +65,10 @@ def _check_chosen(chosen: Ranks, launch: Launch, owns: bool) -> None:
 
 def _launch_of_existing_group() -> Launch:
     """Return a launch with local rank and size from the launcher, if it set them; the rest is torch.distributed's."""
-    try:
+    with suppress(ConfigError):
         found = discover()
-    except ConfigError:
-        found = None
-    if found is not None and found.size == dist.get_world_size():
-        return found
+        if found.size == dist.get_world_size():
+            return found
     return Launch.existing(dist.get_rank(), dist.get_world_size())
 
 

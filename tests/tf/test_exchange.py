@@ -119,14 +119,6 @@ def test_other_dtypes(dtype: str) -> None:
 
 
 @on_ranks(2, env=ONE_THREAD)
-def test_sum_and_predivide() -> None:
-    added = Exchange(variables(), op=Sum).exchange(tensors(draw(runtime.rank())))
-    close(added, sums())
-    means = Exchange(variables(), gradient_predivide_factor=4.0).exchange(tensors(draw(runtime.rank())))
-    close(means, [total / 2 for total in sums()])
-
-
-@on_ranks(2, env=ONE_THREAD)
 def test_a_loss_scale_leaves_residuals_in_the_units_of_gradients() -> None:
     shapes = [(64, 64)]
     plain, scaled = (Exchange(variables(shapes), Quantize(bits=4, rounding="nearest")) for _ in range(2))
