@@ -178,7 +178,7 @@ def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeO
     from gradcomp import LayerSpec, Policy, Quantize
     from gradcomp.exchange.exchanger import Exchanger
     from gradcomp.exchange.settings import Settings
-    from gradcomp.job.transports import make_transport
+    from gradcomp.job.network import make_transport
 
     layers = [LayerSpec("gradient", (2, task.elements // 2))]
     plan = Policy(Quantize(bits=task.bits)).plan(layers)

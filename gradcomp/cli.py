@@ -20,7 +20,7 @@ from gradcomp.analysis import read as read_recording
 from gradcomp.contrib.information import Binning, Correction
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.journal import Logged, Run, histogram, read
-from gradcomp.core.levels import level_text, names, readable
+from gradcomp.core.plan import level_text, names, readable
 from gradcomp.version import __version__
 
 

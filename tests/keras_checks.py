@@ -59,6 +59,14 @@ def compression() -> Any:
     return gc.Policy(gc.ErrorFeedback(gc.Quantize(bits=4)), filter=gc.Filter(min_elements=1))
 
 
+def exchange(variables: Any, compression: Any = "none", **arguments: Any) -> Any:
+    """The exchange of these variables with these arguments of a wrapper."""
+    from gradcomp.job.settings import Arguments
+    from gradcomp.tf.exchange import Exchange
+
+    return Exchange(variables, Arguments(compression, **arguments))
+
+
 def assert_alike(*lists: Any) -> None:
     """The variables have the same bytes on all ranks."""
     from gradcomp.tf.objects import broadcast_object

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from gradcomp.compress.base import Compressor
-from gradcomp.core import levels
+from gradcomp.core import plan as levels
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.core.registry import COMPRESSORS, contributed

@@ -82,7 +82,7 @@ class AdasumSteps(Adopted):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Check the argument only: ``step()`` takes the gradients that have accumulated when it is called."""
-        Arguments(op=Adasum, passes=passes).check_adasum()
+        Arguments(op=Adasum, backward_passes_per_step=passes).check_adasum()
 
 
 def begin_adasum_steps(

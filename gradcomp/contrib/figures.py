@@ -17,8 +17,7 @@ import numpy.typing as npt
 from gradcomp.contrib.information_plane import Plane
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.journal import Logged, Run
-from gradcomp.core.levels import EXACT, level_kind, level_number, names, readable
-from gradcomp.core.plan import Assignment
+from gradcomp.core.plan import EXACT, Assignment, level_kind, level_number, names, readable
 from gradcomp.core.strings import printable
 
 #: Okabe and Ito's colours, which people with colour vision deficiency can tell apart; the palest two are left out.

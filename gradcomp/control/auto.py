@@ -19,8 +19,7 @@ from gradcomp.control.forecast import MARGIN, Observed, Rates, decide, slower
 from gradcomp.control.levels import check_count, check_positive
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.levels import level_text, short_name
-from gradcomp.core.plan import Assignment, Plan
+from gradcomp.core.plan import Assignment, Plan, level_text, short_name
 from gradcomp.core.vectors import Floats
 from gradcomp.reduce.model import Network
 

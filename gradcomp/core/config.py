@@ -15,7 +15,7 @@ from typing import Any
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import AUTO, names, parse
-from gradcomp.core.strings import closest
+from gradcomp.core.strings import closest, parses
 
 PREFIX = "GRADCOMP_"
 _SECRET = PREFIX + "SECRET"
@@ -26,7 +26,7 @@ HOST_SLICE, DEVICE_SLICE = 1 << 20, 1 << 24
 
 #: Settings of earlier versions, with what to do instead.
 _REMOVED = {
-    "residuals": "residuals are float32; leave the setting out, or choose 8 or 4 bits, which keep none by default",
+    "residuals": "residuals are float32; leave the setting out, or choose 8 or 4 bits, which keep none by default"
 }
 
 #: Names of transports; a plus joins two levels.
@@ -36,8 +36,8 @@ TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+
 def _setting(
     default: Any,
     doc: str,
-    check: Callable[[Any], bool],
-    rule: str | Callable[[], str],
+    check: Callable[[Any], bool] = lambda _: True,
+    rule: str | Callable[[], str] = "a boolean",
     *,
     shared: bool = False,
 ) -> Any:
@@ -57,12 +57,9 @@ def _not_negative(value: Any) -> bool:
     return bool(value >= 0)
 
 
-def _is_reduction(value: Any) -> bool:
-    try:
-        parse(value)
-    except ConfigError:
-        return False
-    return True
+def _among(*words: str) -> tuple[Callable[[Any], bool], str]:
+    """Returns the check and the rule of a setting that is one of these words."""
+    return lambda value: value in words, f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 @dataclass(frozen=True)
@@ -80,13 +77,11 @@ class Config:
         "at least 8, or 0",
         shared=True,
     )
-    overlap: bool = _setting(
-        True, "Exchange while backward runs; off: only after it.", lambda v: True, "a boolean", shared=True
-    )
+    overlap: bool = _setting(True, "Exchange while backward runs; off: only after it.", shared=True)
     reduction: str = _setting(
         "sra",
         "How codes are summed over ranks: see the page on algorithms; auto takes the cheapest.",
-        _is_reduction,
+        lambda v: parses(v, parse),
         lambda: f"one of {', '.join(names())} and {AUTO}; parameter_server:servers=2 for two servers",
         shared=True,
     )
@@ -94,8 +89,6 @@ class Config:
         True,
         "Re-order exchange buckets once, by the order in which rank 0's gradients arrived in its first step, or under "
         "a communication hook its second.",
-        lambda v: True,
-        "a boolean",
         shared=True,
     )
     cold_after_steps: int = _setting(
@@ -121,15 +114,11 @@ class Config:
     checksums: bool = _setting(
         True,
         "A CRC-32C in every message of bytes, verified before it is decoded; never over NCCL, nor in sums.",
-        lambda v: True,
-        "a boolean",
         shared=True,
     )
     deterministic: bool = _setting(
         False,
         "Apply a controller's decision a fixed number of steps after its work began, so that runs are repeatable.",
-        lambda v: True,
-        "a boolean",
         shared=True,
     )
     transport: str = _setting(
@@ -161,20 +150,17 @@ class Config:
     kernels: str = _setting(
         "auto",
         "Kernels: auto (the compiled ones, an error without them), native or reference (NumPy).",
-        lambda v: v in ("auto", "native", "reference"),
-        "auto, native or reference",
+        *_among("auto", "native", "reference"),
     )
     log_level: str = _setting(
         "info",
         "Level of the gradcomp logger unless the program has set one.",
-        lambda v: v in ("debug", "info", "warning", "error"),
-        "debug, info, warning or error",
+        *_among("debug", "info", "warning", "error"),
     )
     isa: str = _setting(
         "auto",
         "Instruction set of the compiled kernels: auto, avx512, avx2 or baseline.",
-        lambda v: v in ("auto", "avx512", "avx2", "baseline"),
-        "auto, avx512, avx2 or baseline",
+        *_among("auto", "avx512", "avx2", "baseline"),
     )
 
     def __post_init__(self) -> None:
@@ -223,11 +209,8 @@ class Config:
 
     def changed(self) -> dict[str, Any]:
         """Returns the settings that differ from their default."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        }
+        default = Config()
+        return {name: value for name, value in self.settings().items() if value != getattr(default, name)}
 
     @staticmethod
     def table() -> str:

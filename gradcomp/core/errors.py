@@ -3,6 +3,8 @@
 The page ``docs/errors.md`` says for each what the caller may still do.
 """
 
+from importlib.util import find_spec
+
 
 class GradcompError(RuntimeError):
     """Base of every error that gradcomp raises on purpose.
@@ -45,3 +47,20 @@ class MissingNameError(GradcompError, AttributeError):
 
 class StateError(GradcompError):
     """The call is not allowed now (step open, not initialised, layer after its step closed, ranks drifted)."""
+
+
+def need(package: str, extra: str, *modules: str) -> None:
+    """Raises ModuleNotFoundError that names the extra to install, if one of the modules is missing."""
+    for module in modules:
+        if not _is_there(module):
+            raise ModuleNotFoundError(
+                f"{package} needs {module}, which is not installed: pip install 'gradcomp[{extra}]'",
+                name=module,
+            )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # a finder hides the module, or a mock has no spec
+        return False

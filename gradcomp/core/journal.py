@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec, check_unique
-from gradcomp.core.levels import histogram
-from gradcomp.core.plan import Plan
+from gradcomp.core.plan import Plan, histogram
 from gradcomp.version import __version__
 
 __all__ = ["Journal", "Logged", "Run", "histogram", "read"]
@@ -52,26 +51,14 @@ class Journal:
     def run(self, world: int, controller: str, compression: str, layers: Sequence[LayerSpec]) -> None:
         """Begins a run: until the next call, lines are about ``world`` ranks and these layers."""
         rows = [[layer.name, list(layer.shape), layer.dtype] for layer in layers]
-        self._write(
-            "run",
-            format=FORMAT,
-            version=__version__,
-            world=int(world),
-            controller=controller,
-            compression=compression,
-            layers=rows,
-        )
+        about = {"format": FORMAT, "version": __version__, "world": int(world)}
+        self._write("run", **about, controller=controller, compression=compression, layers=rows)
 
     def plan(self, step: int, plan: Plan, predicted_bytes: int) -> None:
         """Logs a plan that takes effect at ``step``; one rank sends ``predicted_bytes`` a step under it, by formula."""
         rows = [[a.layer, a.compressor, a.level] for a in plan.assignments]
-        self._write(
-            "plan",
-            step=int(step),
-            version=plan.version,
-            assignments=rows,
-            predicted_bytes=int(predicted_bytes),
-        )
+        about = {"step": int(step), "version": plan.version, "assignments": rows}
+        self._write("plan", **about, predicted_bytes=int(predicted_bytes))
 
     def measured(self, step: int, version: int, steps: int, measured_bytes: float) -> None:
         """Logs the mean of the bytes that this rank sent in each of the ``steps`` steps under plan ``version``.
@@ -79,13 +66,8 @@ class Journal:
         Nothing is logged if there were no steps.
         """
         if steps > 0:
-            self._write(
-                "bytes",
-                step=int(step),
-                version=int(version),
-                steps=int(steps),
-                measured_bytes=float(measured_bytes),
-            )
+            about = {"step": int(step), "version": int(version), "steps": int(steps)}
+            self._write("bytes", **about, measured_bytes=float(measured_bytes))
 
     def choice(self, step: int, text: str) -> None:
         """Logs why a controller decided as it did, in one line."""
@@ -180,9 +162,10 @@ def read(path: str | os.PathLike[str]) -> list[Run]:
     records = [_parse(line) for line in lines] + ([_parse(rest)] if rest else [])
     for number, record in enumerate(records, 1):
         try:
-            if record is None and (number > len(lines) or _begins_run(records[number : number + 1])):
-                continue
-            _take(runs, record)
+            following = [one for one in records[number : number + 1] if isinstance(one, dict)]
+            unfinished = number > len(lines) or any(one.get("kind") == "run" for one in following)
+            if record is not None or not unfinished:
+                _take(runs, record)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
     return runs
@@ -194,10 +177,6 @@ def _parse(line: bytes) -> Any:
         return json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-
-
-def _begins_run(records: list[Any]) -> bool:
-    return any(isinstance(record, dict) and record.get("kind") == "run" for record in records)
 
 
 def _take(runs: list[Run], record: Any) -> None:

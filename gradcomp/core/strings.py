@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any, TypeVar
@@ -143,7 +143,7 @@ class Form:
     @staticmethod
     def of(kind: Any, bare: str | None, shown: str = "") -> Form:
         """Returns the form of a dataclass; its field ``inner``, if any, holds the compressor that it wraps."""
-        values = {one.name: _default(one) for one in fields(kind)}
+        values = {one.name: None if one.default is MISSING else one.default for one in fields(kind)}
         return Form(
             {name: value for name, value in values.items() if name != "inner"},
             bare if bare in values else None,
@@ -160,10 +160,6 @@ class Form:
         return head if value is None else f"{head}:{self.bare}={value}"
 
 
-def _default(field: Field[Any]) -> Any:
-    return None if field.default is MISSING else field.default
-
-
 def hint(text: str, forms: Mapping[str, Form], parse: Callable[[str], object], example: str = "") -> str:
     """Returns a suggestion for the error about ``text``: `` (did you mean 'topk:density=0.01'?)``, or an example.
 
@@ -172,12 +168,12 @@ def hint(text: str, forms: Mapping[str, Form], parse: Callable[[str], object], e
     for candidate in _candidates(text.strip(), forms):
         if candidate == text.strip() and ":" in candidate:
             return ""
-        if _parses(candidate, parse):
+        if parses(candidate, parse):
             return f" (did you mean {candidate!r}?)"
     name = closest(head_of(text), forms)
     if name is not None:
         shown = (forms[name].example(name, inner) for inner in _INNER)
-        example = next((one for one in shown if _parses(one, parse)), "")
+        example = next((one for one in shown if parses(one, parse)), "")
     return f" (for example {example!r})" if example else ""
 
 
@@ -192,7 +188,8 @@ def hinted(error: ConfigError, said: str) -> ConfigError:
     return ConfigError(problem + said + known + names)
 
 
-def _parses(text: str, parse: Callable[[str], object]) -> bool:
+def parses(text: str, parse: Callable[[str], object]) -> bool:
+    """Returns whether ``parse`` takes the text; False for a ConfigError."""
     try:
         parse(text)
     except ConfigError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gradcomp.core.requires import need
+from gradcomp.core.errors import need
 
 need(__name__, "accelerate", "torch", "accelerate")
 

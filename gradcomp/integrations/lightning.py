@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gradcomp.core.requires import need
+from gradcomp.core.errors import need
 
 need(__name__, "lightning", "torch", "lightning")
 

@@ -7,7 +7,7 @@ import socket
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from gradcomp.core.requires import need
+from gradcomp.core.errors import need
 
 need(__name__, "ray", "ray")
 

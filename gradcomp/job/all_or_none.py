@@ -12,6 +12,7 @@ from gradcomp.core.errors import ConfigError, GradcompError, StateError, Transpo
 from gradcomp.core.strings import printable
 from gradcomp.exchange.checkpoint_manager import checkpoint_manager_or_none
 from gradcomp.exchange.request_group import Call
+from gradcomp.job.call_matching import cut
 from gradcomp.job.channel import Channel, channel_of
 from gradcomp.job.launch import Ranks
 from gradcomp.job.runtime import current
@@ -55,8 +56,7 @@ def gather_payloads(channel: Channel, payload: bytes, lengths: Sequence[int]) ->
             f"objects of {list(lengths)} bytes were announced, at most {MOST_OBJECT_BYTES} are allowed"
         )
     whole = channel.allgather(np.frombuffer(bytearray(payload), np.uint8), list(lengths))
-    ends = np.cumsum(lengths).tolist()
-    return [whole[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)]
+    return [part.tobytes() for part in cut(whole, lengths)]
 
 
 class Together:
@@ -92,12 +92,9 @@ class Together:
             report = {"told": told}
         except Exception as error:  # noqa: BLE001 - the other ranks would wait for one that stays away
             cause = error
-            text = (
-                str(error)
-                if isinstance(error, GradcompError | OSError)
-                else f"{type(error).__name__}: {error}"
-            )
-            report = {"error": text, "kind": type(error).__name__}
+            kind = type(error).__name__
+            expected = isinstance(error, GradcompError | OSError)
+            report = {"error": str(error) if expected else f"{kind}: {error}", "kind": kind}
         reports = self._gather(stage, json.dumps(report).encode())
         failures = [
             f"rank {r}: {printable(str(other['error']), _MOST_SHOWN)}"
@@ -106,10 +103,9 @@ class Together:
         ]
         if failures:
             undo()
-            kinds = [other["kind"] for other in reports if "error" in other]
-            kind = _KINDS.get(kinds[0], StateError)
+            first = next(other["kind"] for other in reports if "error" in other)
             shown = "; ".join(failures[:3]) + (f"; and {len(failures) - 3} more" if len(failures) > 3 else "")
-            raise kind(f"{self._name}: {shown}") from cause
+            raise _KINDS.get(first, StateError)(f"{self._name}: {shown}") from cause
         return result[0], [other["told"] for other in reports]
 
     def _gather(self, stage: str, text: bytes) -> list[dict[str, Any]]:
@@ -120,9 +116,7 @@ class Together:
         def exchange(lengths: list[int]) -> list[dict[str, Any]]:
             if not all(0 <= length <= _MOST_REPORT_BYTES for length in lengths):
                 raise WireFormatError(f"the ranks announced reports of {lengths} bytes")
-            whole = channel.allgather(np.frombuffer(text, dtype=np.uint8), lengths).tobytes()
-            ends = np.cumsum(lengths).tolist()
-            return [_report(whole[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+            return [_report(each) for each in gather_payloads(channel, text, lengths)]
 
         lines = [f"{self._name}: {stage}", *self._arguments]
         return channel.submit(Call(self._name, lines, len(text)), exchange).result()
@@ -130,10 +124,8 @@ class Together:
 
 def together_of(name: str, opt: Any, arguments: Sequence[str]) -> Together:
     """Return the ranks of ``opt``, or all of the job if it was not wrapped, since all must learn of that."""
-    checkpoint_manager = checkpoint_manager_or_none(opt)
-    if checkpoint_manager is None:
-        return Together(name, current().everyone, arguments)
-    return Together(name, checkpoint_manager.ranks, arguments)
+    manager = checkpoint_manager_or_none(opt)
+    return Together(name, current().everyone if manager is None else manager.ranks, arguments)
 
 
 def _report(text: bytes) -> dict[str, Any]:

@@ -9,9 +9,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, WireFormatError
 from gradcomp.core.strings import printable
@@ -20,6 +22,7 @@ from gradcomp.exchange.request_group import Call, difference
 from gradcomp.transport.base import AllGather, Bytes
 
 T = TypeVar("T")
+Array = npt.NDArray[Any]
 
 _MOST_LIST_BYTES = 1 << 28
 #: Its fields: whether the call has a problem, its number, the digest of its description.
@@ -89,7 +92,7 @@ class Reply(Generic[T]):
             return cast("T", self._result)
         finally:
             self._waiting -= 1
-            self._settle()
+            self._let_go()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
         """Call ``tell`` once the call has ended: on the thread that ends it, or now. Allowed once for each reply."""
@@ -100,7 +103,7 @@ class Reply(Generic[T]):
     def done(self) -> bool:
         """Return whether the call has ended; if it has, the caller is taken to be done with the reply."""
         if self._ended:
-            self._settle()
+            self._let_go()
         return self._ended
 
     def _end(self) -> None:
@@ -117,13 +120,13 @@ class Reply(Generic[T]):
             return  # the other thread came first
         tell()
 
-    def _settle(self) -> None:
+    def _let_go(self) -> None:
         release, self._release = self._release, None
         if release is not None:
             release()
 
     def __del__(self) -> None:
-        self._settle()
+        self._let_go()
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def match(
     Wire: 48 + :func:`inline_bytes` to every rank, and where digests differ 8 bytes and the lists.
     """
     first = pending[0]
-    digest = hashlib.sha256(_description(first).encode()).digest()
+    digest = hashlib.sha256("\n".join(first.lines).encode()).digest()
     rows = np.zeros((size, _HEADER.size + inline_bytes(size)), dtype=np.uint8)
     own, end = rows[rank], _HEADER.size
     _HEADER.pack_into(own, 0, first.problem is not None, first.number, digest)
@@ -173,7 +176,7 @@ def match(
     text = json.dumps(
         {
             "calls": [
-                [call.key, _description(call), call.number, call.problem, call.zeros and call.zeros()]
+                [call.key, "\n".join(call.lines), call.number, call.problem, call.zeros and call.zeros()]
                 for call in pending
             ],
             "waits": list(waited_for),
@@ -186,13 +189,18 @@ def match(
     counts = lengths.tolist()
     if not all(0 < count <= _MOST_LIST_BYTES for count in counts):
         raise WireFormatError(f"the ranks announced lists of calls of {counts} bytes")
-    ends = np.cumsum(counts)
     whole = np.zeros(sum(counts), dtype=np.uint8)
-    whole[ends[rank] - len(text) : ends[rank]] = np.frombuffer(text, dtype=np.uint8)
+    parts = cut(whole, counts)
+    parts[rank][:] = np.frombuffer(text, dtype=np.uint8)
     yield AllGather(whole, counts)
-    lists = [_List.of(whole[end - count : end].tobytes()) for end, count in zip(ends, counts, strict=True)]
+    lists = [_List.of(part.tobytes()) for part in parts]
     found = _common(pending, lists, rank)
     return found or _stuck(pending, lists, rank)
+
+
+def cut(flat: Array, lengths: Sequence[int]) -> list[Array]:
+    """Return views of the parts that are stored one after another in ``flat``."""
+    return [flat[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
 @dataclass(frozen=True)
@@ -230,10 +238,6 @@ class _List:
             raise WireFormatError(f"a rank's list of calls is malformed: {error!r}") from error
 
 
-def _description(call: Call) -> str:
-    return "\n".join(call.lines)
-
-
 def keys_of(names: Sequence[str | None]) -> list[Key]:
     """Return keys that tell calls with these names, in their order, from each other."""
     seen: Counter[str | None] = Counter()
@@ -254,10 +258,9 @@ def _common(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[
         if all(key in one.calls for one in deciding):
             listed = [one.calls[key] for one in lists if key in one.calls]
             place, zeros = places.get(key), listed[0].zeros
-            ranks = [r for r, one in enumerate(lists) if key in one.calls]
-            error = _wrong("" if place is None else pending[place].name, listed, ranks)
+            name = "" if place is None else pending[place].name
+            error = _wrong(name, listed, [r for r, one in enumerate(lists) if key in one.calls])
             if error is None and len(listed) < len(lists) and zeros is None:
-                name = "" if place is None else pending[place].name
                 error = ConfigError(f"{name}: rank {lacking[0]} has joined, and only takes part in allreduce")
             found.append(Match(place, [one.number for one in listed], error, zeros))
     return found
@@ -282,11 +285,8 @@ def _stuck(pending: Sequence[Call], lists: Sequence[_List], rank: int) -> list[M
         ": the ranks wait for calls of different names"
     )
     places = {key: place for place, key in enumerate(lists[rank].calls)}
-    failed: list[Match] = []
-    for key in lists[rank].waits:
-        place = places[key]
-        failed.append(Match(place, [], type(wrong)(f"{pending[place].name}{wrong}")))
-    return failed
+    stuck = [places[key] for key in lists[rank].waits]
+    return [Match(place, [], type(wrong)(f"{pending[place].name}{wrong}")) for place in stuck]
 
 
 def listing(calls: Sequence[Call], most: int = 5) -> str:

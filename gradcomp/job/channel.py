@@ -164,10 +164,6 @@ class Channel:
         """Return the error that made the group unusable, if there is one."""
         return self._failure
 
-    @property
-    def failed(self) -> bool:
-        return self._failure is not None
-
     def submit(
         self, call: Call, work: Callable[[list[int]], T], release: Callable[[], None] | None = None
     ) -> Reply[T]:
@@ -201,9 +197,8 @@ class Channel:
             if self._failure is None:
                 self._watch.publish_abort(reason)
         # The thread ends by itself: its wait ends at the deadline, or at once after a failure or an abort.
-        self._thread.join(
-            _DRAIN_SECONDS if self._watch.ends or self.failed else self._timeout_seconds + _DRAIN_SECONDS
-        )
+        at_once = self._watch.ends or self._failure is not None
+        self._thread.join(_DRAIN_SECONDS if at_once else self._timeout_seconds + _DRAIN_SECONDS)
         if reason is None and self._failure is None:
             self._watch.depart()
 
@@ -410,12 +405,10 @@ def channel_of(ranks: Ranks) -> Channel | None:
         return None
     state = current()
     if ranks not in state.channels:
-        with state.channel_lock(ranks):
+        with state.channel_locks.setdefault(ranks, threading.Lock()):
             if ranks not in state.channels:
                 _make_channel(state, ranks)
-    channel = state.channels[ranks]
-    assert isinstance(channel, Channel)
-    return channel
+    return state.channels[ranks]
 
 
 def _make_channel(state: Runtime, ranks: Ranks) -> None:

@@ -18,15 +18,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.exchange.request_group import Call, Inline
-from gradcomp.job.call_matching import Reply, inline_bytes
+from gradcomp.job.call_matching import Array, Reply, cut, inline_bytes
 from gradcomp.job.channel import Channel, alone, channel_of
 from gradcomp.job.launch import Ranks
 from gradcomp.job.reduce_op import (
@@ -40,34 +38,14 @@ from gradcomp.job.reduce_op import (
     shares,
 )
 from gradcomp.job.runtime import current
+from gradcomp.transport.base import Bytes
 
-Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Says what a collective does with the rows of a tensor.
-
-    ``rows``: "any" where ranks may differ in their first dimension, "split" where that is divided among them, "none"
-    where a tensor is taken as a whole.
-    """
-
-    rows: Literal["none", "any", "split"] = "none"
-
-
-KINDS = {
-    "allreduce": Kind(),
-    "allgather": Kind(rows="any"),
-    "sparse_allreduce": Kind(rows="any"),
-    "broadcast": Kind(),
-    "reducescatter": Kind(rows="split"),
-    "alltoall": Kind(rows="any"),
-    "barrier": Kind(),
-}
-
-
+#: Collectives in which ranks may differ in their tensor's first dimension. In a reducescatter it is divided among the
+#: ranks; all others take a tensor as a whole.
+_ANY_ROWS = ("allgather", "sparse_allreduce", "alltoall")
 #: One call of these takes two tensors that belong together and are no group.
 _PAIRS = {"sparse_allreduce"}
 
@@ -96,7 +74,7 @@ class Descriptor:
         arguments += [f"name={self.name!r}"] if self.dtype else []
         arguments += [] if self.how is None else [str(self.how)]
         shape = ", ".join(map(str, self.shape))
-        if KINDS[self.kind].rows == "any":
+        if self.kind in _ANY_ROWS:
             shape = ", ".join(["*", *map(str, self.shape[1:])])
         of = f" of {self.dtype} [{shape}]{self.note}" if self.dtype else ""
         return f"{self.kind}({', '.join(arguments)}){of}"
@@ -104,7 +82,7 @@ class Descriptor:
     @property
     def problem(self) -> str | None:
         """Return why no tensor of this dtype and shape can be given to the call; None if one can."""
-        if KINDS[self.kind].rows != "none" and not self.shape:
+        if self.kind in (*_ANY_ROWS, "reducescatter") and not self.shape:
             return "a tensor without dimensions has no rows; reshape it to [1]"
         if not isinstance(self.name, str | None):
             return f"name must be a string, got {type(self.name).__name__}"
@@ -160,7 +138,7 @@ def allreduce(
             how.op.name,
             how.prescale,
             how.postscale,
-            [(each.dtype, math.prod(each.shape)) for each in called],
+            [(c.dtype, math.prod(c.shape)) for c in called],
         ],
         inline=Inline([value.view(np.uint8) for value in values], partial(_combine_inline, values, how))
         if little and problem is None and how.op is not ReduceOp.ADASUM
@@ -171,7 +149,7 @@ def allreduce(
 def _combine_inline(values: Sequence[Array], how: ScaledOp, of_ranks: Sequence[Bytes]) -> None:
     """Overwrite ``values`` with their reduction; every rank's bytes hold the tensors one after another."""
     lengths = [value.nbytes for value in values]
-    parts = zip(*(_split(data, lengths) for data in of_ranks), strict=True)
+    parts = zip(*(cut(data, lengths) for data in of_ranks), strict=True)
     for value, of_value in zip(values, parts, strict=True):
         value[:] = combine([part.view(value.dtype) for part in of_value], how)
 
@@ -195,7 +173,7 @@ def _reduce_values(channel: Channel, values: Sequence[Array], how: ScaledOp) -> 
             continue
         flat = np.concatenate([values[place] for place in places])
         reduce_all(channel, flat, how, lengths)
-        for place, part in zip(places, _split(flat, lengths), strict=True):
+        for place, part in zip(places, cut(flat, lengths), strict=True):
             values[place][:] = part
 
 
@@ -219,19 +197,16 @@ def allgather(
         _row_counts(table.reshape(-1).tolist())
         sizes = table * np.asarray([each.row_bytes for each in called])
         whole = channel.allgather(np.concatenate(parts), sizes.sum(axis=1).tolist())
-        pieces = _split(whole, sizes.reshape(-1).tolist())
+        pieces = cut(whole, sizes.reshape(-1).tolist())
         return [
             (np.concatenate(pieces[place :: len(called)]), table[:, place].tolist())
             for place in range(len(called))
         ]
 
-    return _submit(
-        called,
-        work,
-        lambda: [(part, [rows]) for part, rows in zip(parts, own_rows, strict=True)],
-        own_rows[0],
-        problem,
-    )
+    def among_one() -> list[tuple[Bytes, list[int]]]:
+        return [(part, [rows]) for part, rows in zip(parts, own_rows, strict=True)]
+
+    return _submit(called, work, among_one, own_rows[0], problem)
 
 
 def broadcast(called: Descriptor, buffer: Bytes, problem: str | None = None) -> Reply[None]:
@@ -265,7 +240,7 @@ def reducescatter(
             data = values[places[0]].view(np.uint8)
             if len(places) > 1:
                 pieces = [
-                    _split(values[place].view(np.uint8), sizes)
+                    cut(values[place].view(np.uint8), sizes)
                     for place, sizes in zip(places, table, strict=True)
                 ]
                 data = np.concatenate(
@@ -275,7 +250,7 @@ def reducescatter(
             dtype = values[places[0]].dtype
             part = reduce_parts(channel, data, counts, dtype, how)
             lengths = [sizes[channel.rank] // dtype.itemsize for sizes in table]
-            for place, result in zip(places, _split(part, lengths), strict=True):
+            for place, result in zip(places, cut(part, lengths), strict=True):
                 results[place] = result
         return results
 
@@ -386,11 +361,6 @@ def _by_dtype(values: Sequence[Array]) -> Iterator[list[int]]:
     for place, value in enumerate(values):
         places.setdefault(value.dtype, []).append(place)
     yield from places.values()
-
-
-def _split(flat: Array, lengths: Sequence[int]) -> list[Array]:
-    """Return views of the parts that are stored one after another in ``flat``."""
-    return [flat[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
 def _row_counts(numbers: list[int]) -> list[int]:

@@ -62,12 +62,6 @@ def own_address(launch: Launch) -> str:
     return "127.0.0.1"
 
 
-def master_address(launch: Launch, master: Address) -> Address:
-    """Return the address at which ranks that were given MASTER_ADDR meet: a loopback address if all share one host."""
-    host, port = master
-    return ("127.0.0.1", port) if launch.one_host and not _is_loopback(host) else master
-
-
 def listening_socket(launch: Launch, address: Address) -> socket.socket | None:
     """Return a socket that listens only at the address that the other ranks connect to, or None if that is not known.
 
@@ -186,7 +180,9 @@ def open_store(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Meeti
     """Return the job's key-value store, which rank 0 or torchrun serves. ``once_met`` is closed after the meeting."""
     if launch.master is not None:
         if launch.served_attempt is None:
-            address = master_address(launch, launch.master)
+            address = launch.master
+            if launch.one_host and not _is_loopback(address[0]):
+                address = "127.0.0.1", address[1]
             serves = launch.rank == 0
             return Meeting(_serve(launch, address, deadline) if serves else _client(address, deadline))
         store = _client(launch.master, deadline)

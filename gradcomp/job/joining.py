@@ -136,7 +136,7 @@ class _Standing:
         """Exchange until all ranks of the optimizer have joined."""
         pipeline = self._exchange.driver.exchanger.pipeline
         control = self._state.watchdog.control
-        control.publish(self._key(self._state.rank), f"[{pipeline.step}]".encode())
+        control.publish(joined_of(self._scope, self._state.rank), f"[{pipeline.step}]".encode())
         # This returns once the store has the number, before any rank can look for it.
         self._since(self._state.rank)
         waited_for = [rank for rank in self._ranks if rank != self._state.rank]
@@ -157,11 +157,8 @@ class _Standing:
         begin = monotonic()
         while True:
             try:
-                numbers = numbers_of(self._state.watchdog.control.lookup(self._key(rank)), 1)
+                numbers = numbers_of(self._state.watchdog.control.lookup(joined_of(self._scope, rank)), 1)
                 return None if numbers is None else numbers[0]
             except StoreSilentError as error:
                 if monotonic() - begin > self._state.config.timeout_seconds:
                     raise TransportError(f"join: {error}") from error
-
-    def _key(self, rank: int) -> str:
-        return joined_of(self._scope, rank)

@@ -19,6 +19,7 @@ Ranks = tuple[int, ...]
 
 Address = tuple[str, int]
 
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE")
 _HOROVOD_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
@@ -155,7 +156,9 @@ def discover(environ: Mapping[str, str] = os.environ) -> Launch:
     if place.size == 1:
         return _launch(launcher, place)
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    interface, interface_variable = _interface(environ)
+    # The interface that the user chose, else the one that horovodrun found.
+    named = ((environ.get(name, "").split(",")[0], name) for name in _INTERFACES)
+    interface, interface_variable = next((both for both in named if both[0]), (None, ""))
     return replace(
         _launch(launcher, place),
         master=_address("MASTER_ADDR", "MASTER_PORT", environ),
@@ -224,14 +227,18 @@ def _tasks_per_node(text: str) -> list[int]:
     return counts
 
 
+def _are_set(one: str, other: str, environ: Mapping[str, str]) -> bool:
+    """Return whether both variables are set; ConfigError if one is."""
+    present = [name for name in (one, other) if environ.get(name, "") != ""]
+    if len(present) == 1:
+        raise ConfigError(f"{present[0]} is set, but {other if present == [one] else one} is not")
+    return bool(present)
+
+
 def _pair(rank: str, size: str, environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return a rank and its size: both must be set or neither, and the rank must be below the size."""
-    present = [name for name in (rank, size) if environ.get(name, "") != ""]
-    if not present:
+    if not _are_set(rank, size, environ):
         return None
-    if len(present) == 1:
-        missing = size if present == [rank] else rank
-        raise ConfigError(f"{present[0]} is set, but {missing} is not")
     values = _number(rank, environ), _number(size, environ)
     if not 0 <= values[0] < values[1]:
         raise ConfigError(f"{rank}={values[0]} is not in 0 .. {size} - 1, with {size}={values[1]}")
@@ -267,11 +274,8 @@ def _launch(launcher: str, place: _Place) -> Launch:
 
 
 def _address(host: str, port: str, environ: Mapping[str, str]) -> Address | None:
-    present = [name for name in (host, port) if environ.get(name, "") != ""]
-    if not present:
+    if not _are_set(host, port, environ):
         return None
-    if len(present) == 1:
-        raise ConfigError(f"{present[0]} is set, but {port if present == [host] else host} is not")
     number = _number(port, environ)
     if not 0 < number < 65536:
         raise ConfigError(f"{port} must be in 1 .. 65535, got {number}")
@@ -302,28 +306,16 @@ def _check_horovodrun(told: Mapping[_Form, _Place], environ: Mapping[str, str]) 
     )
 
 
-def _interface(environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return the interface that the user chose, else the one that horovodrun found, and the variable that names it."""
-    for variable in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"):
-        if name := environ.get(variable, "").split(",")[0]:
-            return name, variable
-    return None, ""
-
-
 def _job(launcher: str, environ: Mapping[str, str]) -> str:
     """Return this job's name from its launcher. Hydra gives none: there it is the process that started the ranks."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE",)
     if all(environ.get(name) for name in names):
         return ",".join(f"{name}={environ[name]}" for name in names)
-    return f"parent={_parent_of_session()}"
-
-
-def _parent_of_session() -> int:
-    """Return the parent of this session's leader, whether or not a shell is between the launcher and Python."""
-    try:
-        return int(Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2].split()[1])
+    try:  # the parent of this session's leader, whether or not a shell is between the launcher and Python
+        parent = int(Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError):
-        return os.getppid()
+        parent = os.getppid()
+    return f"parent={parent}"
 
 
 def ranks_of(comm: Any) -> Ranks | None:

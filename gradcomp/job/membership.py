@@ -55,22 +55,15 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
     own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets), version, *unknown])
     told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
     if runtime.rank == 0:
-        _warn_of_variables([warnings for *_, warnings in told])
-    if others := [rank for rank, (_, _, _, theirs, _) in enumerate(told) if theirs != told[0][3]]:
-        raise ConfigError(
-            f"rank 0 runs {told[0][3]}, rank {others[0]} {told[others[0]][3]}: all ranks need the same version"
-        )
-    transports = [transport for _, transport, *_ in told]
-    if others := [rank for rank, name in enumerate(transports) if name != transports[0]]:
-        raise ConfigError(
-            f"rank 0 has transport={transports[0]}, rank {others[0]} has {transports[others[0]]}: "
-            "all ranks need the same one"
-        )
-    if others := [rank for rank, (_, _, sets, *_) in enumerate(told) if sets != told[0][2]]:
-        raise ConfigError(
-            f"rank 0 has process_sets={told[0][2]}, rank {others[0]} has {told[others[0]][2]}: all ranks "
-            "must pass the same process sets"
-        )
+        warn_of_variables([warnings for *_, warnings in told])
+    for place, said, advice in (
+        (3, "rank 0 runs {}, rank {} {}", "need the same version"),
+        (1, "rank 0 has transport={}, rank {} has {}", "need the same one"),
+        (2, "rank 0 has process_sets={}, rank {} has {}", "must pass the same process sets"),
+    ):
+        for rank, theirs in enumerate(told):
+            if theirs[place] != told[0][place]:
+                raise ConfigError(f"{said.format(told[0][place], rank, theirs[place])}: all ranks {advice}")
     hosts = [host for host, *_ in told]
     runtime.hosts = tuple(hosts)
     runtime.topology = Topology.of(hosts)
@@ -85,7 +78,7 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
             process_set([runtime.network.ranks[rank] for rank in ranks])
 
 
-def _warn_of_variables(by_rank: Sequence[Sequence[str]]) -> None:
+def warn_of_variables(by_rank: Sequence[Sequence[str]]) -> None:
     """Log each distinct warning once, and name the ranks that gave it unless all did."""
     for text in sorted({text for texts in by_rank for text in texts}):
         ranks = [rank for rank, texts in enumerate(by_rank) if text in texts]

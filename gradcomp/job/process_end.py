@@ -61,16 +61,12 @@ def uncaught() -> BaseException | None:
 
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     global _uncaught
-    if not _interactive():
+    prompt = hasattr(sys, "ps1") or sys.flags.interactive  # now or, with python -i, after the program
+    if not prompt:
         _uncaught = error
         if isinstance(error, TransportError):
             _shorten(error, traceback)
     _before(kind, error, traceback)
-
-
-def _interactive() -> bool:
-    """Return whether there is a prompt, now or, with ``python -i``, after the program."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _shorten(error: BaseException, traceback: TracebackType | None) -> None:

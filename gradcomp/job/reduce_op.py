@@ -19,20 +19,18 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress import Compressor
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.quantise.cast import Cast, Coder
 from gradcomp.compress.registry import from_string
 from gradcomp.core.errors import ConfigError
+from gradcomp.job.call_matching import Array
 from gradcomp.job.channel import Channel
-
-Array = npt.NDArray[Any]
+from gradcomp.transport.base import Bytes
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _HALVES = ("float16", "bfloat16")
-Bytes = npt.NDArray[np.uint8]
 
 
 def adasum(channel: Channel, flat: Array, lengths: Sequence[int]) -> None:
@@ -152,11 +150,6 @@ def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype in (np.float16, _BFLOAT16) else dtype
 
 
-def added_by_transport(dtype: np.dtype[Any], op: ReduceOp) -> bool:
-    """Return whether the transport's own sum computes this operation in this dtype."""
-    return op in (ReduceOp.AVERAGE, ReduceOp.SUM) and dtype in (np.float32, np.float64, np.int64)
-
-
 def combine(parts: Sequence[Array], how: ScaledOp) -> Array:
     """Combine ``parts``, one array from each rank, in rank order. Return a new array of their dtype."""
     dtype, ufunc = parts[0].dtype, _UFUNCS[how.op]
@@ -232,7 +225,7 @@ def reduce_all(channel: Channel, flat: Array, how: ScaledOp, lengths: Sequence[i
     them in rank order and sends the result to all. Wire: 2 d (N-1)/N bytes per rank for d bytes of the dtype; Adasum d
     log2(N), for float16 and bfloat16 in float32.
     """
-    if added_by_transport(flat.dtype, how.op):
+    if how.op in (Average, Sum) and flat.dtype in (np.float32, np.float64, np.int64):
         if how.prescale != 1.0:
             flat[:] = prescaled(flat, how)
         channel.allreduce(flat)

@@ -49,57 +49,38 @@ class Measured:
     seconds_per_byte: float
     latency_seconds: float
 
-    @property
-    def exposed(self) -> str:
-        """Return as text how much of a step is exposed communication."""
-        return f"{1e3 * self.exposed_seconds:.1f} of {1e3 * self.step_seconds:.1f} ms a step are exposed communication"
-
-    @property
-    def worth(self) -> bool:
-        """Return whether fewer bytes could shorten the step by a share that is worth it."""
-        return min(self.exposed_seconds, self._bytes_seconds) > _WORTH * self.step_seconds
-
-    @property
-    def leave_it(self) -> str:
-        """Return the advice where it is not worth it; what is exposed all the same has other causes than bytes."""
-        advice = "fewer bytes would hardly shorten it, leave it so"
-        if self.exposed_seconds <= _WORTH * self.step_seconds:
-            return advice
-        return (
-            f"the bytes take {1e3 * self._bytes_seconds:.2f} of them, the rest is latency "
-            f"({1e3 * self.latency_seconds:.2f} ms a message) and waiting for other ranks; {advice}, and exchange less "
-            "often: larger batches, or gradients of several added up"
-        )
-
-    @property
-    def _bytes_seconds(self) -> float:
-        return self.sent_bytes * self.seconds_per_byte
-
 
 def verdict(measured: Measured, compressed: bool) -> str:
     """Return as text what was found, and what to do."""
-    if not compressed:
-        return f"uncompressed; {measured.exposed}: " + (
-            'compare with compression="quantize:bits=4", or let compression="auto" choose'
-            if measured.worth
-            else measured.leave_it
+    bytes_seconds = measured.sent_bytes * measured.seconds_per_byte
+    latency = f"{1e3 * measured.latency_seconds:.2f} ms"
+    little = _WORTH * measured.step_seconds
+    worth = min(measured.exposed_seconds, bytes_seconds) > little  # fewer bytes could shorten the step
+    exposed_ms, step_ms = 1e3 * measured.exposed_seconds, 1e3 * measured.step_seconds
+    exposed = f"{exposed_ms:.1f} of {step_ms:.1f} ms a step are exposed communication"
+    leave_it = "fewer bytes would hardly shorten it, leave it so"
+    if measured.exposed_seconds > little:  # what is exposed has other causes than bytes
+        leave_it = (
+            f"the bytes take {1e3 * bytes_seconds:.2f} of them, the rest is latency ({latency} a message) and waiting "
+            f"for other ranks; {leave_it}, and exchange less often: larger batches, or gradients of several added up"
         )
+    compare = 'compare with compression="quantize:bits=4"'
+    if not compressed:
+        advice = f'{compare}, or let compression="auto" choose' if worth else leave_it
+        return f"uncompressed; {exposed}: {advice}"
     half = f"a bfloat16 wire would send {measured.half_bytes / 1e6:.3f} MB"
     if measured.sent_bytes >= 0.95 * measured.half_bytes:
-        return f"{half}; {measured.exposed}: " + (
-            'compare with compression="quantize:bits=4"' if measured.worth else measured.leave_it
-        )
+        return f"{half}; {exposed}: {compare if worth else leave_it}"
     gain_ms = 1e3 * (measured.half_exposed_seconds - measured.exposed_seconds)
     if gain_ms <= 0:
         return (
-            f"{half}; compression gains nothing against it here; {measured.exposed}, but fewer bytes do not "
-            f"shorten it (a message has {1e3 * measured.latency_seconds:.2f} ms of latency): compare with "
-            'compression="bf16" and "none"'
+            f"{half}; compression gains nothing against it here; {exposed}, but fewer bytes do not shorten it "
+            f'(a message has {latency} of latency): compare with compression="bf16" and "none"'
         )
     return (
         f"{half}; about {gain_ms:.1f} ms a step are gained against it (estimate at "
-        f"{8e-9 / measured.seconds_per_byte:.2f} Gbit/s); {measured.exposed}: "
-        + ("a higher ratio may gain more" if measured.worth else "keep it")
+        f"{8e-9 / measured.seconds_per_byte:.2f} Gbit/s); {exposed}: "
+        + ("a higher ratio may gain more" if worth else "keep it")
     )
 
 
@@ -133,13 +114,8 @@ class Readers:
         if exchanger is None:
             return []
         pipeline = exchanger.pipeline
-        return [
-            (
-                [pipeline.layers[layer].name for layer in bucket.layers.tolist()],
-                bucket.payload_bytes,
-            )
-            for bucket in pipeline.layout.buckets
-        ]
+        names = [layer.name for layer in pipeline.layers]
+        return [([names[i] for i in b.layers.tolist()], b.payload_bytes) for b in pipeline.layout.buckets]
 
     def plan(self) -> Plan | None:
         """Return the plan of the next step: every layer's compressor and level. None in a world of one."""
@@ -279,7 +255,10 @@ def _listed(settings: dict[str, object]) -> str:
 
 
 def announce_compression(exchanger: Exchanger, proposal: Proposal) -> None:
-    """Log once, on rank 0, how much is compressed, and warn of what was probably not intended."""
+    """Log once, on rank 0, how much is compressed, and warn of what was probably not intended.
+
+    At level debug: the memory of the state and compressors' remarks on layers.
+    """
     pipeline, policy = exchanger.pipeline, proposal.policy
     if pipeline.transport.rank != 0:
         return
@@ -287,10 +266,13 @@ def announce_compression(exchanger: Exchanger, proposal: Proposal) -> None:
     total = sum(layer.nbytes for layer in pipeline.layers) or 1
     compressed = sum(layer.nbytes for layer in pipeline.layers if layer.name not in excluded)
     why = ", ".join(f"{count} {reason}" for reason, count in Counter(excluded.values()).items()) or "none"
+    title, controller = policy.brief, proposal.controller
+    if controller is not None and controller.name != title:
+        title += f" under {controller.name}"
     if policy.compresses:
         logger.info(
             "%s: %.1f%% of %.2f MB in %d layers %s; %s: %s",
-            _title(proposal),
+            title,
             100 * compressed / total,
             total / 1e6,
             len(pipeline.layers),
@@ -311,17 +293,6 @@ def announce_compression(exchanger: Exchanger, proposal: Proposal) -> None:
             pattern,
             ", ".join(layer.name for layer in pipeline.layers[:3]),
         )
-    _explain(exchanger)
-
-
-def _title(proposal: Proposal) -> str:
-    title, controller = proposal.policy.brief, proposal.controller
-    return title if controller is None or controller.name == title else f"{title} under {controller.name}"
-
-
-def _explain(exchanger: Exchanger) -> None:
-    """Log the memory of the state and compressors' remarks on layers."""
-    pipeline = exchanger.pipeline
     logger.debug(
         "state %.2f MB; %d buckets",
         (pipeline.residuals.nbytes + pipeline.fields.nbytes) / 1e6,

@@ -1,12 +1,14 @@
-"""Starts and ends this process's part in a job, tells its rank, and records a timeline between two calls."""
+"""Starts and ends this process's part in a job, tells its rank and engines, logs, and records a timeline."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from gradcomp import kernels
@@ -16,14 +18,14 @@ from gradcomp.core.scheme import AUTO
 from gradcomp.exchange.thread import finish_background
 from gradcomp.job import process_end
 from gradcomp.job.launch import Launch, Ranks
-from gradcomp.job.logs import start_logging
-from gradcomp.job.membership import describe, introduce, part, set_of
+from gradcomp.job.membership import describe, introduce, part, set_of, warn_of_variables
 from gradcomp.job.network import Network
 from gradcomp.job.report import announce_job
 from gradcomp.job.state import Runtime
 
 logger = logging.getLogger("gradcomp")
 
+FORMAT = "gradcomp %(levelname)s rank %(rank)s: %(message)s"
 
 _runtime: Runtime | None = None
 _lives: dict[Ranks, int] = {}  # init after shutdown must not read what the last job of these ranks published
@@ -47,7 +49,7 @@ def begin(
     try:
         launch, network = join(config)
     except BaseException:
-        _warn_of_variables()  # a misspelt variable may be the cause
+        warn_of_variables([unknown_variables(os.environ)])  # a misspelt variable may be the cause
         raise
     ours.rank = network.rank
     if config.transport == AUTO and len(network.ranks) > 1:
@@ -63,7 +65,7 @@ def begin(
             # shutdown() needs the watchdog, and cannot make one once the rank that serves the store is gone.
             runtime.watchdog.start()
         else:
-            _warn_of_variables()
+            warn_of_variables([unknown_variables(os.environ)])
     except BaseException:
         _release(runtime, orderly=True)
         raise
@@ -176,11 +178,6 @@ def cross_size() -> int:
     return current().launch.cross_size
 
 
-def _warn_of_variables() -> None:
-    for text in unknown_variables(os.environ):
-        logger.warning("%s", text)
-
-
 def _choose_kernels(config: Config) -> None:
     try:
         kernels.use("reference" if config.kernels == "reference" else "native")
@@ -228,3 +225,117 @@ def stop_timeline() -> None:
     timeline, state.timeline = state.timeline, None
     if timeline is not None:
         timeline.close()
+
+
+# ---- log lines, each with its rank
+
+
+class Ranked(logging.Filter):
+    """Gives every record of the logger an attribute ``rank`` for formats; it is "?" before the ranks have met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank: int | str = "?"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = self.rank
+        return True
+
+    def level(self, name: str) -> None:
+        """Set the logger's level, unless the program has set one."""
+        if logger.level == logging.NOTSET:
+            logger.setLevel(name.upper())
+
+
+def start_logging() -> Ranked:
+    """Prepare the logger: handlers of the program stay; where there are none, lines go to standard error."""
+    ranked = next((one for one in logger.filters if isinstance(one, Ranked)), None)
+    if ranked is None:
+        ranked = Ranked()
+        logger.addFilter(ranked)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(FORMAT))
+        logger.addHandler(handler)
+    return ranked
+
+
+# ---- Horovod's questions about engines: ..._built asks about this process, ..._enabled about the job
+
+
+def mpi_built() -> bool:
+    """Return whether mpi4py is installed, through which gradcomp uses MPI."""
+    return find_spec("mpi4py") is not None
+
+
+def mpi_enabled() -> bool:
+    """Return whether this job sends its gradients over MPI.
+
+    Raises:
+        StateError: before ``init``.
+    """
+    state = current()
+    return state.size > 1 and "mpi" in state.config.transport.split("+")
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether MPI was initialised in this process, and with MPI_THREAD_MULTIPLE."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return bool(MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def gloo_enabled() -> bool:
+    """Return whether this job's ranks met through torch.distributed, whose Gloo then carries the user's collectives.
+
+    Raises:
+        StateError: before ``init``.
+    """
+    state = current()
+    return state.size > 1 and state.network.engine == "torch"
+
+
+def nccl_built() -> int:
+    """Return the version of CuPy's NCCL, such as 22203, which the nccl transport needs; 0 if there is none."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return 0
+    return int(nccl.get_version()) if getattr(nccl, "available", False) else 0
+
+
+def cuda_built() -> bool:
+    """Return whether CuPy or cuda-bindings is installed, with which gradcomp's kernels run on CUDA devices."""
+    if find_spec("cupy") is not None:
+        return True
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def rocm_built() -> bool:
+    """Return False, because there are no kernels for ROCm."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False, because oneCCL is not among the transports."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False, because IBM's DDL is not among the transports."""
+    return False
+
+
+def is_homogeneous() -> bool:
+    """Return whether every host of the job has the same number of ranks.
+
+    Raises:
+        StateError: before ``init``.
+    """
+    topology = current().topology
+    return len({len(topology.members(leader)) for leader in topology.leaders}) == 1

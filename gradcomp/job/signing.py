@@ -224,18 +224,16 @@ def agree_on_seal(group: Transport, one_host: bool, given: bytes) -> Seal | None
     finally:
         if host_socket is not None:
             host_socket.close()
-    if seal is not None and len(set(confirmations)) == 1:
+    other = next((rank for rank, one in enumerate(confirmations) if one != confirmations[0]), None)
+    if seal is not None and other is None:
         return seal
     if given:
         raise ConfigError(
-            f"GRADCOMP_SECRET differs between rank 0 and rank {_first_other(confirmations)}: set it to the same text "
-            "on all ranks"
+            f"GRADCOMP_SECRET differs between rank 0 and rank {other}: set it to the same text on all ranks"
         )
     if group.rank == 0:
         if one_host and not problem:
-            problem = (
-                f" (rank {_first_other(confirmations)} could not read what rank 0 offers at a Unix socket)"
-            )
+            problem = f" (rank {other} could not read what rank 0 offers at a Unix socket)"
         logger.warning(
             "what the ranks publish is not signed, anybody who reaches the job's store can stop it%s: set "
             "GRADCOMP_SECRET to the same random text on all ranks",
@@ -261,7 +259,3 @@ def _offered(name: str) -> bytes:
     except ValueError:
         return b""
     return secret if len(secret) == SECRET_BYTES else b""
-
-
-def _first_other(confirmations: Sequence[bytes]) -> int:
-    return next(rank for rank, one in enumerate(confirmations) if one != confirmations[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
-from gradcomp.core.scheme import parse
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.driver import Adapter, StepDriver
@@ -24,10 +23,11 @@ from gradcomp.exchange.layout import compressors_of
 from gradcomp.exchange.settings import Controlled, Settings
 from gradcomp.job.launch import Ranks
 from gradcomp.job.membership import meet
-from gradcomp.job.reduce_op import Average, ReduceOp, Sum
+from gradcomp.job.network import make_transport
+from gradcomp.job.reduce_op import Average
 from gradcomp.job.report import Reporter, announce_compression
+from gradcomp.job.settings import Arguments
 from gradcomp.job.state import Runtime
-from gradcomp.job.transports import make_transport
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.transport.base import Transport
 
@@ -41,9 +41,9 @@ def refusal(config: Config, policy: Policy, device: Device = HOST, step: int = 0
     ``device`` holds the gradients. The compressor would begin in ``step``.
     """
     learning = [c for c in policy.compressors if c.traits.learns]
-    why = ""
     if not learning:
         return None
+    why = ""
     if device.driver is not None:
         why = "it works on gradients in the host's memory, not on a GPU"
     elif step and any(c.at_step(step).traits.learns for c in learning):
@@ -79,16 +79,6 @@ def validate_together(
         raise
 
 
-def check_arguments(op: ReduceOp, predivide: float, reduction: str | None) -> None:
-    """Raise ConfigError for arguments, common to all wrappers, that cannot work."""
-    if op not in (Average, Sum):
-        raise ConfigError(f"op must be Average or Sum, got {op!r}")
-    if not predivide > 0 or (predivide != 1.0 and op is not Average):
-        raise ConfigError("gradient_predivide_factor must be positive, and needs op=Average if it is not 1")
-    if reduction is not None:
-        parse(reduction)
-
-
 @dataclass(frozen=True)
 class Proposal:
     """Holds what a rank is about to exchange, and how."""
@@ -97,13 +87,6 @@ class Proposal:
     layers: list[LayerSpec]
     plan: Plan
     controller: Controller | None = None
-
-    @property
-    def controlled(self) -> Controlled | None:
-        """Return what the controller may change, and when it begins; None without a controller."""
-        if self.controller is None:
-            return None
-        return Controlled(self.controller, self.policy.adjustable(self.layers), self.policy.last_change)
 
     @property
     def chooses_by_times(self) -> bool:
@@ -142,24 +125,26 @@ def start(
     proposal: Proposal,
     adapter: Adapter,
     shapes: Sequence[tuple[int, ...]],
+    arguments: Arguments,
     *,
-    op: ReduceOp = Average,
-    predivide: float = 1.0,
-    agrees: bool = False,
     order_step: int = 0,
-    reduction: str | None = None,
-    arguments: Mapping[str, Any] | None = None,
     device: Device = HOST,
 ) -> StepDriver:
     """Make an exchanger on the runtime's engine, log what it compresses, and return the driver of its steps.
 
     Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``
-    are those of the gradients in the framework. The ranks compare ``arguments``, which are the frontend's.
+    are those of the gradients in the framework.
     """
     config = state.config
-    if reduction is not None:
-        config = replace(config, reduction=reduction)
-    exchanger = None
+    if arguments.reduction is not None:
+        config = replace(config, reduction=arguments.reduction)
+    policy, average = proposal.policy, arguments.op is Average
+    compared: dict[str, Any] = {name: getattr(arguments, name) for name in arguments.compared}
+    if changing := [c.to_string() for c in policy.compressors if c.changes]:
+        compared["schedule"] = changing  # later plans differ from the first
+    exchanger = controlled = None
+    if proposal.controller is not None:
+        controlled = Controlled(proposal.controller, policy.adjustable(proposal.layers), policy.last_change)
     if transport is not None:
         exchanger = Exchanger(
             state.engine,
@@ -171,20 +156,20 @@ def start(
             adapter.allocate,
             Settings(
                 name=state.name(ranks),
-                average=op is Average,
+                average=average,
                 listener=adapter.listener,
                 order_step=order_step,
-                schedule=proposal.policy.scheduled(proposal.layers),
+                schedule=policy.scheduled(proposal.layers),
                 topology=state.topology.among(ranks),
-                arguments={**(arguments or {}), **_schedule_of(proposal.policy)},
-                controlled=proposal.controlled,
-                compression=proposal.policy.title,
+                arguments=compared,
+                controlled=controlled,
+                compression=policy.title,
                 device=device,
                 digests=adapter.begin_digests,
                 fingerprint=adapter.fingerprint,
                 roster=state.roster(ranks),
                 advice=adapter.words.unequal_steps,
-                problem=refusal(config, proposal.policy, device),
+                problem=refusal(config, policy, device),
             ),
         )
         exchanger.before_exchange = Reporter(exchanger, config, proposal.chooses_by_times).after_steps
@@ -195,7 +180,7 @@ def start(
         proposal.plan,
         state.config,
         exchanger,
-        unit=predivide,
+        unit=arguments.gradient_predivide_factor,
         ranks=ranks,
         digests=adapter.digests,
     )
@@ -204,8 +189,8 @@ def start(
         checkpoint_manager,
         adapter,
         shapes,
-        divisor=float(len(ranks)) if op is Average else 1.0,
-        agrees=agrees,
+        divisor=float(len(ranks)) if average else 1.0,
+        agrees=arguments.on_skip == "agree",
         rank=state.rank,
     )
 
@@ -216,12 +201,6 @@ def say_what_is_bypassed(policy: Policy) -> None:
         logger.warning(
             "a world of one rank: %s is bypassed, its momentum and clipping as well", changing[0].to_string()
         )
-
-
-def _schedule_of(policy: Policy) -> dict[str, Any]:
-    """Return what ranks compare in addition to the first plan, where a later plan differs from it."""
-    changing = [c for c in policy.compressors if c.changes]
-    return {"schedule": [c.to_string() for c in changing]} if changing else {}
 
 
 def set_compression(

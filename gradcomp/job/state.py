@@ -7,7 +7,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError
@@ -23,14 +23,8 @@ from gradcomp.job.signing import Seal, SignedControl
 from gradcomp.transport.base import Transport
 from gradcomp.transport.control import ControlChannel
 
-
-class _Channel(Protocol):
-    """Describes a :class:`gradcomp.job.channel.Channel`, whose module imports this one."""
-
-    @property
-    def failure(self) -> GradcompError | None: ...
-
-    def close(self, reason: str | None = None) -> None: ...
+if TYPE_CHECKING:
+    from gradcomp.job.channel import Channel
 
 
 @dataclass(eq=False)
@@ -49,7 +43,7 @@ class Runtime:
     process: int = field(default_factory=os.getpid)
     #: One group per set of ranks, for the user's own collectives.
     groups: dict[Ranks, Transport] = field(default_factory=dict)
-    channels: dict[Ranks, _Channel] = field(default_factory=dict)
+    channels: dict[Ranks, Channel] = field(default_factory=dict)
     #: The errors with which some ranks failed to make a channel.
     channel_errors: dict[Ranks, GradcompError] = field(default_factory=dict)
     #: The names of the user's pending calls, with their ranks.
@@ -65,7 +59,8 @@ class Runtime:
     timeline: Timeline | None = None
     _names: dict[Ranks, int] = field(default_factory=dict)
     _meetings: dict[Ranks, int] = field(default_factory=dict)
-    _channel_locks: dict[Ranks, threading.Lock] = field(default_factory=dict)
+    #: Locks under which channels are made: several threads may need one at once.
+    channel_locks: dict[Ranks, threading.Lock] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.topology = Topology.one_host(self.size)
@@ -110,10 +105,6 @@ class Runtime:
         if ranks not in self.groups:
             self.groups[ranks] = self.make_group(ranks)
         return self.groups[ranks]
-
-    def channel_lock(self, ranks: Ranks) -> threading.Lock:
-        """Return the lock under which the channel among ``ranks`` is made: several threads may need it at once."""
-        return self._channel_locks.setdefault(ranks, threading.Lock())
 
     def name(self, ranks: Ranks) -> str:
         """Return a new name for an exchanger among ``ranks``, the same on all of them."""

@@ -9,27 +9,25 @@ import gradcomp.tf.requires  # before anything that imports TensorFlow, so that 
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from gradcomp.job.checkpoint import load, save
-from gradcomp.job.engines import (
+from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from gradcomp.job.runtime import (
     ccl_built,
+    cross_rank,
+    cross_size,
     cuda_built,
     ddl_built,
     gloo_enabled,
     is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    rocm_built,
-)
-from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from gradcomp.job.runtime import (
-    cross_rank,
-    cross_size,
-    is_initialized,
-    local_rank,
-    local_size,
     rank,
+    rocm_built,
     shutdown,
     size,
     start_timeline,

@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcomp.compress import Compression, Compressor, Policy, as_policy
-from gradcomp.control import Controller
+from gradcomp.compress import Compressor, Policy, as_policy
 from gradcomp.core.errors import StateError
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import joining, runtime
 from gradcomp.job.momentum import Group
-from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Average, ReduceOp
+from gradcomp.job.process_sets import members
+from gradcomp.job.settings import Arguments
 from gradcomp.job.start import (
     Proposal,
-    check_arguments,
     propose,
     say_what_is_bypassed,
     set_compression,
@@ -36,9 +34,8 @@ class Exchange:
     """The exchange of the gradients of a fixed list of variables, step after step.
 
     Construction is collective over the ranks of ``process_set``; :func:`gradcomp.tf.DistributedGradientTape` documents
-    the arguments and the errors. Gradients are divided by ``predivide`` before the exchange, and the mean is multiplied
-    by it after. ``scalars`` returns the optimizer's settings without its learning rate, which ranks compare. ``names``
-    are the layers' names, for variables whose names differ from those in a saved compression state. ``momentum``
+    the arguments and the errors. ``scalars`` returns the optimizer's settings without its learning rate, which ranks
+    compare. ``names`` are the layers' names, for variables whose names differ from those in a saved state. ``momentum``
     returns the optimizer's, if there is an optimizer. If all variables are on one GPU, gradients are exchanged there,
     else on the host, see :func:`gradcomp.tf.layers.place_of`.
 
@@ -49,30 +46,24 @@ class Exchange:
     def __init__(
         self,
         variables: Sequence[Any],
-        compression: Policy | Compressor | str = Compression.none,
+        arguments: Arguments,
         *,
-        op: ReduceOp = Average,
-        predivide: float = 1.0,
-        sparse_as_dense: bool = False,
-        process_set: Members = None,
-        reduction: str | None = None,
-        controller: Controller | str | None = None,
         names: Sequence[str] | None = None,
         scalars: Callable[[], Mapping[str, float]] = dict,
         momentum: Callable[[], Group] | None = None,
     ) -> None:
         state = runtime.current()
         #: The ranks of the job that exchange.
-        self.ranks = members(process_set)
+        self.ranks = members(arguments.process_set)
         if len(self.ranks) > 1:
             refuse_graph("the exchange of gradients")
         self._variables = list(variables)
-        self._sparse_as_dense = sparse_as_dense
+        self._sparse_as_dense = arguments.sparse_as_dense
         self._shapes = [tuple(variable.shape) for variable in self._variables]
 
         def validate() -> tuple[Proposal, Memory]:
-            check_arguments(op, predivide, reduction)
-            proposal = propose(as_policy(compression), specs(self._variables, names), 0, controller)
+            policy = arguments.check()
+            proposal = propose(policy, specs(self._variables, names), 0, arguments.controller)
             return proposal, self._memory_of_gradients(
                 [tf.as_dtype(layer.dtype) for layer in proposal.layers]
             )
@@ -82,7 +73,13 @@ class Exchange:
         self._names = [layer.name for layer in proposal.layers]
         self._dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
         self._steps = Steps(
-            self._variables, self._names, self._dtypes, predivide, self._memory, scalars, momentum
+            self._variables,
+            self._names,
+            self._dtypes,
+            arguments.gradient_predivide_factor,
+            self._memory,
+            scalars,
+            momentum,
         )
         if transport is None:
             say_what_is_bypassed(proposal.policy)
@@ -95,10 +92,7 @@ class Exchange:
             proposal,
             self._steps,
             self._shapes,
-            op=op,
-            predivide=predivide,
-            reduction=reduction,
-            arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
+            arguments,
             device=self._memory.device,
         )
         self._steps.attach(self._driver)

@@ -18,43 +18,26 @@ from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.exchanger import Exchanger
+from gradcomp.job import settings
+from gradcomp.job.checkpoint import from_plain, to_plain
 from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import LOOKS_AHEAD, NO_SUM, Group, takes_momentum, warn_of_averages
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers
-from gradcomp.job.start import check_arguments
-from gradcomp.job.state_dict import from_plain, to_plain
 from gradcomp.tf import keras_model
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.local import Local, check_ignored
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(settings.Arguments):
     """The arguments of :func:`DistributedOptimizer`; ``names`` are the layers' names, if not the variables' own."""
 
-    compression: Policy | Compressor | str = Compression.none
-    backward_passes_per_step: int = 1
-    op: ReduceOp = Average
-    gradient_predivide_factor: float = 1.0
-    sparse_as_dense: bool = False
-    process_set: Members = None
-    reduction: str | None = None
-    controller: Controller | str | None = None
+    on_skip: settings.OnSkip = field(default="raise", init=False)  # Keras' optimizers have no such argument
     names: Sequence[str] | None = None
     average_aggregated_gradients: bool = False
     local: Local = field(default_factory=Local)
-
-    def check(self) -> None:
-        """Raise ConfigError for arguments that cannot work with any variables."""
-        passes = self.backward_passes_per_step
-        if type(passes) is not int or passes < 1:
-            raise ConfigError(
-                f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
-            )
-        check_arguments(self.op, self.gradient_predivide_factor, self.reduction)
-        as_policy(self.compression)
 
 
 class Core:
@@ -101,13 +84,7 @@ class Core:
         with tf.init_scope():
             self.exchange = Exchange(
                 exchanged,
-                given.compression,
-                op=given.op,
-                predivide=given.gradient_predivide_factor,
-                sparse_as_dense=given.sparse_as_dense,
-                process_set=given.process_set,
-                reduction=given.reduction,
-                controller=given.controller,
+                given,
                 names=given.names if named else None,
                 scalars=partial(scalars_of, self.owner),
                 momentum=self._momentum,
@@ -366,9 +343,9 @@ def DistributedOptimizer(
         op,
         gradient_predivide_factor,
         sparse_as_dense,
-        process_set=process_set,
-        reduction=reduction,
-        controller=controller,
+        process_set,
+        reduction,
+        controller,
         average_aggregated_gradients=average_aggregated_gradients,
         local=Local(local_layers, scale_local_gradients),
     )

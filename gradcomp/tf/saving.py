@@ -15,9 +15,8 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.exchange import checkpoint, checkpoint_directory
 from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import load
+from gradcomp.job.checkpoint import from_plain, load, to_plain
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.state_dict import from_plain, to_plain
 from gradcomp.tf.objects import broadcast_object, decode, encode
 from gradcomp.tf.optimizer import Arguments, distribute
 

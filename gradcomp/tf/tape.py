@@ -12,7 +12,8 @@ from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.job import runtime
+from gradcomp.job import runtime, settings
+from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.state import Runtime
@@ -88,17 +89,17 @@ def DistributedGradientTape(
         raise StateError("this tape is already a DistributedGradientTape; wrap a tape once only")
     refuse_removed("residuals", residuals)
     check_ignored(num_groups, groups, device_dense=device_dense, device_sparse=device_sparse)
-    ranks = members(process_set)
     given = _Arguments(
         as_policy(compression) if op in (Average, Sum) else compression,
+        1,
         op,
         gradient_predivide_factor,
         sparse_as_dense,
-        ranks,
+        process_set,
         reduction,
         controller,
-        process_set,
-        Local(None, scale_local_gradients),
+        ranks=members(process_set),
+        local=Local(None, scale_local_gradients),
     )
     kind = type(gradtape)
     gradtape.__dict__["_gradcomp"] = given
@@ -139,22 +140,15 @@ def PartialDistributedGradientTape(
 
 
 @dataclass(frozen=True)
-class _Arguments:
-    compression: Any
-    op: ReduceOp
-    predivide: float
-    sparse_as_dense: bool
-    ranks: tuple[int, ...]
-    reduction: str | None
-    controller: Controller | str | None
-    process_set: Members = field(compare=False)
-    local: Local = field(compare=False)
+class _Arguments(settings.Arguments):
+    ranks: Ranks = ()
+    local: Local = field(default_factory=Local, compare=False)
 
     def means(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Return the means over ranks of the gradients of these variables."""
         if self.op in (Average, Sum):
             return exchange_of(variables, self).exchange(gradients)
-        if self.predivide != 1.0:
+        if self.gradient_predivide_factor != 1.0:
             raise ConfigError("gradient_predivide_factor needs op=Average if it is not 1")
         given = [
             tf.convert_to_tensor(each) if self.sparse_as_dense and each is not None else each
@@ -169,19 +163,6 @@ class _Arguments:
             )
         )
         return [None if each is None else next(reduced) for each in given]
-
-    def exchange(self, variables: Sequence[Any]) -> Exchange:
-        with tf.init_scope():
-            return Exchange(
-                variables,
-                self.compression,
-                op=self.op,
-                predivide=self.predivide,
-                sparse_as_dense=self.sparse_as_dense,
-                process_set=self.process_set,
-                reduction=self.reduction,
-                controller=self.controller,
-            )
 
 
 class _Distributed:
@@ -255,7 +236,8 @@ def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
         if arguments == given:
             return exchange
     _check(variables, _known.count)
-    exchange = given.exchange(variables)
+    with tf.init_scope():
+        exchange = Exchange(variables, given)
     if _known.count:
         runtime.logger.warning(
             "a DistributedGradientTape has other variables, or other arguments, than earlier ones: it begins an "

@@ -34,6 +34,7 @@ from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.process_sets import members
 from gradcomp.job.report import Readers
+from gradcomp.job.settings import Arguments
 from gradcomp.job.start import Proposal, set_compression, start, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.kernels.codec import Sizes
@@ -399,11 +400,12 @@ def ddp_comm_hook(
     with the same text, because there DDP itself waits for the futures.
     """
     state = runtime.current()
+    arguments = Arguments(compression, controller=controller, on_skip=on_skip)  # type: ignore[arg-type]
     loss_scale = LossScale(grad_scaler)
     ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
 
     def validate() -> tuple[Named, Named, Proposal, Device]:
-        policy = as_policy(compression)
+        policy = arguments.check()
         if on_skip != "raise":
             raise ConfigError(
                 f"on_skip={on_skip!r} needs a part in step(), which a hook has not: use DistributedOptimizer, or keep "
@@ -420,7 +422,7 @@ def ddp_comm_hook(
         logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
     allow_one_hook(model)
     hook = opaque(exchange_bucket)
-    return HookState(state, ranks, named, frozen, proposal, transport, loss_scale, device), hook
+    return HookState(state, ranks, named, frozen, proposal, transport, arguments, loss_scale, device), hook
 
 
 def _refuse_following(policy: Policy) -> None:
@@ -450,6 +452,7 @@ class HookState(Readers):
         frozen: Named,
         proposal: Proposal,
         transport: Transport | None,
+        arguments: Arguments,
         loss_scale: LossScale,
         device: Device = HOST,
     ) -> None:
@@ -464,6 +467,7 @@ class HookState(Readers):
             proposal,
             self._steps,
             shapes,
+            arguments,
             order_step=_ORDER_STEP,
             device=device,
         )

@@ -6,23 +6,21 @@ import copy
 import copyreg
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 
-from gradcomp.compress import Compression, Compressor, Policy, as_policy
-from gradcomp.control import Controller
+from gradcomp.compress import Policy
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.exchange.driver import StepDriver
-from gradcomp.job import joining, runtime
+from gradcomp.job import joining, runtime, settings
 from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import warn_of_averages
-from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
+from gradcomp.job.reduce_op import Adasum, Average
 from gradcomp.job.start import (
     Proposal,
-    check_arguments,
     say_what_is_bypassed,
     start,
     validate_together,
@@ -31,9 +29,9 @@ from gradcomp.job.state import Runtime
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.fingerprint import scalars_of
-from gradcomp.torch.hooks import Finish, GradientExchange, OnSkip, Timing
+from gradcomp.torch.hooks import Finish, GradientExchange
 from gradcomp.torch.layers import Named, name_parameters, propose
-from gradcomp.torch.loss_scale import LossScale, Scaler
+from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import opaque
 from gradcomp.torch.momentum import Momenta, averages
 from gradcomp.torch.streams import number_of
@@ -132,59 +130,42 @@ def check_groups(groups: Any) -> None:
         raise ConfigError("a parameter can only appear once in groups")
 
 
-@dataclass(eq=False)
-class Arguments:
-    """The arguments of :func:`DistributedOptimizer`, validated by :meth:`check`."""
+@dataclass(frozen=True, eq=False)
+class Arguments(settings.Arguments):
+    """The arguments of :func:`DistributedOptimizer`."""
 
-    compression: Policy | Compressor | str = Compression.none
-    passes: int = 1
-    op: ReduceOp = Average
-    predivide: float = 1.0
+    compared = (*settings.Arguments.compared, "backward_passes_per_step", "finish", "on_skip")
+
     groups: Any = None
-    sparse_as_dense: bool = False
     finish: Finish = "backward"
-    grad_scaler: InitVar[Scaler] = None
-    reduction: str | None = None
-    controller: Controller | str | None = None
-    on_skip: OnSkip = "raise"
+    loss_scale: LossScale = field(default_factory=lambda: LossScale(None))
 
-    def __post_init__(self, grad_scaler: Scaler) -> None:
-        self.loss_scale = LossScale(grad_scaler)
-
-    def take(self, policy: Policy) -> None:
-        """Use this compression from now on, without a controller."""
-        self.compression, self.controller = policy, None
-
-    def check(self) -> tuple[Policy, Timing]:
-        """Return the policy and the timing; raise ConfigError for arguments that cannot work."""
-        # check() sees Adasum in a world of one only, where the Adasum of the step is the step itself.
-        op = Average if self.op is Adasum else self.op
-        check_arguments(op, self.predivide, self.reduction)
+    def check(self) -> Policy:
         check_groups(self.groups)
         self.loss_scale.check()
-        return as_policy(self.compression), Timing(self.passes, self.finish, self.on_skip)
+        if self.finish not in ("backward", "step"):
+            raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
+        # Adasum comes here in a world of one only, where the Adasum of the step is the step itself.
+        return super(Arguments, replace(self, op=Average) if self.op is Adasum else self).check()
 
     def check_adasum(self) -> None:
         """Raise ConfigError for arguments that cannot work, or have no meaning, with ``op=Adasum``."""
         check_groups(self.groups)
-        Timing(self.passes)
-        if self.predivide != 1.0:
+        self.check_passes()
+        if self.gradient_predivide_factor != 1.0:
             raise ConfigError("gradient_predivide_factor needs op=Average")
-        for field in fields(self):
-            if field.name in _NOT_FOR_ADASUM and getattr(self, field.name) != field.default:
+        for each in fields(self):
+            if each.name in _NOT_FOR_ADASUM and getattr(self, each.name) != each.default:
                 raise ConfigError(
-                    f"{field.name}= has no meaning with op=Adasum: ranks exchange steps, not gradients"
+                    f"{each.name}= has no meaning with op=Adasum: ranks exchange steps, not gradients"
                 )
 
 
 class Core:
-    """The state that wrapping adds to an optimizer: its exchange, driver, arguments and parameter names."""
+    """The state that wrapping adds to an optimizer: its exchange, driver and parameter names."""
 
-    def __init__(
-        self, ranks: Ranks, arguments: Arguments, named: Named, frozen: Named, exchange: GradientExchange
-    ) -> None:
+    def __init__(self, ranks: Ranks, named: Named, frozen: Named, exchange: GradientExchange) -> None:
         self.ranks = ranks
-        self.arguments = arguments
         self.named = named
         self.frozen = frozen
         self.exchange = exchange
@@ -224,10 +205,10 @@ def build(
     ``before`` is the state of the same optimizer when it is wrapped already and gets more parameters.
     """
 
-    def validate() -> tuple[Timing, Named, Named, Proposal, Device]:
+    def validate() -> tuple[Named, Named, Proposal, Device]:
         if before is None:
             check_plain(optimizer)
-        policy, timing = arguments.check()
+        policy = arguments.check()
         check_rate(optimizer, policy)
         named, frozen = name_parameters(optimizer, named_parameters)
         proposal = propose(
@@ -235,15 +216,12 @@ def build(
         )
         # In a world of one nothing is exchanged, so gradients may be on any device.
         device = device_of(named) if len(ranks) > 1 else HOST
-        return timing, named, frozen, proposal, device
+        return named, frozen, proposal, device
 
-    (timing, named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
+    (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
     exchange = GradientExchange(
         named,
-        timing,
-        sparse_as_dense=arguments.sparse_as_dense,
-        predivide=arguments.predivide,
-        loss_scale=arguments.loss_scale,
+        arguments,
         # Adafactor with relative steps computes its own rate, which is not known here: it counts as 0.
         learning_rate=lambda: number_of(0.0 if (rate := _rate(optimizer)) is None else rate),
         scalars=lambda: scalars_of([optimizer]),
@@ -262,22 +240,12 @@ def build(
         proposal,
         exchange,
         [tuple(parameter.shape) for _, parameter in named],
-        op=arguments.op,
-        predivide=arguments.predivide,
-        agrees=timing.on_skip == "agree",
-        reduction=arguments.reduction,
+        arguments,
         device=device,
-        arguments={
-            "backward_passes_per_step": timing.passes,
-            "finish": timing.finish,
-            "sparse_as_dense": arguments.sparse_as_dense,
-            "gradient_predivide_factor": arguments.predivide,
-            "on_skip": timing.on_skip,
-        },
     )
     exchange.attach(driver, None if before is None else before.exchange)
     joining.register(exchange)
-    return Core(ranks, arguments, named, frozen, exchange)
+    return Core(ranks, named, frozen, exchange)
 
 
 def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[torch.nn.Parameter]) -> Core:
@@ -290,7 +258,7 @@ def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[to
     core.driver.check()
     old.drain()
     named = chain(core.named, core.frozen, _name_group(names, added))
-    fresh = build(state, core.ranks, optimizer, named, core.arguments, before=core)
+    fresh = build(state, core.ranks, optimizer, named, old.arguments, before=core)
     old.detach()
     fresh.checkpoint_manager.inherit(core.checkpoint_manager)
     if core.driver.attached:

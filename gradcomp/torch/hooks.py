@@ -6,15 +6,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import StateError
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Means, Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
@@ -35,18 +34,20 @@ from gradcomp.torch.layers import (
     take_over,
     tensor_of,
 )
-from gradcomp.torch.loss_scale import LossScale, means_before_unscaling
+from gradcomp.torch.loss_scale import means_before_unscaling
 from gradcomp.torch.modules import DdpCheck, StepWatch, UnexchangedSteps, opaque, refuse_inside_backward
 from gradcomp.torch.momentum import Momenta
 from gradcomp.torch.streams import Handed, staging_for, untouched
 from gradcomp.torch.tensors import Form, has_memory
 from gradcomp.torch.tensors import form as form_of
 
+if TYPE_CHECKING:
+    from gradcomp.torch.distributed_state import Arguments
+
 logger = logging.getLogger("gradcomp")
 #: A warning needs this many steps in a row that took the same number of exchanges, more than one.
 _LIMIT = 3
 Finish = Literal["backward", "step"]
-OnSkip = Literal["raise", "agree"]
 #: Exchanges whose window ends with the backward pass that is about to return.
 _ending: list[GradientExchange] = []
 _numbers = count()
@@ -165,31 +166,6 @@ class Gradients:
         )
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The number of backward passes in an exchange, and the moment when its means must be there.
-
-    ``passes`` is the number of backward passes per exchange. With ``finish="backward"`` gradients are means
-    when the last of these passes returns; with ``"step"`` when ``synchronize()`` or ``step()`` returns, for
-    several backward passes over disjoint parameters. ``on_skip`` tells what happens when a rank skips a step
-    that others take: ``"raise"`` an error on all ranks, or ``"agree"`` on each step before it is taken.
-    """
-
-    passes: int = 1
-    finish: Finish = "backward"
-    on_skip: OnSkip = "raise"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.passes, int) or self.passes < 1:
-            raise ConfigError(
-                f"backward_passes_per_step must be a whole number of at least 1, got {self.passes!r}"
-            )
-        if self.finish not in ("backward", "step"):
-            raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
-        if self.on_skip not in ("raise", "agree"):
-            raise ConfigError(f'on_skip must be "raise" or "agree", got {self.on_skip!r}')
-
-
 class Windows:
     """Warns once if accumulation windows are exchanged pass by pass because their passes were not declared.
 
@@ -202,7 +178,7 @@ class Windows:
         self._alike = 0
         self._warned = False
 
-    def stepped(self, timing: Timing, *, speaks: bool) -> None:
+    def stepped(self, passes: int, *, speaks: bool) -> None:
         """End the window with a step on means; ``speaks`` if this rank may warn."""
         exchanges, self.kept = self.kept + 1, 0
         self._alike = self._alike + 1 if exchanges == self._before else 1
@@ -216,7 +192,7 @@ class Windows:
                 "backward_passes_per_step=%d, or no_sync() around all passes but the last, trains the same on 1/%d of "
                 "the bytes",
                 exchanges,
-                exchanges * timing.passes,
+                exchanges * passes,
                 exchanges,
             )
 
@@ -252,23 +228,19 @@ class GradientExchange:
     def __init__(
         self,
         named: Named,
-        timing: Timing,
+        arguments: Arguments,
         *,
-        sparse_as_dense: bool,
-        predivide: float,
-        loss_scale: LossScale,
         learning_rate: Callable[[], Number],
         scalars: Callable[[], str],
         momenta: Momenta,
     ) -> None:
         self.number = next(_numbers)
-        self.timing = timing
+        self.arguments = arguments
         self.named = named
-        self._gradients = Gradients(named, sparse_as_dense=sparse_as_dense)
-        self._predivide = predivide
-        self._loss_scale = loss_scale
+        self._gradients = Gradients(named, sparse_as_dense=arguments.sparse_as_dense)
+        self._loss_scale = arguments.loss_scale
         #: With ``sparse_as_dense``: layers that all ranks know to be sparse or not; ``_sparse`` marks the sparse ones.
-        self._known = None if not sparse_as_dense else np.zeros(len(named), np.bool_)
+        self._known = None if not arguments.sparse_as_dense else np.zeros(len(named), np.bool_)
         self._sparse = np.zeros(len(named), np.bool_)
         self._learning_rate = learning_rate
         self._scalars = scalars
@@ -359,8 +331,8 @@ class GradientExchange:
         if not self._in_backward:
             self._in_backward = True
             self._end.wait()
-        last = (self._passes if self.timing.finish == "backward" else self._touched[layer] - 1) + 1
-        if last >= self.timing.passes:
+        last = (self._passes if self.arguments.finish == "backward" else self._touched[layer] - 1) + 1
+        if last >= self.arguments.backward_passes_per_step:
             self._submit(layer)
 
     def _leave_last_means(self, layer: int) -> None:
@@ -417,14 +389,16 @@ class GradientExchange:
             pipeline.lay_out()
             momenta = self.momenta.of_step(pipeline)
         self._gradients.open()
-        self.driver.open(self._loss_scale.of(pipeline, self._predivide), self._learning_rate(), momenta)
+        scale = self._loss_scale.of(pipeline, self.arguments.gradient_predivide_factor)
+        self.driver.open(scale, self._learning_rate(), momenta)
 
     def _end_of_backward(self) -> None:
         was_in_backward, self._in_backward = self._in_backward, False
         if self._suspended or not was_in_backward:  # the callback may be that of a backward pass that failed
             return
         self._passes += 1
-        if self.timing.finish == "backward" and self._passes >= self.timing.passes:
+        given = self.arguments
+        if given.finish == "backward" and self._passes >= given.backward_passes_per_step:
             self._flush()
             _ending.append(self)
             at_end(self._behind_all)
@@ -440,7 +414,7 @@ class GradientExchange:
         if self.has_result():
             return
         self.driver.check()
-        late = late and self.timing.finish == "backward"
+        late = late and self.arguments.finish == "backward"
         self._flush(late=late)
         means = self._wait()
         self._gradients.take_means()
@@ -499,7 +473,9 @@ class GradientExchange:
         """Accept the means, which will be applied; return False if the ranks agreed to skip the step."""
         edited = bool(self._before_edits) and self._gradients.described() != self._before_edits
         self._means, self._before_edits = {}, ""
-        self._windows.stepped(self.timing, speaks=self.exchanger.pipeline.transport.rank == 0)
+        self._windows.stepped(
+            self.arguments.backward_passes_per_step, speaks=self.exchanger.pipeline.transport.rank == 0
+        )
         return self.driver.commit(edited=edited)
 
     def stand_in(self) -> None:

@@ -20,6 +20,7 @@ from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, ProcessSet, ranks_of
 from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
 from gradcomp.job.report import Readers
+from gradcomp.job.settings import OnSkip
 from gradcomp.job.start import set_compression
 from gradcomp.torch.distributed_state import (
     Adopted,
@@ -34,9 +35,9 @@ from gradcomp.torch.distributed_state import (
     groups_of,
     rebuild,
 )
-from gradcomp.torch.hooks import Finish, OnSkip
+from gradcomp.torch.hooks import Finish
 from gradcomp.torch.layers import name_parameters, spec
-from gradcomp.torch.loss_scale import Scaler
+from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import refuse_inside_backward
 from gradcomp.torch.state_dict import load_state, state_of
 
@@ -120,13 +121,14 @@ def DistributedOptimizer(
         backward_passes_per_step,
         op,
         gradient_predivide_factor,
-        groups_of(num_groups, groups),
         sparse_as_dense,
-        finish,
-        grad_scaler,
+        process_set,
         reduction,
         controller,
         on_skip,
+        groups=groups_of(num_groups, groups),
+        finish=finish,
+        loss_scale=LossScale(grad_scaler),
     )
     # Before init() wrong arguments raise their own errors, and not the StateError about init().
     if not runtime.is_initialized():
@@ -266,9 +268,10 @@ class Distributed(Readers, Adopted):
         All ranks must call it, between two steps.
         """
         core = self._gradcomp
-        timing = replace(core.exchange.timing, passes=passes)
+        arguments = replace(core.exchange.arguments, backward_passes_per_step=passes)
+        arguments.check_passes()
         core.driver.rest()
-        core.exchange.timing, core.arguments.passes = timing, passes
+        core.exchange.arguments = arguments
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -315,7 +318,7 @@ class Distributed(Readers, Adopted):
         policy, exchanger = as_policy(compression), self._exchanger_or_none()
         check_rate(self, policy)  # type: ignore[arg-type]
         set_compression(core.checkpoint_manager, exchanger, [spec(name, p) for name, p in core.named], policy)
-        core.arguments.take(policy)
+        core.exchange.arguments = replace(core.exchange.arguments, compression=policy, controller=None)
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:
             check_averages(self, policy)  # type: ignore[arg-type]
 

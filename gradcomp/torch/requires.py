@@ -1,5 +1,5 @@
 """Raises an error that names the extra to install where PyTorch is missing; imported first."""
 
-from gradcomp.core.requires import need
+from gradcomp.core.errors import need
 
 need("gradcomp.torch", "torch", "torch")

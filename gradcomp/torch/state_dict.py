@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
-from gradcomp.job.state_dict import from_plain, to_plain
+from gradcomp.job.checkpoint import from_plain, to_plain
 
 
 def state_of(checkpoint_manager: CheckpointManager) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from gradcomp import (
     TernGrad,
 )
 from gradcomp.compress import at_level, from_string, registry
-from gradcomp.core import levels
+from gradcomp.core import plan as levels
 
 GOOD = {
     "none": Identity(),

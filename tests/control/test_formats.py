@@ -15,8 +15,7 @@ from gradcomp import Accordion, BlockFloat, KMeans, LayerSpec, LGreCo, Linear, M
 from gradcomp.control import controller_from_string
 from gradcomp.control.candidates import crowded_ends, default_levels, make_candidates
 from gradcomp.control.distortion.errors import errors
-from gradcomp.core.levels import histogram
-from gradcomp.core.plan import Plan
+from gradcomp.core.plan import Plan, histogram
 from gradcomp.core.scheme import parse
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.snapshot import restore, snapshot

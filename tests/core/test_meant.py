@@ -64,35 +64,28 @@ def suggested(text: str, parse) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("text", COMPRESSORS)
-def test_the_compressor_that_was_meant_is_suggested(text: str):
-    assert suggested(text, from_string) == COMPRESSORS[text]
-    from_string(COMPRESSORS[text])
+@pytest.mark.parametrize("text", [*COMPRESSORS, *CONTROLLERS])
+def test_what_was_meant_is_suggested(text: str):
+    parse, said = (
+        (from_string if text in COMPRESSORS else controller_from_string),
+        (COMPRESSORS | CONTROLLERS)[text],
+    )
+    assert suggested(text, parse) == said
+    parse(said)
 
 
-@pytest.mark.parametrize("text", CONTROLLERS)
-def test_the_controller_that_was_meant_is_suggested(text: str):
-    assert suggested(text, controller_from_string) == CONTROLLERS[text]
-    controller_from_string(CONTROLLERS[text])
-
-
-@pytest.mark.parametrize("name", registered())
-def test_an_unknown_field_of_any_compressor_is_answered_by_what_parses(name: str):
-    inner = "[topk]" if "inner" in registered()[name].__dataclass_fields__ else ""
-    said = suggested(f"{name}{inner}:qqqq=1", from_string)
+@pytest.mark.parametrize("name", [*registered(), *(kind.name for kind in BUILT_IN)])
+def test_an_unknown_field_of_anything_is_answered_by_what_parses(name: str):
+    kind = registered().get(name)
+    parse = controller_from_string if kind is None else from_string
+    inner = "[topk]" if kind is not None and "inner" in kind.__dataclass_fields__ else ""
+    said = suggested(f"{name}{inner}:qqqq=1", parse)
     if said is None:
-        assert name == "codebook", "which has no example: its levels are the user's"
+        assert name in ("codebook", "schedule", "fixed_plan"), (
+            "which have no example: they hold what a user chose"
+        )
     else:
-        from_string(said)
-
-
-@pytest.mark.parametrize("name", [kind.name for kind in BUILT_IN])
-def test_an_unknown_field_of_any_controller_is_answered_by_what_parses(name: str):
-    said = suggested(f"{name}:qqqq=1", controller_from_string)
-    if said is None:
-        assert name in ("schedule", "fixed_plan"), "which have no example: their plans are the user's"
-    else:
-        controller_from_string(said)
+        parse(said)
 
 
 WORDS = st.sampled_from([*registered(), *(kind.name for kind in BUILT_IN), "4bit", "fp16", "none", "auto"])
@@ -111,20 +104,6 @@ def test_whatever_is_suggested_parses(name: str, letters: str, tail: str):
             parse(said)
 
 
-def test_a_controller_as_compression_is_told_where_it_goes():
-    with pytest.raises(ConfigError, match="lgreco is a controller: controller='lgreco'"):
-        from_string("lgrecko")
-    with pytest.raises(ConfigError, match='auto is a controller: compression="auto", by itself'):
-        from_string("auto")
-
-
-def test_a_compressor_as_controller_is_told_where_it_goes():
-    with pytest.raises(
-        ConfigError, match="quantize is a compressor, not a controller; use compression='quantize:bits=4'"
-    ):
-        controller_from_string("quantize:bits=4")
-
-
 @pytest.mark.parametrize("text", ["quantize:bits=12", "topk:density=2", "lgreco:alpha=0"])
 def test_a_wrong_value_is_not_answered_by_another_name(text: str):
     parse = controller_from_string if text.startswith("lgreco") else from_string
@@ -133,18 +112,23 @@ def test_a_wrong_value_is_not_answered_by_another_name(text: str):
     assert "mean" not in str(caught.value)
 
 
-def test_a_field_that_is_missing_is_named():
-    with pytest.raises(ConfigError, match=r"^'accordion:low=8' lacks high, every_steps"):
-        controller_from_string("accordion:low=8")
-    with pytest.raises(ConfigError, match="'codebook' lacks levels"):
-        from_string("codebook")
-
-
-def test_the_suggestion_stands_before_the_list_of_names():
-    with pytest.raises(
-        ConfigError, match=r"unknown compression 'quantise' \(did you mean .*; known: adacomp"
-    ):
-        from_string("quantise")
+@pytest.mark.parametrize(
+    ("parse", "text", "said"),
+    [
+        (from_string, "lgrecko", "lgreco is a controller: controller='lgreco'"),
+        (from_string, "auto", 'auto is a controller: compression="auto", by itself'),
+        (controller_from_string, "quantize:bits=4",
+         "quantize is a compressor, not a controller; use compression='quantize:bits=4'"),
+        (controller_from_string, "accordion:low=8", r"^'accordion:low=8' lacks high, every_steps"),
+        (from_string, "codebook", "'codebook' lacks levels"),
+        (from_string, "quantise", r"unknown compression 'quantise' \(did you mean .*; known: adacomp"),
+    ],
+)  # fmt: skip
+def test_the_error_says_where_a_name_goes_what_is_missing_and_the_suggestion_before_all_names(
+    parse, text, said
+):
+    with pytest.raises(ConfigError, match=said):
+        parse(text)
 
 
 def test_the_closest_word_is_found_whatever_its_case_and_separators():

@@ -10,41 +10,38 @@ from pathlib import Path
 import pytest
 
 import gradcomp
-from gradcomp.core.requires import need
+from gradcomp.core.errors import need
 
 
-@pytest.mark.parametrize(
-    ("frontend", "missing", "told"),
-    [
-        ("torch", "torch", "torch, which is not installed: pip install 'gradcomp[torch]'"),
-        (
-            "tf",
-            "tensorflow",
-            "TensorFlow 2.16 or newer with Keras 3, and tensorflow is not installed: pip install ",
-        ),
-        ("tf", "keras", "TensorFlow 2.16 or newer with Keras 3, and keras is not installed: pip install "),
-    ],
-)
-def test_the_import_names_what_is_missing_and_the_extra(frontend: str, missing: str, told: str):
-    source = f"import sys; sys.modules[{missing!r}] = None; import gradcomp.{frontend}"
+def last_line(source: str) -> str:
+    """What a program that fails says at last."""
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"ModuleNotFoundError: gradcomp.{frontend} needs {told}")
-    assert f"gradcomp[{frontend}" in last
+    return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("library", ["accelerate", "lightning", "ray", "transformers"])
-def test_an_integration_names_its_extra(library: str):
-    source = f"import sys; sys.modules[{library!r}] = None; import gradcomp.integrations.{library}"
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
-    )
-    last = done.stderr.splitlines()[-1]
-    told = f"gradcomp.integrations.{library} needs {library}, which is not installed: pip install 'gradcomp[{library}]'"
-    assert last == f"ModuleNotFoundError: {told}"
+TF = "TensorFlow 2.16 or newer with Keras 3, and {} is not installed: pip install "
+INTEGRATIONS = ("accelerate", "lightning", "ray", "transformers")
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "told"),
+    [
+        ("torch", "torch", "torch, which is not installed: pip install 'gradcomp[torch]'"),
+        ("tf", "tensorflow", TF.format("tensorflow")),
+        ("tf", "keras", TF.format("keras")),
+        *(
+            (f"integrations.{name}", name, f"{name}, which is not installed: pip install 'gradcomp[{name}]'")
+            for name in INTEGRATIONS
+        ),
+    ],
+)
+def test_the_import_names_what_is_missing_and_the_extra(module: str, missing: str, told: str):
+    last = last_line(f"import sys; sys.modules[{missing!r}] = None; import gradcomp.{module}")
+    assert last.startswith(f"ModuleNotFoundError: gradcomp.{module} needs {told}")
+    assert f"gradcomp[{module.removeprefix('integrations.')}" in last
 
 
 def test_what_is_there_is_not_complained_about():
@@ -74,13 +71,5 @@ def test_a_frontends_name_that_is_asked_of_the_core_leads_to_the_frontends(front
 
 def test_a_script_that_imports_the_core_only_is_told_what_to_import():
     for name in ("init()", "torch.init()"):
-        done = subprocess.run(
-            [sys.executable, "-c", f"import gradcomp; gradcomp.{name}"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.stderr.splitlines()[-1].endswith(
-            "`import gradcomp.torch as gc` or `import gradcomp.tf as gc`"
-        )
+        said = "`import gradcomp.torch as gc` or `import gradcomp.tf as gc`"
+        assert last_line(f"import gradcomp; gradcomp.{name}").endswith(said)

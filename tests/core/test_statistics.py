@@ -8,10 +8,7 @@ from gradcomp.core.trace import Statistics
 
 
 def test_the_mean_over_ranks_reads_back():
-    ranks = [
-        Statistics(10, 1, 1000, 8000, 0.5, 1.5, 0.25),
-        Statistics(10, 1, 1001, 8000, 1.5, 2.5, 0.75),
-    ]
+    ranks = [Statistics(10, 1, 1000, 8000, 0.5, 1.5, 0.25), Statistics(10, 1, 1001, 8000, 1.5, 2.5, 0.75)]
     mean = Statistics.mean(np.sum([rank.vector() for rank in ranks], axis=0), 2)
     assert mean == Statistics(10, 1, 1000, 8000, 1.0, 2.0, 0.5)
 

@@ -35,29 +35,16 @@ def test_a_trace_is_complete_events_in_microseconds(tmp_path):
     assert spans[0]["args"] == {"step": 7}
 
 
-def test_an_empty_trace_is_valid(tmp_path):
-    assert written(Trace(0), tmp_path / "t.json") == []
-
-
 def test_only_the_last_spans_are_kept(tmp_path):
-    trace = Trace(3)
-    for step in range(9):
-        trace.add("compress", step, 0, 0.0, 1.0)
-    assert [span.step for span in trace.spans()] == [6, 7, 8]
-    assert len(written(trace, tmp_path / "t.json")) == 4
-
-
-def test_no_span_is_kept_without_capacity():
-    trace = Trace(0)
-    trace.add("compress", 0, 0, 0.0, 1.0)
-    assert trace.spans() == ()
-
-
-def test_nothing_is_left_beside_the_file(tmp_path):
     path = tmp_path / "t.json"
     path.write_text("old")
-    written(Trace(1), path)
-    assert list(tmp_path.iterdir()) == [path]
+    for capacity, kept in ((3, [6, 7, 8]), (0, [])):
+        trace = Trace(capacity)
+        for step in range(9):
+            trace.add("compress", step, 0, 0.0, 1.0)
+        assert [span.step for span in trace.spans()] == kept
+        assert len(written(trace, path)) == len(kept) + bool(kept)
+        assert list(tmp_path.iterdir()) == [path]  # nothing is left beside the file
 
 
 def test_writing_while_another_thread_records(tmp_path):

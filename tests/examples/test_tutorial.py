@@ -16,7 +16,7 @@ import pytest
 from launching import Finished, run_ranks, run_torchrun
 
 from gradcomp.compress import registry
-from gradcomp.core import levels
+from gradcomp.core import plan as levels
 from gradcomp.testing import CHECKS, Row
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from gradcomp.job.channel import Channel
 from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
 
-WORLDS = [2, 3, 4, 5, 7]
+WORLDS = [2, 3, 4, 7]
 
 
 def everywhere(world: int, body: Callable[[Channel], Any]) -> list[Any]:
@@ -143,7 +143,7 @@ def test_work_that_fails_gives_the_channel_up_on_all_ranks():
 
         with pytest.raises((WireFormatError, ConnectionError), match="rank 1: nonsense came") as caught:
             submit(channel, work)
-        assert channel.failed
+        assert channel.failure is not None
         return type(caught.value).__name__
 
     assert everywhere(3, body) == ["TransportError", "WireFormatError", "TransportError"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from gradcomp.job.logs import FORMAT, Ranked, logger, start_logging
+from gradcomp.job.runtime import FORMAT, Ranked, logger, start_logging
 
 
 @contextmanager

@@ -50,14 +50,15 @@ def named(name: str | None, text: str = "", number: int = 0, problem: str | None
     return Call("test", [text or f"test({name})"], number, problem, name)
 
 
-def test_ranks_are_named_by_their_numbers_where_one_has_joined():
+def test_problems_and_differences_are_told_to_all_with_the_numbers_of_ranks_also_where_one_has_joined():
     stands_in = Call("join", ["join()"], stand_in=lambda _: None)
-    for calls, text in (
-        ([named("a"), named("a", problem="it is odd")], "rank 2: it is odd"),
-        ([named("a", "one"), named("a", "two")], "rank 1 has one, rank 2 has two"),
+    for calls, kind, text in (
+        ([named("a"), named("a", problem="it is odd")], ConfigError, "rank 2: it is odd"),
+        ([named("a", "one"), named("a", "two")], PlanMismatchError, "rank 1 has one, rank 2 has two"),
     ):
-        found, _ = together([[stands_in], *([call] for call in calls)], waits=[[0], [0], [0]])
-        assert text in str(found[1][0].error)
+        joined, *others = together([[stands_in], *([call] for call in calls)], waits=[[0], [0], [0]])[0]
+        assert all(isinstance(one[0].error, kind) and text in str(one[0].error) for one in others)
+        assert all(isinstance(one.error, kind) for one in joined)
 
 
 @pytest.mark.parametrize(("world", "room"), [(2, 4096), (3, 4096), (7, 2336), (1000, 16)])
@@ -125,12 +126,6 @@ def test_what_differs_is_told_to_all_and_the_rest_is_made():
         assert isinstance(wrong.error, PlanMismatchError)
         assert "rank 0 has of 3, rank 1 has of 4" in str(wrong.error)
         assert [each.error for each in one if each is not wrong] == [None]
-
-
-def test_a_problem_is_told_to_all():
-    found, _ = together([[named("x")], [named("x", problem="it is odd")]])
-    assert all(isinstance(one[0].error, ConfigError) for one in found)
-    assert "rank 1: it is odd" in str(found[0][0].error)
 
 
 def test_different_calls_wait_for_each_other():

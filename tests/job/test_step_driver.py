@@ -31,10 +31,7 @@ class Exchanger:
         self.says = True
         self.sparse_layers: list[int] = []
         self.pipeline = SimpleNamespace(
-            layers=LAYERS,
-            ordering=SimpleNamespace(sparse=frozenset()),
-            outcome=0,
-            statistics=Statistics(),
+            layers=LAYERS, ordering=SimpleNamespace(sparse=frozenset()), outcome=0, statistics=Statistics()
         )
         self.result = StepResult(1, *(np.zeros(3, dtype=bool) for _ in range(3)))
 

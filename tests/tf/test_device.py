@@ -25,6 +25,8 @@ from tiers import every_value
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 pytest.importorskip("torch", reason="needs torch: pip install gradcomp[torch]")
 
+from keras_checks import exchange as Exchange
+
 import gradcomp.kernels.cuda
 from gradcomp import Filter, Policy
 from gradcomp.core.errors import ConfigError, StateError, TransportError
@@ -34,7 +36,6 @@ from gradcomp.kernels import devices as kernel_devices
 from gradcomp.kernels import dispatch
 from gradcomp.kernels.devices import HOST
 from gradcomp.tf import bridge, layers
-from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.layers import Place, address_of, place_of
 from gradcomp.tf.steps import DeviceMemory
 
@@ -148,7 +149,9 @@ def test_a_loss_scale_and_predivide_reach_the_device() -> None:
     found = []
     for here in (False, True):
         with on_device(here):
-            exchange = Exchange(variables(), Policy(COMPRESSIONS[1]), predivide=4.0)  # keeps residuals
+            exchange = Exchange(
+                variables(), Policy(COMPRESSIONS[1]), gradient_predivide_factor=4.0
+            )  # keeps residuals
             function = tf.function(
                 lambda scale, *gradients, exchange=exchange: exchange.exchange(gradients, scale)
             )

@@ -341,9 +341,6 @@ def test_what_cannot_be_distributed() -> None:
     for wrong in ("sgd", None, tf.Variable(1.0)):
         with pytest.raises(ConfigError, match=r"expected a keras\.optimizers\.Optimizer"):
             DistributedOptimizer(wrong)
-    for arguments in ({"backward_passes_per_step": 0}, {"op": "mean"}, {"gradient_predivide_factor": 0.0}):
-        with pytest.raises(ConfigError):
-            DistributedOptimizer(keras.optimizers.SGD(0.1), **arguments)
     with pytest.raises(StateError, match="not built"):
         optimizer.compression_state()
     ours = model()

@@ -138,18 +138,6 @@ def test_residuals_follow_the_optimizers_learning_rate():
 
 
 @on_ranks(2)
-def test_what_was_removed_names_what_to_do_instead():
-    with pytest.raises(
-        gc.ConfigError, match="residuals='bfloat16': this setting was removed; residuals are float32"
-    ):
-        wrap(net(), "topk", residuals="bfloat16")
-    with pytest.raises(
-        gc.ConfigError, match="dedicated servers are no longer supported; parameter_server:servers=k"
-    ):
-        wrap(net(), "topk", reduction="parameter_server:servers=1,dedicated=true")
-
-
-@on_ranks(2)
 def test_a_hook_does_not_know_the_learning_rate():
     with pytest.raises(gc.ConfigError, match="use DistributedOptimizer"):
         gc.ddp_comm_hook(net(), KINDS["feedback"])

@@ -535,14 +535,6 @@ def test_a_scaler_is_looked_for_when_state_begins():
     assert scales == [1.0, 1.0, 2048.0, 2048.0]
 
 
-@pytest.mark.parametrize("wrong", [True, "auto"])
-@on_ranks(2)
-def test_what_is_no_scaler_is_refused(wrong):
-    for construct in (wrap, gc.ddp_comm_hook):
-        with pytest.raises(gc.ConfigError, match="grad_scaler"):
-            construct(net(), grad_scaler=wrong)
-
-
 # ---------------------------------------------------------------------- updates inside backward
 
 

@@ -24,7 +24,7 @@ from ports import free_port
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.job.jobstore import listening_socket, own_address
 from gradcomp.job.launch import Launch, discover, placed
-from gradcomp.job.rendezvous import connect
+from gradcomp.job.over_torch import connect
 from gradcomp.job.signing import HostSocket
 
 # ----------------------------------------------------------------------------------------- what launchers say

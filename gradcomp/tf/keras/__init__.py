@@ -3,26 +3,24 @@
 import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.core.errors import HorovodInternalError, HostsUpdatedInterrupt
-from gradcomp.job.engines import (
+from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, Sum
+from gradcomp.job.runtime import (
     ccl_built,
+    cross_rank,
+    cross_size,
     cuda_built,
     ddl_built,
     gloo_enabled,
+    is_initialized,
+    local_rank,
+    local_size,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    rocm_built,
-)
-from gradcomp.job.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Product, Sum
-from gradcomp.job.runtime import (
-    cross_rank,
-    cross_size,
-    is_initialized,
-    local_rank,
-    local_size,
     rank,
+    rocm_built,
     shutdown,
     size,
     start_timeline,

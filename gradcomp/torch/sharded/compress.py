@@ -22,10 +22,10 @@ from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, check_suits
 from gradcomp.exchange.settings import Settings
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
+from gradcomp.job.network import make_transport
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.start import validate_together
 from gradcomp.job.state import Runtime
-from gradcomp.job.transports import make_transport
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import StepWatch
 from gradcomp.torch.sharded.exchange import (

@@ -1,0 +1,59 @@
+"""The arguments that all wrappers of optimizers, hooks and tapes have in common, and their check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.control import Controller
+from gradcomp.core.errors import ConfigError
+from gradcomp.core.scheme import parse
+from gradcomp.job.process_sets import Members
+from gradcomp.job.reduce_op import Average, ReduceOp, Sum
+
+OnSkip = Literal["raise", "agree"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a wrapper; a frontend adds its own in a subclass.
+
+    ``on_skip`` tells what happens when a rank skips a step that others take: ``"raise"`` an error on all ranks, or
+    ``"agree"`` on each step before it is taken. ``compared`` names the fields that all ranks must have alike.
+    """
+
+    compared: ClassVar[tuple[str, ...]] = ("sparse_as_dense", "gradient_predivide_factor")
+
+    compression: Policy | Compressor | str = Compression.none
+    backward_passes_per_step: int = 1
+    op: ReduceOp = Average
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+    process_set: Members = field(default=None, compare=False)
+    reduction: str | None = None
+    controller: Controller | str | None = None
+    on_skip: OnSkip = "raise"
+
+    def check(self) -> Policy:
+        """Return the policy; raise ConfigError for arguments that cannot work with any layers."""
+        if self.op not in (Average, Sum):
+            raise ConfigError(f"op must be Average or Sum, got {self.op!r}")
+        predivide = self.gradient_predivide_factor
+        if not predivide > 0 or (predivide != 1.0 and self.op is not Average):
+            raise ConfigError(
+                "gradient_predivide_factor must be positive, and needs op=Average if it is not 1"
+            )
+        if self.reduction is not None:
+            parse(self.reduction)
+        self.check_passes()
+        if self.on_skip not in ("raise", "agree"):
+            raise ConfigError(f'on_skip must be "raise" or "agree", got {self.on_skip!r}')
+        return as_policy(self.compression)
+
+    def check_passes(self) -> None:
+        passes = self.backward_passes_per_step
+        if type(passes) is not int or passes < 1:
+            raise ConfigError(
+                f"backward_passes_per_step must be a whole number of at least 1, got {passes!r}"
+            )
