@@ -139,21 +139,18 @@ class MpiTransport(Transport):
     ) -> None:
         self._process = mpi_process(world)
         self._comm = self._process.communicator(ranks, timeout_seconds)
-        self.rank = self._comm.rank
-        self.size = self._comm.size
-        self.bytes_sent = 0
+        self.rank, self.size = self._comm.rank, self._comm.size
         self._exchanges = 0
         self._closed = False
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         MPI = self._process.MPI
-        return self._issue(
-            lambda: [_Part(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))],
-            len(array),
-            array.nbytes,
-            array,
-        )
+
+        def issue() -> list[_Part]:
+            return [_Part(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))]
+
+        return self._issue(issue, len(array), array.nbytes, array)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
