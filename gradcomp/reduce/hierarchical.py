@@ -77,9 +77,8 @@ class Hierarchical(Reduction):
         self._others = tuple(member for member in members if member != self._leader)
         self._place = members.index(self._leader)
         self._several = len(leaders) < topology.world  # some host has several ranks
-        between = 2 if len(leaders) > 1 else 0
-        self.rounds = between + 2 * self._several
-        self._between = between
+        self._between = 2 if len(leaders) > 1 else 0
+        self.rounds = self._between + 2 * self._several
 
         self._dense = Chunks(as_float32(parts), layers, 1)
         up = ByteHeader(layers, np.full(topology.world, self._dense.payload_bytes[0], dtype=np.int64))

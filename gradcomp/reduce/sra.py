@@ -95,13 +95,7 @@ class _Varying:
     """Runs both rounds for chunks whose sizes depend on data; each may take two rounds of messages."""
 
     def __init__(
-        self,
-        chunks: Chunks,
-        layers: int,
-        roles: Roles,
-        world: int,
-        first: ReduceScatter,
-        second: AllGather,
+        self, chunks: Chunks, layers: int, roles: Roles, world: int, first: ReduceScatter, second: AllGather
     ) -> None:
         self._first, self._second, self._roles = first, second, roles
         self._compact = Compact(chunks)

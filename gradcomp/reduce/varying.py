@@ -235,7 +235,9 @@ class VaryingGather:
 
 def _fitted(payload: Bytes, length: int) -> Bytes:
     """Return the first ``length`` bytes of the payload, with zeros behind them if it is shorter."""
-    return np.concatenate((payload[:length], np.zeros(max(0, length - len(payload)), dtype=np.uint8)))
+    if len(payload) >= length:
+        return payload[:length]
+    return np.concatenate((payload, np.zeros(length - len(payload), dtype=np.uint8)))
 
 
 def _place(pieces: Sequence[Bytes], target: Bytes) -> None:

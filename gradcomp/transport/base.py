@@ -158,6 +158,25 @@ class Transport(ABC):
         return [part.tobytes() for part in parts]
 
 
+class PointToPoint(Transport):
+    """Sends every part of an all-to-all and of an all-gather as one message between two ranks."""
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> Handle:
+        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
+        received[self.rank][:] = sent[self.rank]
+        return self.exchange(self._to_others(sent), self._to_others(received))
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
+        parts = parts_of(buffer, counts)
+        return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
+
+    def _to_others(self, parts: Sequence[Bytes]) -> Messages:
+        # Both ranks know the lengths, so a message of no bytes need not travel.
+        return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank and len(part)]
+
+
 def parts_of(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
     """Return views of the parts that lie one behind the other in ``buffer``."""
     ends = list(accumulate(counts))

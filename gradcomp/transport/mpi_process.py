@@ -244,7 +244,12 @@ class MpiControl(ControlChannel):
                     if not request.Test():
                         return
                     self._arriving = None
-                    self._parse(bytes(message), source)
+                    clock, length = _HEAD.unpack_from(message)
+                    name, value = message[_HEAD.size :][:length], bytes(message[_HEAD.size + length :])
+                    if len(name) != length:
+                        raise TransportError(f"rank {source} published a message that ends within its key")
+                    self._clock = max(self._clock, clock)
+                    self._take(name.decode(errors="replace"), clock, source, value)
         except MPI.Exception as error:
             raise TransportError(f"the control channel over MPI failed: {reason(error)}") from error
 
@@ -262,14 +267,6 @@ class MpiControl(ControlChannel):
             )
         message = bytearray(length)
         return found.Irecv([message, MPI.BYTE]), message, source
-
-    def _parse(self, message: bytes, source: int) -> None:
-        clock, length = _HEAD.unpack_from(message)
-        name, value = message[_HEAD.size :][:length], message[_HEAD.size + length :]
-        if len(name) != length:
-            raise TransportError(f"rank {source} published a message that ends within its key")
-        self._clock = max(self._clock, clock)
-        self._take(name.decode(errors="replace"), clock, source, value)
 
     def _take(self, key: str, clock: int, source: int, value: bytes) -> None:
         before = self._values.get(key)

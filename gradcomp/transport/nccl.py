@@ -26,10 +26,9 @@ from gradcomp.transport.base import (
     Done,
     Handle,
     Messages,
-    Transport,
+    PointToPoint,
     host_allocator,
     in_time,
-    parts_of,
 )
 
 #: A blocking all-gather of bytes among the ranks, as :meth:`gradcomp.transport.Transport.allgather_bytes`.
@@ -299,7 +298,7 @@ class _Handle:
         return True
 
 
-class NcclTransport(Transport):
+class NcclTransport(PointToPoint):
     """Runs collectives of NCCL over a communicator that the transport owns and destroys.
 
     Construction is collective and takes at most ``timeout_seconds``. While an operation runs, it uses memory from
@@ -332,15 +331,9 @@ class NcclTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> Handle:
-        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
         to_itself = send_counts[self.rank] and (is_mirror(send) or is_mirror(recv))
         assert not to_itself, "a rank cannot send itself a part of a message on the device"
-        received[self.rank][:] = sent[self.rank]
-        return self.exchange(self._to_others(sent), self._to_others(received))
-
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
-        parts = parts_of(buffer, counts)
-        return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
+        return super().alltoallv(send, send_counts, recv, recv_counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Start all messages as one group; a message to several ranks is copied to the device once."""
@@ -376,9 +369,6 @@ class NcclTransport(Transport):
         if not self._closed:
             self._closed = True
             self._communicator.destroy()
-
-    def _to_others(self, parts: Sequence[Bytes]) -> Messages:
-        return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank]
 
     def _issued(self, staging: _Staging) -> _Handle:
         staging.down()

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.topology import Topology
-from gradcomp.transport.base import Bytes, Handle, Messages, Transport, parts_of
+from gradcomp.transport.base import Bytes, Handle, Messages, PointToPoint, Transport, parts_of
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class _Sum:
                 return
 
 
-class TwoLevelTransport(Transport):
+class TwoLevelTransport(PointToPoint):
     """Combines transports inside hosts and between hosts; it owns them and closes them.
 
     Allreduce adds in rank order inside each host, then in the order in which ``leaders`` adds.
@@ -132,29 +132,13 @@ class TwoLevelTransport(Transport):
         self._sums.append(under_way)
         return under_way
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> Handle:
-        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
-        received[self.rank][:] = sent[self.rank]
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        return self.exchange(
-            [(rank, sent[rank]) for rank in others if send_counts[rank]],
-            [(rank, received[rank]) for rank in others if recv_counts[rank]],
-        )
-
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
-        parts = parts_of(buffer, counts)
-        own = parts[self.rank]
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = [(rank, own) for rank in others if len(own)]
-        recvs = [(rank, parts[rank]) for rank in others if counts[rank]]
         if not self._consecutive:
-            return self.exchange(sends, recvs)
-        start = sum(counts[: self._members[0]])
-        inside = [counts[rank] for rank in self._members]
+            return super().allgatherv(buffer, counts)
+        parts = parts_of(buffer, counts)
+        start, inside = sum(counts[: self._members[0]]), [counts[rank] for rank in self._members]
         handle = self._local.allgatherv(buffer[start : start + sum(inside)], inside)
-        return self._both(handle, sends, recvs)
+        return self._both(handle, self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         inside = [

@@ -176,7 +176,14 @@ def test_transports_must_fit_the_topology(wrong, error: str) -> None:
     def first(size: int):
         return World(size).transports()[0]
 
-    arguments = {"local": 2, "remote": 4, "topology": Topology((0, 0, 1, 1)), "leaders": 2, "back": 2, **wrong}
+    arguments = {
+        "local": 2,
+        "remote": 4,
+        "topology": Topology((0, 0, 1, 1)),
+        "leaders": 2,
+        "back": 2,
+        **wrong,
+    }
     made = {name: first(value) if isinstance(value, int) else value for name, value in arguments.items()}
     with pytest.raises(ConfigError, match=error):
         TwoLevelTransport(**made)
