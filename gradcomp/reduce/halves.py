@@ -56,7 +56,7 @@ class ReduceScatter:
         self, chunks: Chunks, rank: int, world: int, roles: Roles | None = None, memory: Memory = HOST_MEMORY
     ) -> None:
         self._roles = roles = roles or Roles.of(world, world)
-        self._chunks, self._world, self._memory = chunks, world, memory
+        self._chunks, self._memory = chunks, memory
         self.place = me = roles.ranks.index(rank)
         #: True if this rank owns a chunk.
         self.owns = me < roles.owners

@@ -35,6 +35,7 @@ and messages' lengths and collectives) are checked; an impossible one is a Trans
 from __future__ import annotations
 
 import struct
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -158,37 +159,22 @@ class ShmTransport(Transport):
         self._close = weakref.finalize(self, self._held.close)
 
     def allreduce(self, array: npt.NDArray[Any]) -> Handle:
-        if self.size == 1:
-            return Done()
-        self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
-        return self._issue("allreduce", array)
+        return self._issue("allreduce", 2 * array.nbytes * (self.size - 1) // self.size, array)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> Handle:
         if self.size == 1:
             recv[: recv_counts[0]] = send[: send_counts[0]]
-            return Done()
-        self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        return self._issue("alltoallv", send, send_counts, recv, recv_counts)
+        sent = sum(send_counts) - send_counts[self.rank]
+        return self._issue("alltoallv", sent, send, send_counts, recv, recv_counts)
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
-        if self.size == 1:
-            return Done()
-        self.bytes_sent += (self.size - 1) * counts[self.rank]
-        return self._issue("allgatherv", buffer, counts)
+        return self._issue("allgatherv", (self.size - 1) * counts[self.rank], buffer, counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        if self.size == 1:
-            return Done()
-        self.bytes_sent += sum(len(array) for _, array in sends)
-        return self._issue(
-            "exchange",
-            [to for to, _ in sends],
-            [array for _, array in sends],
-            [source for source, _ in recvs],
-            [array for _, array in recvs],
-        )
+        lists = [[message[part] for message in each] for each in (sends, recvs) for part in (0, 1)]
+        return self._issue("exchange", sum(len(array) for _, array in sends), *lists)
 
     @property
     def failure(self) -> str:
@@ -206,7 +192,10 @@ class ShmTransport(Transport):
         """Leave the segment; a rank that still needs this one fails."""
         self._close()
 
-    def _issue(self, name: str, *arguments: Any) -> _Handle:
+    def _issue(self, name: str, sent_bytes: int, *arguments: Any) -> Handle:
+        if self.size == 1:
+            return Done()
+        self.bytes_sent += sent_bytes
         self._forget_finished()
         native = self._held.native
         if native is None:
@@ -291,8 +280,6 @@ def _meet(meet: Meet, size: int, error: str, message: bytes, layout: struct.Stru
 
 def local_meet(size: int) -> list[Meet]:
     """Return one ``meet`` per rank, for ranks that are threads of one process."""
-    import threading
-
     barrier = threading.Barrier(size)
     replies: list[bytes] = [b""] * size
 
