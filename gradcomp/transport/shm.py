@@ -173,8 +173,9 @@ class ShmTransport(Transport):
         return self._issue("allgatherv", (self.size - 1) * counts[self.rank], buffer, counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        lists = [[message[part] for message in each] for each in (sends, recvs) for part in (0, 1)]
-        return self._issue("exchange", sum(len(array) for _, array in sends), *lists)
+        to, sent = [rank for rank, _ in sends], [array for _, array in sends]
+        sources, targets = [rank for rank, _ in recvs], [array for _, array in recvs]
+        return self._issue("exchange", sum(map(len, sent)), to, sent, sources, targets)
 
     @property
     def failure(self) -> str:
