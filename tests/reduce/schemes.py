@@ -20,8 +20,8 @@ Floats = np.ndarray
 
 #: Every reduction, by its string form.
 REDUCTIONS = (
-    "sra", "ring", "tree", "all_to_all", "gather", "hierarchical",
-    "parameter_server", "parameter_server:servers=2",
+    "sra", "ring", "tree", "all_to_all", "gather",
+    "parameter_server", "parameter_server:servers=2", "hierarchical",
 )  # fmt: skip
 #: Those whose partial sums travel.
 PARTIAL = ("ring", "tree", "hierarchical")
