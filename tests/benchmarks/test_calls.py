@@ -173,6 +173,13 @@ def test_a_second_step_writes_no_call_down(monkeypatch: pytest.MonkeyPatch) -> N
         assert Ranks(device, LAYERS, monkeypatch).written == 0
 
 
+def test_other_shapes_are_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    with null_device() as device:
+        assert Ranks(device, LAYERS, monkeypatch).written > 0
+        others = bench.gpt(64, 2, 3000, 40)
+        assert Ranks(device, others, monkeypatch).written > 0
+
+
 def test_staged_memory_is_used_again() -> None:
     assert row("4 bits").calls["pinned"] == 0
 

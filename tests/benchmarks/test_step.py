@@ -51,6 +51,14 @@ def test_an_invalid_row_meets_no_bar():
     assert "does not count" in step_results.bars(rows, "1gbit")[0]
 
 
+def test_a_bar_is_a_ratio_of_two_rows_of_the_run():
+    hook = {"kind": "ddp", "step_seconds": 0.2, "loss": 5.0, "title": "hook"}
+    for seconds, ending in ((0.1, ": met"), (0.12, "NOT met")):
+        rows = {step_rows.HOOK: hook, step_rows.POWERSGD: row(title="", step_seconds=seconds, invalid=[])}
+        assert step_results.bars(rows, "1gbit")[0].endswith(ending)
+    assert step_results.bars(rows, "unshaped") == []
+
+
 def test_a_bar_on_means_leaves_the_first_blocks_out():
     task = (
         step_rows.Row(step_rows.AUTO, "measured", "none"),
