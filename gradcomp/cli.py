@@ -67,11 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("--png", metavar="OUT", help="draw the profile: level and size of every layer")
     show.set_defaults(show=_plan_show)
-    _add_information(commands.add_parser("mi", help="the information that the gradients of two ranks share"))
-    return parser
-
-
-def _add_information(mi: argparse.ArgumentParser) -> None:
+    mi = commands.add_parser("mi", help="the information that the gradients of two ranks share")
     mi.add_argument("file", metavar="FILE", help="the recording: what record_gradients() wrote")
     mi.add_argument(
         "--pair",
@@ -94,6 +90,7 @@ def _add_information(mi: argparse.ArgumentParser) -> None:
     )
     mi.add_argument("--png", metavar="OUT", help="draw bits over steps and over layers")
     mi.set_defaults(show=_information)
+    return parser
 
 
 def _plan_show(options: argparse.Namespace) -> str:
@@ -139,19 +136,9 @@ def _layers(run: Run, shown: Logged) -> list[str]:
     rows = [["#", "layer", "elements", "share", "compressor", "level", "dense bytes"]]
     for number, layer in enumerate(run.layers, 1):
         a = shown.plan.by_layer[layer.name]
-        share = f"{layer.size / max(elements, 1):.2%}"
-        level = level_text(a.compressor, a.level)
-        rows.append(
-            [
-                str(number),
-                layer.name,
-                f"{layer.size:,}",
-                share,
-                named[a.compressor],
-                level,
-                f"{layer.nbytes:,}",
-            ]
-        )
+        share, level = f"{layer.size / max(elements, 1):.2%}", level_text(a.compressor, a.level)
+        sizes = f"{layer.size:,}", share
+        rows.append([str(number), layer.name, *sizes, named[a.compressor], level, f"{layer.nbytes:,}"])
     rows.append(["", "total", f"{elements:,}", "", "", "", f"{sum(layer.nbytes for layer in run.layers):,}"])
     return _table(rows, left={1, 4, 5})
 

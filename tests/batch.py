@@ -29,6 +29,9 @@ import preloaded
 import pytest
 from launching import run_ranks
 
+#: For ranks that have no GPU, and for what ranks do on the host, where the compiled module may be missing.
+HOST_KERNELS = {} if importlib.util.find_spec("gradcomp._native") else {"GRADCOMP_KERNELS": "reference"}
+
 #: How long ranks wait for each other between two bodies.
 _MEETING_SECONDS = 60.0
 
@@ -56,6 +59,10 @@ def on_ranks(
         return test
 
     return decorate
+
+
+#: For the tests under tests/gpu.
+on_two_ranks = functools.partial(on_ranks, 2, env=HOST_KERNELS)
 
 
 def _verdicts(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -59,12 +60,25 @@ def average_is_the_default(rank: int, world: int) -> None:
     torch.testing.assert_close(gc.allreduce(values[rank]), torch.stack(values).mean(0))
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+SHAPES = ((), (0,), (1,), (7,), (2, 3, 4, 5), (3, 0))
+
+
 @check
-def sum_adds(rank: int, world: int) -> None:
-    same(
-        gc.allreduce(torch.tensor([[1.0, 2.0]]) * (rank + 1), op=gc.Sum),
-        torch.tensor([[1.0, 2.0]]) * sum(range(world + 1)),
-    )
+def sums_of_every_dtype_and_shape_come_back(rank: int, world: int) -> None:
+    """Halves are added in float32: 256 + 1 + 1 + ... is 256 in bfloat16, one addition at a time."""
+    forms = [
+        *((dtype, (3,)) for dtype in (*FLOATS, *INTEGERS)),
+        *((torch.float32, shape) for shape in SHAPES),
+    ]
+    cases = [[torch.full(shape, r + 1, dtype=dtype) for r in range(world)] for dtype, shape in forms]
+    cases.append([torch.tensor([256.0 if r == 0 else 1.0], dtype=torch.bfloat16) for r in range(world)])
+    for values in cases:
+        before = values[rank].clone()
+        total = torch.stack(values).to(torch.float64).sum(0).to(before.dtype)
+        same(gc.allreduce(values[rank], op=gc.Sum), total)
+        same(values[rank], before)
 
 
 @check
@@ -75,59 +89,9 @@ def horovods_average_argument(rank: int, world: int) -> None:
 
 
 @check
-def input_is_untouched(rank: int, world: int) -> None:
-    value = torch.full((4,), float(rank))
-    gc.allreduce(value, op=gc.Sum)
-    same(value, torch.full((4,), float(rank)))
-
-
-@check
-def every_float_dtype_comes_back(rank: int, world: int) -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        same(
-            gc.allreduce(torch.full((3,), float(rank)).to(dtype), op=gc.Sum),
-            torch.full((3,), sum(range(world)), dtype=dtype),
-        )
-
-
-@check
-def halves_are_added_in_float32(rank: int, world: int) -> None:
-    """256 + 1 + 1 + ... is 256 in bfloat16, one addition at a time."""
-    value = torch.tensor([256.0 if rank == 0 else 1.0], dtype=torch.bfloat16)
-    expected = torch.tensor([256.0 + world - 1]).to(torch.bfloat16)
-    same(gc.allreduce(value, op=gc.Sum), expected)
-
-
-@check
 def average_of_large_halves_does_not_overflow(rank: int, world: int) -> None:
-    same(
-        gc.allreduce(torch.tensor([60000.0], dtype=torch.float16)),
-        torch.tensor([60000.0], dtype=torch.float16),
-    )
-
-
-@check
-def every_integer_dtype_comes_back(rank: int, world: int) -> None:
-    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        same(
-            gc.allreduce(torch.full((3,), rank + 1, dtype=dtype), op=gc.Sum),
-            torch.full((3,), sum(range(world + 1)), dtype=dtype),
-        )
-
-
-@check
-def average_of_bool_is_refused(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "bool", "op=Sum"):
-        gc.allreduce(torch.ones(3, dtype=torch.bool))
-
-
-@check
-def shapes_from_scalar_to_4d_and_empty(rank: int, world: int) -> None:
-    for shape in ((), (0,), (1,), (7,), (2, 3, 4, 5), (3, 0)):
-        same(
-            gc.allreduce(torch.full(shape, float(rank)), op=gc.Sum),
-            torch.full(shape, float(sum(range(world)))),
-        )
+    large = torch.tensor([60000.0], dtype=torch.float16)
+    same(gc.allreduce(large), large)
 
 
 @check
@@ -208,67 +172,6 @@ def in_place_on_a_parameter(rank: int, world: int) -> None:
     assert parameter.is_leaf
 
 
-@check
-def different_shapes_name_both(rank: int, world: int) -> None:
-    with raises(gc.PlanMismatchError, "rank 0 has", "[3]", f"rank {world - 1} has", "[4]"):
-        gc.allreduce(torch.ones(4 if rank == world - 1 else 3))
-
-
-@check
-def different_dtypes_are_refused(rank: int, world: int) -> None:
-    with raises(gc.PlanMismatchError, "float32", "float64"):
-        gc.allreduce(torch.ones(3, dtype=torch.float64 if rank == 0 else torch.float32))
-
-
-@check
-def different_operations_are_refused(rank: int, world: int) -> None:
-    with raises(gc.PlanMismatchError, "AVERAGE", "SUM"):
-        gc.allreduce(torch.ones(3), op=gc.Sum if rank == 0 else gc.Average)
-
-
-@check
-def different_names_are_refused(rank: int, world: int) -> None:
-    with raises(gc.PlanMismatchError, "'loss'", "'accuracy'"):
-        gc.allreduce(torch.ones(3), name="loss" if rank == 0 else "accuracy")
-
-
-@check
-def different_calls_are_refused(rank: int, world: int) -> None:
-    with raises(gc.PlanMismatchError, "barrier()", "allreduce("):
-        if rank == 0:
-            gc.barrier()
-        else:
-            gc.allreduce(torch.ones(3))
-
-
-@check
-def one_ranks_bad_argument_is_everyones_error(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, f"rank {world - 1}", "str"):
-        gc.allreduce("no tensor" if rank == world - 1 else torch.ones(3))
-
-
-@check
-def unreducible_tensors_are_refused(rank: int, world: int) -> None:
-    for tensor in (
-        torch.ones(2, dtype=torch.complex64),
-        torch.ones(2, 2).to_sparse(),
-    ):
-        with raises(gc.ConfigError, "rank 0"):
-            gc.allreduce(tensor, op=gc.Sum)
-
-
-@check
-def both_spellings_at_once_are_refused(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "average and op"):
-        gc.allreduce(torch.ones(1), average=True, op=gc.Sum)
-
-
-@check
-def unknown_operation_is_refused(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "Average or Sum"):
-        gc.allreduce(torch.ones(1), op="mean")
-
-
 # ----------------------------------------------------------------------------------------------- allgather
 
 
@@ -304,18 +207,6 @@ def allgather_is_differentiable(rank: int, world: int) -> None:
     (whole * torch.arange(len(whole))).sum().backward()
     start = sum(range(rank + 1))
     torch.testing.assert_close(part.grad, torch.arange(start, start + rank + 1).float())
-
-
-@check
-def different_trailing_shapes_are_refused(rank: int, world: int) -> None:
-    with raises(gc.PlanMismatchError, "[*, 3]", "[*, 4]"):
-        gc.allgather(torch.ones(2, 4 if rank else 3))
-
-
-@check
-def scalars_cannot_be_gathered(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "no rows"):
-        gc.allgather(torch.tensor(1.0))
 
 
 # ----------------------------------------------------------------------------------------------- broadcast
@@ -373,6 +264,7 @@ def odd_tensors_are_broadcast(rank: int, world: int) -> None:
         }
 
     values = make(rank)
+    gc.broadcast_parameters({})
     gc.broadcast_parameters(values, root_rank=world - 1)
     for name, value in make(world - 1).items():
         same(values[name], value)
@@ -431,72 +323,6 @@ def extra_state_in_a_dict_is_warned_of(rank: int, world: int) -> None:
 
 
 @check
-def modules_with_other_extra_state_are_refused(rank: int, world: int) -> None:
-    ours = torch.nn.Sequential(Counter(0) if rank else torch.nn.Linear(2, 2))
-    ours[0].register_buffer("unsaved", torch.zeros(2), persistent=False)
-    with raises(gc.PlanMismatchError, "0: extra state"):
-        gc.broadcast_parameters(ours)
-
-
-@check
-def empty_model_is_broadcast(rank: int, world: int) -> None:
-    gc.broadcast_parameters({})
-
-
-@check
-def different_models_name_the_first_difference(rank: int, world: int) -> None:
-    first = model(0) if rank != world - 1 else torch.nn.Sequential(torch.nn.Linear(3, 6))
-    with raises(gc.PlanMismatchError, "0.bias: float32 [5]", f"rank {world - 1} has 0.bias: float32 [6]"):
-        gc.broadcast_parameters(first.state_dict())
-
-
-@check
-def missing_parameter_is_named(rank: int, world: int) -> None:
-    state = model(0).state_dict()
-    if rank == 0:
-        del state["1.weight"]
-    with raises(gc.PlanMismatchError, "1.weight"):
-        gc.broadcast_parameters(state)
-
-
-@check
-def repeated_name_is_named(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "'w'", "twice"):
-        gc.broadcast_parameters([("w", torch.ones(1)), ("w", torch.ones(1))])
-
-
-@check
-def not_parameters_at_all(rank: int, world: int) -> None:
-    for params in (
-        3,
-        [torch.ones(2), 1],
-        [(1, torch.ones(1))],
-        [("w", 1)],
-        {"w": torch.ones(1, device="meta")},
-    ):
-        with raises(gc.ConfigError):
-            gc.broadcast_parameters(params)
-
-
-@check
-def root_out_of_range_is_refused(rank: int, world: int) -> None:
-    for call in (
-        lambda root: gc.broadcast_object(1, root),
-        lambda root: gc.broadcast_parameters({}, root),
-        lambda root: gc.broadcast_optimizer_state(torch.optim.SGD([torch.ones(1)], lr=1), root),
-    ):
-        for root in (world, -1, "0"):
-            with raises(gc.ConfigError, "root_rank", f"0 .. {world - 1}"):
-                call(root)
-
-
-@check
-def different_roots_are_refused(rank: int, world: int) -> None:
-    with raises(gc.PlanMismatchError, "root_rank=0", "root_rank=1"):
-        gc.broadcast_object(1, root_rank=min(rank, 1))
-
-
-@check
 def objects_arrive(rank: int, world: int) -> None:
     sent = {
         "none": None, "numbers": [1, 2.5, True, 2**80, 1 + 2j], "text": "ü", "bytes": b"\0x", "tuple": (1, ()),
@@ -516,18 +342,6 @@ def tensors_in_objects_arrive(rank: int, world: int) -> None:
 
 class Custom:
     pass
-
-
-@check
-def arbitrary_classes_are_refused_on_every_rank(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "rank 0", "Custom", "tensors, numbers, strings"):
-        gc.broadcast_object({"x": Custom()} if rank == 0 else None)
-
-
-@check
-def functions_are_refused_on_every_rank(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "rank 0"):
-        gc.broadcast_object(lambda: None)
 
 
 # ----------------------------------------------------------------------------------------- optimizer state
@@ -641,53 +455,8 @@ def every_optimizer_of_torchs_gets_the_roots_state(rank: int, world: int) -> Non
 
 
 @check
-def a_model_is_a_module(rank: int, world: int) -> None:
-    ours = optimizer(torch.optim.SGD, 0, 0, lr=0.1)
-    with raises(gc.ConfigError, "model must be a torch.nn.Module", "list"):
-        gc.broadcast_optimizer_state(ours, 0, [] if rank else None)
-
-
-@check
-def received_optimizer_can_step(rank: int, world: int) -> None:
-    ours = optimizer(torch.optim.Adam, 2 if rank == 0 else 0, 0, lr=0.1)
-    values = [p.data for p in ours.param_groups[0]["params"]]
-    gc.broadcast_parameters([(str(i), value) for i, value in enumerate(values)])
-    gc.broadcast_optimizer_state(ours)
-    for parameter in ours.param_groups[0]["params"]:
-        parameter.grad = torch.ones_like(parameter)
-    ours.step()
-    for value in values:
-        everywhere(value)
-
-
-@check
-def different_optimizers_are_refused(rank: int, world: int) -> None:
-    with raises(gc.PlanMismatchError, "SGD", "Adam"):
-        gc.broadcast_optimizer_state(optimizer(torch.optim.SGD if rank else torch.optim.Adam, 0, 0, lr=0.1))
-
-
-@check
-def different_parameter_shapes_are_refused(rank: int, world: int) -> None:
-    ours = torch.optim.SGD([torch.ones(3 if rank else 2)], lr=1)
-    with raises(gc.PlanMismatchError, "group 0: float32 [2]"):
-        gc.broadcast_optimizer_state(ours)
-
-
-@check
-def not_an_optimizer(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "dict"):
-        gc.broadcast_optimizer_state({})
-
-
-@check
-def barrier_returns(rank: int, world: int) -> None:
-    gc.barrier()
-
-
-@check
 def forked_child_is_not_a_rank(rank: int, world: int) -> None:
-    import os
-
+    gc.barrier()
     child = os.fork()
     if child == 0:
         try:
@@ -696,6 +465,117 @@ def forked_child_is_not_a_rank(rank: int, world: int) -> None:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# ------------------------------------------------------------------------------------------------- refused
+
+
+def without(name: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in model(0).state_dict().items() if key != name}
+
+
+def with_extra_state(inner: torch.nn.Module) -> torch.nn.Module:
+    inner.register_buffer("unsaved", torch.zeros(2), persistent=False)
+    return torch.nn.Sequential(inner)
+
+
+def sgd(size: int) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.ones(size)], lr=1)
+
+
+SMALL = torch.nn.Sequential(torch.nn.Linear(3, 6))
+
+Mismatch, Wrong = gc.PlanMismatchError, gc.ConfigError
+
+# Names of checks; the error, what its text has ({last} is the last rank), and the call of a rank, which is told
+# whether it is the first and whether it is the last one.
+# fmt: off
+REFUSED: dict[str, tuple[type[Exception], tuple[str, ...], Callable[[bool, bool], Any]]] = {
+    "different_shapes_name_both": (Mismatch, ("rank 0 has", "[3]", "rank {last} has", "[4]"),
+        lambda first, last: gc.allreduce(torch.ones(4 if last else 3))),
+    "different_dtypes": (Mismatch, ("float32", "float64"),
+        lambda first, last: gc.allreduce(torch.ones(3, dtype=torch.float64 if first else torch.float32))),
+    "different_operations": (Mismatch, ("AVERAGE", "SUM"),
+        lambda first, last: gc.allreduce(torch.ones(3), op=gc.Sum if first else gc.Average)),
+    "different_names": (Mismatch, ("'loss'", "'accuracy'"),
+        lambda first, last: gc.allreduce(torch.ones(3), name="loss" if first else "accuracy")),
+    "different_calls": (Mismatch, ("barrier()", "allreduce("),
+        lambda first, last: gc.barrier() if first else gc.allreduce(torch.ones(3))),
+    "one_ranks_bad_argument_is_everyones_error": (Wrong, ("rank {last}", "str"),
+        lambda first, last: gc.allreduce("no tensor" if last else torch.ones(3))),
+    "complex_numbers": (Wrong, ("rank 0",),
+        lambda first, last: gc.allreduce(torch.ones(2, dtype=torch.complex64), op=gc.Sum)),
+    "sparse_tensors": (Wrong, ("rank 0",),
+        lambda first, last: gc.allreduce(torch.ones(2, 2).to_sparse(), op=gc.Sum)),
+    "average_of_bool": (Wrong, ("bool", "op=Sum"),
+        lambda first, last: gc.allreduce(torch.ones(3, dtype=torch.bool))),
+    "both_spellings_at_once": (Wrong, ("average and op",),
+        lambda first, last: gc.allreduce(torch.ones(1), average=True, op=gc.Sum)),
+    "unknown_operation": (Wrong, ("Average or Sum",),
+        lambda first, last: gc.allreduce(torch.ones(1), op="mean")),
+    "different_trailing_shapes": (Mismatch, ("[*, 3]", "[*, 4]"),
+        lambda first, last: gc.allgather(torch.ones(2, 3 if first else 4))),
+    "scalars_cannot_be_gathered": (Wrong, ("no rows",),
+        lambda first, last: gc.allgather(torch.tensor(1.0))),
+    "modules_with_other_extra_state": (Mismatch, ("0: extra state",),
+        lambda first, last: gc.broadcast_parameters(
+            with_extra_state(torch.nn.Linear(2, 2) if first else Counter(0)))),
+    "different_models_name_the_first_difference":
+        (Mismatch, ("0.bias: float32 [5]", "rank {last} has 0.bias: float32 [6]"),
+        lambda first, last: gc.broadcast_parameters((SMALL if last else model(0)).state_dict())),
+    "missing_parameter_is_named": (Mismatch, ("1.weight",),
+        lambda first, last: gc.broadcast_parameters(without("1.weight" if first else ""))),
+    "repeated_name_is_named": (Wrong, ("'w'", "twice"),
+        lambda first, last: gc.broadcast_parameters([("w", torch.ones(1)), ("w", torch.ones(1))])),
+    "different_roots": (Mismatch, ("root_rank=0", "root_rank=1"),
+        lambda first, last: gc.broadcast_object(1, root_rank=0 if first else 1)),
+    "arbitrary_classes_are_refused_on_every_rank": (Wrong, ("rank 0", "Custom", "tensors, numbers, strings"),
+        lambda first, last: gc.broadcast_object({"x": Custom()} if first else None)),
+    "functions_are_refused_on_every_rank": (Wrong, ("rank 0",),
+        lambda first, last: gc.broadcast_object(lambda: None)),
+    "a_model_is_a_module": (Wrong, ("model must be a torch.nn.Module", "list"),
+        lambda first, last: gc.broadcast_optimizer_state(sgd(1), 0, None if first else [])),
+    "different_optimizers": (Mismatch, ("SGD", "Adam"),
+        lambda first, last: gc.broadcast_optimizer_state(
+            optimizer(torch.optim.Adam if first else torch.optim.SGD, 0, 0, lr=0.1))),
+    "different_parameter_shapes": (Mismatch, ("group 0: float32 [2]",),
+        lambda first, last: gc.broadcast_optimizer_state(sgd(2 if first else 3))),
+    "not_an_optimizer": (Wrong, ("dict",),
+        lambda first, last: gc.broadcast_optimizer_state({})),
+}
+# fmt: on
+
+
+def refused(name: str) -> Callable[[int, int], None]:
+    def run(rank: int, world: int) -> None:
+        kind, texts, call = REFUSED[name]
+        with raises(kind, *(text.format(last=world - 1) for text in texts)):
+            call(rank == 0, rank == world - 1)
+
+    return run
+
+
+CHECKS.update({name: refused(name) for name in REFUSED})
+
+
+@check
+def not_parameters_at_all(rank: int, world: int) -> None:
+    meta = {"w": torch.ones(1, device="meta")}
+    for params in (3, [torch.ones(2), 1], [(1, torch.ones(1))], [("w", 1)], meta):
+        with raises(gc.ConfigError):
+            gc.broadcast_parameters(params)
+
+
+@check
+def root_out_of_range_is_refused(rank: int, world: int) -> None:
+    for call in (
+        lambda root: gc.broadcast_object(1, root),
+        lambda root: gc.broadcast_parameters({}, root),
+        lambda root: gc.broadcast_optimizer_state(sgd(1), root),
+    ):
+        for root in (world, -1, "0"):
+            with raises(gc.ConfigError, "root_rank", f"0 .. {world - 1}"):
+                call(root)
 
 
 def main(checks: dict[str, Callable[[int, int], None]] | None = None) -> None:

@@ -38,6 +38,8 @@ from gradcomp import (
 from gradcomp.compress import TwoLevelSelection
 from gradcomp.testing import Row
 
+LEARNED = {"constants": False, "draws": True, "overflows": False, "sized": False, "by_part": True}
+
 ROWS = {
     "none": Row(Identity(), error=1e-6),
     "fp32": Row(Cast("float32"), error=1e-6),
@@ -79,12 +81,7 @@ ROWS = {
     ),
     "powersgd": Row(PowerSGD(2), constants=False, draws=True, products=True),
     "powersgd-alternate": Row(
-        PowerSGD(1, alternate=True),
-        constants=False,
-        draws=True,
-        overflows=False,
-        sized=False,
-        products=True,
+        PowerSGD(1, alternate=True), constants=False, draws=True, overflows=False, sized=False, products=True
     ),
     "powersgd-cold-start": Row(PowerSGD(2, warm_start=False), constants=False, draws=True, products=True),
     "powersgd-no-feedback": Row(PowerSGD(3, feedback=False), constants=False, draws=True, products=True),
@@ -190,55 +187,31 @@ ROWS = {
     "random-block-scaled": Row(RandomBlock(0.2, scaled=True), unbiased=True, constants=False, draws=True),
     "lgc": Row(
         LGC(0.1, warmup_steps=1, train_steps=1, ends=False, least_parameters=0),
-        constants=False,
-        draws=True,
-        overflows=False,
-        sized=False,
-        by_part=True,
+        **LEARNED,
     ),
     "lgc-training": Row(
         LGC(0.1, 0.0, 0, 9, code_channels=1, ends=False, least_parameters=0, indices="packed"),
-        constants=False,
-        draws=True,
-        overflows=False,
-        sized=False,
-        by_part=True,
+        **LEARNED,
     ),
     "lgc-codes": Row(
         LGC(0.2, 0.5, 0, 0, ends=False, least_parameters=0),
-        constants=False,
-        draws=True,
-        overflows=False,
-        sized=False,
+        **LEARNED,
         waits=True,
-        by_part=True,
     ),
     "lgc-feedback": Row(
         LGC(0.3, 0.0, 0, 0, code_channels=1, ends=False, least_parameters=0, feedback=True, refresh=2),
-        constants=False,
-        draws=True,
-        overflows=False,
-        sized=False,
+        **LEARNED,
         waits=True,
-        by_part=True,
     ),
     "lgc-server": Row(
         LGC(0.3, 0.0, 0, 0, form="server", ends=False, least_parameters=0, feedback=True, refresh=2),
-        constants=False,
-        draws=True,
-        overflows=False,
-        sized=False,
+        **LEARNED,
         waits=True,
-        by_part=True,
     ),
     "lgc-server-training": Row(
         LGC(
             0.2, warmup_steps=0, train_steps=1, form="server", innovation=0.5, ends=False, least_parameters=0
         ),
-        constants=False,
-        draws=True,
-        overflows=False,
-        sized=False,
-        by_part=True,
+        **LEARNED,
     ),
 }

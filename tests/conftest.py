@@ -15,7 +15,6 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import alone
 import pytest
 import tiers
 from kernels import gpu as lent_gpu
@@ -28,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # source tree, which has no compiled module.
 os.environ["PYTHONSAFEPATH"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])],
+    [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 
@@ -241,7 +240,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
     """Tests marked ``alone`` run while the other workers wait; outside of every time limit."""
-    with alone.turn(exclusive=item.get_closest_marker("alone") is not None):
+    with tiers.turn(exclusive=item.get_closest_marker("alone") is not None):
         return (yield)
 
 

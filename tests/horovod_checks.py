@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,18 +17,11 @@ import ml_dtypes
 import numpy as np
 import torch
 from collective_checks import everywhere, raises, same
+from numpy_reductions import DTYPES, FLOATS, SHAPES, UFUNCS, ops_of, reduced, values
 
 import gradcomp.torch as gc
 
 CHECKS: dict[str, Callable[[int, int], None]] = {}
-
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-DTYPES = (*FLOATS, *INTEGERS, "bool")
-SHAPES = ((), (0,), (5,), (3, 4), (2, 0, 3), (2, 3, 4))
-UFUNCS = {
-    gc.Average: operator.add, gc.Sum: operator.add, gc.Product: operator.mul, gc.Min: np.minimum, gc.Max: np.maximum,
-}  # fmt: skip
 
 
 def check(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
@@ -38,35 +30,10 @@ def check(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
     return function
 
 
-def numpy_dtype(name: str) -> Any:
-    return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
-
-
-def values(dtype: str, shape: Sequence[int], rank: int) -> np.ndarray:
-    """Numbers that differ between ranks and places."""
-    drawn = np.random.default_rng([rank, *shape]).integers(0, 2 if dtype == "bool" else 7, size=shape)
-    return np.asarray(drawn - (3 if dtype in FLOATS or dtype.startswith("int") else 0)).astype(
-        numpy_dtype(dtype)
-    )
-
-
 def tensor(array: np.ndarray) -> torch.Tensor:
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.astype(np.float32)).to(torch.bfloat16)
     return torch.from_numpy(np.array(array))
-
-
-def reduced(arrays: Sequence[np.ndarray], op: Any) -> np.ndarray:
-    """The reduction in NumPy: wide, then rounded once; integers towards zero."""
-    dtype = arrays[0].dtype
-    if dtype.kind == "b":
-        both = np.logical_or if op in (gc.Sum, gc.Max) else np.logical_and
-        return functools.reduce(both, arrays)
-    wide = np.float64 if dtype == np.float64 else np.float32 if dtype.kind in "fV" else np.int64
-    total = functools.reduce(UFUNCS[op], [array.astype(wide) for array in arrays])
-    if op is gc.Average:
-        total = total / len(arrays) if wide is not np.int64 else np.trunc(total / len(arrays))
-    return np.asarray(total).astype(dtype)
 
 
 def close(result: torch.Tensor, expected: np.ndarray) -> None:
@@ -78,10 +45,6 @@ def close(result: torch.Tensor, expected: np.ndarray) -> None:
         torch.testing.assert_close(result, wanted)
     else:
         assert (result.to(torch.int64) == wanted.to(torch.int64)).all(), (result, wanted)
-
-
-def ops_of(dtype: str) -> list[Any]:
-    return [op for op in UFUNCS if not (dtype == "bool" and op is gc.Average)]
 
 
 # --------------------------------------------------------------------------------------------- allreduce
@@ -146,9 +109,8 @@ def factors_apply_before_and_after(rank: int, world: int) -> None:
         for dtype in FLOATS:
             ours = [values(dtype, (7,), r) for r in range(world)]
             result = gc.allreduce(tensor(ours[rank]), op=op, prescale_factor=0.5, postscale_factor=4.0)
-            close(result, (reduced([one * numpy_dtype(dtype).type(0.5) if dtype != "bfloat16" else
-                                    (one.astype(np.float32) * 0.5).astype(one.dtype) for one in ours], op)
-                           .astype(np.float64) * 4).astype(ours[0].dtype))  # fmt: skip
+            half = [(one.astype(np.float64) * 0.5).astype(one.dtype) for one in ours]
+            close(result, (reduced(half, op).astype(np.float64) * 4).astype(ours[0].dtype))
 
 
 @check
@@ -428,14 +390,10 @@ def every_collective_has_its_gradient(rank: int, world: int) -> None:
 
 
 @check
-def halves_have_gradients_too(rank: int, world: int) -> None:
+def halves_have_gradients_too_and_adasum_has_none(rank: int, world: int) -> None:
     value = torch.ones(3, requires_grad=True)
     gc.allreduce(value, compression=gc.Compression.bf16, op=gc.Sum).sum().backward()
     same(value.grad, torch.full((3,), float(world)))
-
-
-@check
-def adasum_has_no_gradient(rank: int, world: int) -> None:
     if world in (1, 2, 4):
         value = torch.ones(3, requires_grad=True)
         with raises(gc.ConfigError, "ADASUM", "no gradient"):
@@ -598,17 +556,13 @@ def errors_are_caught_as_horovods(rank: int, world: int) -> None:
 
 
 @check
-def a_name_is_a_string(rank: int, world: int) -> None:
-    with raises(gc.ConfigError, "name must be a string"):
-        gc.allreduce(torch.ones(1), name=3)
-
-
-@check
-def groups_must_have_tensors(rank: int, world: int) -> None:
+def groups_must_have_tensors_and_names_be_strings(rank: int, world: int) -> None:
     for wrong, text in (([], "empty"), (torch.ones(2), "not a list"), ([torch.ones(1), "x"], "tensor 1")):
         for grouped in (gc.grouped_allreduce, gc.grouped_allgather, gc.grouped_reducescatter):
             with raises(gc.ConfigError, text):
                 grouped(wrong)
+    with raises(gc.ConfigError, "name must be a string"):
+        gc.allreduce(torch.ones(1), name=3)
 
 
 # ------------------------------------------------------------------------------------------- process sets

@@ -7,7 +7,6 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-import alone
 import pytest
 import tiers
 
@@ -97,18 +96,18 @@ def test_what_is_marked_full_is_left_out():
 
 def test_an_exclusive_turn_waits_for_the_others(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "one")
-    for name in ("_DOOR", "_ROOM"):
-        monkeypatch.setattr(alone, name, tmp_path / name)
+    for name in ("_DOOR", "_TURN"):
+        monkeypatch.setattr(tiers, name, tmp_path / name)
         (tmp_path / name).touch()
     seen, began = [], threading.Event()
 
     def turn(name: str, exclusive: bool) -> None:
         began.set()
-        with alone.turn(exclusive):
+        with tiers.turn(exclusive):
             seen.append(name)
 
-    with alone.turn(exclusive=False):
-        with alone.turn(exclusive=False):
+    with tiers.turn(exclusive=False):
+        with tiers.turn(exclusive=False):
             pass  # shared turns do not exclude each other
         waiting = threading.Thread(target=turn, args=("alone", True))
         waiting.start()

@@ -1,4 +1,4 @@
-"""Which cases the default run takes, and which only ``--full`` does.
+"""Which cases the default run takes, which only ``--full`` does, and which run while other workers wait.
 
 The default run takes cases by five rules:
 
@@ -17,10 +17,14 @@ The default run takes cases by five rules:
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
+import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +154,32 @@ def _cover(sets: Sequence[Set[Any]]) -> list[int]:
         missing -= sets[best]
         taken.append(best)
     return sorted(taken)
+
+
+# ------------------------------------------------------------------------------------------ turns of workers
+
+_DOOR = Path(__file__)
+_TURN = Path(__file__).with_name("conftest.py")
+
+
+@contextlib.contextmanager
+def turn(exclusive: bool) -> Iterator[None]:
+    """Hold a turn: shared with other workers, or exclusive. Without workers there is nobody to wait for.
+
+    A turn is a lock of a file of this folder. Whoever waits for an exclusive one keeps the door, through which all
+    turns begin, so that no worker that goes from test to test overtakes it.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as waiting:
+            _lock(_DOOR, fcntl.LOCK_EX, waiting)
+            _lock(_TURN, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, held)
+        yield
+
+
+def _lock(path: Path, kind: int, stack: contextlib.ExitStack) -> None:
+    file = stack.enter_context(path.open("rb"))
+    fcntl.flock(file, kind)
+    stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing does not, where a test has forked

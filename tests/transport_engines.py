@@ -292,13 +292,7 @@ ENGINES = [
         flat=False,
     ),
     Engine(
-        "horovod",
-        horovod,
-        under_horovodrun,
-        worlds=(3,),
-        begin=begin_horovod,
-        leave=None,
-        missing=no_horovod,
+        "horovod", horovod, under_horovodrun, worlds=(3,), begin=begin_horovod, leave=None, missing=no_horovod
     ),
     Engine("nccl's stand-in", nccl_stand_in, launch=None, leave=leave_nccl),
 ]

@@ -45,11 +45,10 @@ from gradcomp.reduce.header import (
     PRESENT,
     READY,
     BucketFlags,
-    Bytes,
     HeaderId,
 )
 from gradcomp.reduce.varying import fixed
-from gradcomp.transport.base import Allocator
+from gradcomp.transport.base import Allocator, Bytes
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]

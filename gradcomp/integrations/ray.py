@@ -95,7 +95,12 @@ def init_tensorflow(**settings: Any) -> None:
     """
     context = ray.train.get_context()
     rank = context.get_world_rank()
-    address, port = broadcast_from_rank_zero(None if rank else (ray.util.get_node_ip_address(), _free_port()))
+    place = None
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            place = ray.util.get_node_ip_address(), free.getsockname()[1]
+    address, port = broadcast_from_rank_zero(place)
     environment = {
         "RANK": rank,
         "WORLD_SIZE": context.get_world_size(),
@@ -108,10 +113,3 @@ def init_tensorflow(**settings: Any) -> None:
     from gradcomp.tf.runtime import init
 
     init(**settings)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port: int = free.getsockname()[1]
-        return port

@@ -89,9 +89,8 @@ class CompressionCallback(TrainerCallback):
             self.compression_state = register(wrapped, compression, "Trainer", controller=controller)
             self._wrapped.add(wrapped)
         if state.global_step > 0:
-            directory = self._directory(self._resume_from, args, state)
             load_state(
-                directory,
+                self._directory(self._resume_from, args, state),
                 self.compression_state,
                 model,
                 missing_ok=self._missing_ok,

@@ -1,9 +1,9 @@
-"""The pipeline and a reduction keep this interface to each other; it includes the headers beneath reductions."""
+"""The interface of reductions: their registry, what a program may wait for, and the headers beneath them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.core import scheme as schemes
 from gradcomp.core.errors import WireFormatError
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.state import Range
@@ -21,9 +22,7 @@ from gradcomp.kernels.replayed_calls import Pending
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import BucketFlags, ByteHeader, HeaderId, check_covers
 from gradcomp.reduce.model import Cost, Load
-from gradcomp.transport.base import Allocator, Exchange, Operation, host_allocator
-
-Bytes = npt.NDArray[np.uint8]
+from gradcomp.transport.base import Allocator, Bytes, Exchange, Operation, host_allocator
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -189,6 +188,61 @@ class Reduction(ABC):
         """Write the means to the outputs; mark layers in which a value is not finite in ``flags``."""
 
 
+_classes: dict[str, type[Reduction]] = {}
+
+Class = TypeVar("Class", bound=type[Reduction])
+
+
+def register(name: str) -> Callable[[Class], Class]:
+    """Return a decorator that registers a reduction under ``name``; ConfigError if the name is taken."""
+
+    def add(reduction: Class) -> Class:
+        schemes.register(name)
+        _classes[name] = reduction
+        return reduction
+
+    return add
+
+
+def class_of(scheme: Scheme) -> type[Reduction]:
+    """Return the class of a reduction; ``auto`` has none."""
+    return _classes[scheme.name]
+
+
+def make(
+    scheme: Scheme | str,
+    parts: Sequence[Part],
+    layers: int,
+    rank: int,
+    topology: Topology,
+    turn: int = 0,
+    memory: Memory = HOST_MEMORY,
+) -> Reduction:
+    """Make a reduction for one exchange bucket of ``layers`` layers, on one of the topology's ranks.
+
+    ``auto`` is not accepted: :func:`gradcomp.reduce.costs.cheapest` finds the reduction that it stands for.
+
+    Args:
+        scheme: The reduction, as a name with options or parsed.
+        parts: The groups of the bucket, with their codecs.
+        layers: The number of layers in the bucket's header.
+        rank: This rank.
+        topology: The ranks, and the hosts that they are on.
+        turn: The number of the bucket; ranks that can do the same work take turns, bucket by bucket.
+        memory: The memory for messages, if the gradients are not on the host.
+
+    Raises:
+        ConfigError: The name is unknown, there are more servers than ranks, or the reduction cannot add a codec.
+    """
+    if isinstance(scheme, str):
+        scheme = schemes.parse(scheme)
+    reduction: Any = class_of(scheme)  # constructors differ in the arguments that arguments() returns
+    made: Reduction = reduction(
+        parts, layers, rank, memory=memory, **reduction.arguments(scheme, topology, turn)
+    )
+    return made
+
+
 def framed(
     program: Waits[T], header_id: HeaderId, flags: BucketFlags, binding: Binding, first: int = 0
 ) -> Generator[Framed, None, T]:
@@ -202,8 +256,7 @@ def framed(
         try:
             step = next(program)
         except StopIteration as end:
-            returned: T = end.value
-            return returned
+            return end.value  # type: ignore[no-any-return]
         if isinstance(step, Move):
             with binding.span("compress"):
                 frames.close(step)
@@ -219,8 +272,7 @@ def unless_declined(program: Rounds, flags: BucketFlags) -> Rounds:
         try:
             step = next(program)
         except StopIteration as end:
-            found: list[Bytes] = end.value
-            return found
+            return end.value  # type: ignore[no-any-return]
         yield step
     return []
 

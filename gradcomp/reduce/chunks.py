@@ -1,23 +1,24 @@
-"""Cuts exchange buckets into chunks, and encodes and decodes their messages, for all reductions."""
+"""Cuts exchange buckets into chunks, and encodes, decodes and adds their messages, for all reductions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp import kernels
-from gradcomp.kernels.codec import Sizes, Table
-from gradcomp.kernels.segments import FLOAT32, byte_offsets
+from gradcomp.kernels.codec import Codec, Draw, Sizes, Table
+from gradcomp.kernels.cuda.mirrors import address_of
+from gradcomp.kernels.replayed_calls import Pending
+from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE, byte_offsets
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.base import (
     HOST_MEMORY,
     Addresses,
     Binding,
-    Bytes,
     Memory,
     Message,
     Part,
@@ -26,6 +27,9 @@ from gradcomp.reduce.base import (
     device_of,
 )
 from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader
+from gradcomp.transport.base import Allocator, Bytes
+
+_LINE_BYTES = 64
 
 
 @dataclass(eq=False)
@@ -65,6 +69,10 @@ class ChunkSegments:
         if np.count_nonzero(found):
             flags.states[self.header_index[found != 0]] |= NONFINITE
 
+    def copy(self) -> ChunkSegments:
+        """Return the same segments with a table of their own."""
+        return ChunkSegments(self.table.copy(), self.layers, self.header_index, self.cut_from, self.bounds)
+
     def chunk(self, j: int) -> ChunkSegments:
         """Return a view of one chunk's rows."""
         rows = slice(int(self.bounds[j]), int(self.bounds[j + 1]))
@@ -85,9 +93,7 @@ class Chunks:
     def __init__(
         self, parts: Sequence[Part], layers: int, count: int, borders: Sequence[Sizes] | None = None
     ) -> None:
-        self.parts = parts
-        self.layers = layers
-        self.count = count
+        self.parts, self.layers, self.count = parts, layers, count
         self._chunk_segments = (
             _cut(parts, count)
             if borders is None
@@ -125,16 +131,10 @@ class Chunks:
         Payload offsets are those in one buffer, in which message j begins at byte ``bases[j]``. Without ``bases`` each
         message has a buffer of its own.
         """
-        placed = []
-        for segments in self._chunk_segments:
-            table = segments.table.copy()
-            if bases is not None:
-                table["payload"] += np.repeat(np.asarray(bases, dtype=np.int64), np.diff(segments.bounds))
-            placed.append(
-                ChunkSegments(
-                    table, segments.layers, segments.header_index, segments.cut_from, segments.bounds
-                )
-            )
+        placed = [segments.copy() for segments in self._chunk_segments]
+        if bases is not None:
+            for segments in placed:
+                segments.table["payload"] += np.repeat(np.asarray(bases), np.diff(segments.bounds))
         return placed
 
     def inputs(self, bases: Sequence[int] | None = None) -> list[ChunkSegments]:
@@ -147,12 +147,7 @@ class Chunks:
 
     def only(self, j: int) -> list[ChunkSegments]:
         """Return the segments of chunk j, by part; its message has a buffer of its own."""
-        placed = []
-        for segments in self._chunk_segments:
-            mine = segments.chunk(j)
-            mine.table = mine.table.copy()
-            placed.append(mine)
-        return placed
+        return [segments.chunk(j).copy() for segments in self._chunk_segments]
 
 
 class Mean:
@@ -194,12 +189,25 @@ def encode(
             for part, mine, found in zip(parts, segments, noted, strict=True):
                 scale, decay = part.group.scale(context.scale), part.group.decay_at(context.rate_ratio)
                 part.codec.encode(mine.table, target, found, context.draw, scale, decay, device.kernels)
+    yield from finish(started, binding, "compress", flags, segments, noted)
+
+
+def finish(
+    started: Pending,
+    binding: Binding,
+    span: str,
+    flags: BucketFlags | None = None,
+    segments: Sequence[ChunkSegments] = (),
+    noted: Sequence[Bytes] = (),
+) -> Waits[None]:
+    """Wait for kernel calls; then set NONFINITE in ``flags`` for the layers of the rows that they flagged."""
     if not started.done():
         yield started
-    with binding.span("compress"):
+    with binding.span(span):
         started.finish()
-        for mine, found in zip(segments, noted, strict=True):
-            mine.note(found, flags)
+        if flags is not None:
+            for mine, found in zip(segments, noted, strict=True):
+                mine.note(found, flags)
 
 
 def decode(
@@ -228,18 +236,84 @@ def decode(
         yield started
     with binding.span("decompress"):
         started.finish()
-        results = []
-        for part, mine, found in zip(parts, segments, noted, strict=True):
-            merged: Bytes = np.zeros(len(part.group.table), dtype=np.uint8)
+        results: list[Bytes] = [np.zeros(len(part.group.table), dtype=np.uint8) for part in parts]
+        for merged, mine, found in zip(results, segments, noted, strict=True):
             if np.count_nonzero(found):
                 merged[mine.cut_from[found != 0]] = 1
-            results.append(merged)
     return results
 
 
+def as_float32(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts with codecs that send float32."""
+    return [replace(part, codec=Codec(FP32)) for part in parts]
+
+
+def floats(chunks: Chunks, allocate: Allocator) -> Bytes:
+    """Allocate a message of float32 whose values begin at a cache line, so that tables may have addresses in it."""
+    lead, size = chunks.header.nbytes, chunks.sizes[0]
+    begin = -lead % _LINE_BYTES  # memory of a device begins at a cache line
+    made = allocate(begin + size + _LINE_BYTES, [(begin, begin + lead)])
+    begin = -(address_of(made) + lead) % _LINE_BYTES
+    return made[begin : begin + size]
+
+
+class WholeCodes:
+    """Adds the codes of a whole exchange bucket from all ranks to a message of float32.
+
+    :meth:`add` writes the sum to ``sum``: N times the mean or, for votes, N times the majority.
+    """
+
+    def __init__(self, parts: Sequence[Part], layers: int, world: int, allocate: Allocator) -> None:
+        self._world, self._device = world, device_of(parts)
+        self.codes = Chunks(parts, layers, 1)
+        self.dense = Chunks(as_float32(parts), layers, 1)
+        self.sum = floats(self.dense, allocate)
+        self._places = self.codes.place()
+        for segments in self._places:
+            segments.table["dtype"] = FLOAT32
+        self._dense_places = self.dense.place()
+
+    def add(self, messages: Sequence[Message], context: StepContext, binding: Binding) -> Waits[None]:
+        """Add messages in order: sum <- decode(first message) + decode(second message) + ..."""
+        payloads = [message.buffer for message in messages]
+        with binding.span("reduce"):
+            for part, segments, dense in zip(self.codes.parts, self._places, self._dense_places, strict=True):
+                places = dense.table["payload"].astype(np.uint64)
+                segments.table["output"] = np.uint64(address_of(self.sum)) + places
+                if part.codec.kind == VOTE:
+                    self._count(part.codec, segments, payloads, context)
+            with kernels.together(self._device) as started:
+                for part, segments in zip(self.codes.parts, self._places, strict=True):
+                    if part.codec.kind == VOTE:
+                        continue
+                    on = self._device.kernels
+                    part.codec.decode(segments.table, payloads[0], segments.flags(), on=on)
+                    for payload in payloads[1:]:
+                        part.codec.add(segments.table, payload, on)
+        yield from finish(started, binding, "reduce")
+
+    def _count(
+        self, codec: Codec, segments: ChunkSegments, payloads: Sequence[Bytes], context: StepContext
+    ) -> None:
+        """Write N times the majority: the codec encodes the mean of the votes as their majority."""
+        majority: Bytes = np.zeros(self.codes.sizes[0], dtype=np.uint8)
+        flags = segments.flags()
+        shared, on = Draw(context.draw.seed, context.draw.step, OWNER_RANK), self._device.kernels
+        codec.reduce(segments.table, payloads, majority, flags, shared, float(self._world), on=on)
+        codec.decode(segments.table, majority, flags, scale=float(self._world), on=on)
+
+    def decode(self, message: Bytes, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
+        """Decode a message of the sum: output <- unscale (sum / N), NaN in layers that are not finite.
+
+        Returns one flag per segment for each part: nonzero where a mean is not finite.
+        """
+        places = self._dense_places
+        return decode(self.dense.parts, places, message, context, binding, flags, float(self._world))
+
+
 def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
-    totals = [int(part.codec.wire_bytes(part.group.table).sum()) for part in parts]
-    targets = [sum(totals) * (j + 1) / count for j in range(count)]
+    total = sum(int(part.codec.wire_bytes(part.group.table).sum()) for part in parts)
+    targets = [total * (j + 1) / count for j in range(count)]
     chunk, done = 0, 0.0
     cut = []
     for part in parts:
@@ -252,10 +326,10 @@ def _cut(parts: Sequence[Part], count: int) -> list[ChunkSegments]:
             at = 0
             while at < length:
                 # The number of elements up to this chunk's border; ``take`` rounds it to whole quantisation buckets.
-                room = (targets[chunk] - done) * length / nbytes
+                left = (targets[chunk] - done) * length / nbytes
                 take = length - at
-                if chunk < count - 1 and room < take:
-                    take = min(take, max(0, round(room / step)) * step)
+                if chunk < count - 1 and left < take:
+                    take = min(take, max(0, round(left / step)) * step)
                 if take:
                     rows.append((chunk, i, at, take))
                     at += take

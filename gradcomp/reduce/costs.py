@@ -13,17 +13,16 @@ import numpy as np
 from gradcomp.core.scheme import Scheme, names
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.segments import VOTE
-from gradcomp.reduce.base import Part
+from gradcomp.reduce.base import Part, class_of
 from gradcomp.reduce.chunks import Chunks
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.model import Cost, Load, Network
-from gradcomp.reduce.registry import of
 from gradcomp.reduce.sums import carried
 
 
 def load_of(scheme: Scheme, parts: Sequence[Part], layers: int) -> Load:
     """Return the exact sizes of one exchange bucket under this reduction."""
-    parts = carried(parts) if of(scheme).sums_travel else parts
+    parts = carried(parts) if class_of(scheme).sums_travel else parts
     payload = sum(int(part.codec.wire_bytes(part.group.table).sum()) for part in parts)
     dense = 4 * sum(part.group.elements for part in parts)
     return Load(
@@ -33,7 +32,7 @@ def load_of(scheme: Scheme, parts: Sequence[Part], layers: int) -> Load:
 
 def cost(scheme: Scheme, load: Load, topology: Topology) -> Cost:
     """Return the messages and the coding work of one execution for this load."""
-    return of(scheme).cost(load, topology, scheme)
+    return class_of(scheme).cost(load, topology, scheme)
 
 
 def predict(scheme: Scheme, load: Load, topology: Topology, network: Network) -> float:
@@ -67,7 +66,7 @@ def cheapest(parts: Sequence[Part], layers: int, topology: Topology, network: Ne
     votes = any(part.codec.kind == VOTE for part in parts)
     seconds = {}
     for name in names():
-        if votes and of(Scheme(name)).sums_travel:
+        if votes and class_of(Scheme(name)).sums_travel:
             continue
         exact = load_of(Scheme(name), parts, layers)
         even = Load(exact.payload, exact.dense, exact.header)

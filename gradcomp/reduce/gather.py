@@ -1,11 +1,13 @@
-"""Gather-and-sum to one root, and the all-to-all broadcast of codes (Markov 2024, section 2.2.1)."""
+"""The all-to-all broadcast of codes, gather-and-sum to a root, and parameter servers (Markov 2024, section 2.2.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.cuda.mirrors import fetch
@@ -20,13 +22,14 @@ from gradcomp.reduce.base import (
     Reduction,
     Rounds,
     exchange,
+    register,
 )
-from gradcomp.reduce.chunks import encode
+from gradcomp.reduce.chunks import WholeCodes, encode, floats
+from gradcomp.reduce.halves import Roles
 from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to_owners
-from gradcomp.reduce.registry import register
+from gradcomp.reduce.sra import ScatterReduceAllgather, served
 from gradcomp.reduce.varying import fixed
-from gradcomp.reduce.whole import WholeCodes, floats
 from gradcomp.transport.base import AllGather
 
 ROOT = 0
@@ -140,3 +143,47 @@ class GatherAndSum(Reduction):
             if self.rounds:
                 yield exchange([(r, self._sum) for r in self._others], whole=True)
         return (yield from self._whole.decode(self._sum.buffer, context, binding, flags))
+
+
+@register("parameter_server")
+class ParameterServer(ScatterReduceAllgather):
+    """The first S ranks serve: each owns one of S chunks, adds all ranks' codes of it and sends its mean to everyone.
+
+    Servers train as well. If all ranks serve, this is scatter-reduce-allgather. For any S the mean has the same bytes
+    as there. A value is encoded twice.
+
+    Wire: two rounds. A rank sends its payload of d bytes to the servers, without the chunk that it owns itself. A
+    server sends (N-1) d/S bytes back. Each message has a header.
+    State: for groups with feedback, a residual per layer and, on servers, the server-side error of the owned ranges.
+    Errors: ConfigError for more servers than ranks, or fewer than one.
+    Source: Markov 2024, section 2.2.1. Differs: what comes back is the mean gradient, not the model.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        layers: int,
+        rank: int,
+        world: int,
+        servers: int = 1,
+        *,
+        memory: Memory = HOST_MEMORY,
+    ) -> None:
+        if not 1 <= servers <= world:
+            raise ConfigError(
+                f"parameter_server:servers={servers} needs 1 to {world} servers among {world} ranks"
+            )
+        super().__init__(parts, layers, rank, world, Roles.of(world, servers), memory)
+
+    @staticmethod
+    def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
+        return {"world": topology.world, "servers": _servers(scheme, topology)}
+
+    @staticmethod
+    def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
+        return served(load, topology, _servers(scheme, topology))
+
+
+def _servers(scheme: Scheme, topology: Topology) -> int:
+    """Return the number of servers; 1 in a world of one, so that a setting for larger jobs works there too."""
+    return scheme.servers if topology.world > 1 else 1

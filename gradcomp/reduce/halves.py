@@ -13,24 +13,11 @@ from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.base import (
-    HOST_MEMORY,
-    Binding,
-    Bytes,
-    Memory,
-    Message,
-    Move,
-    Part,
-    Rounds,
-    Waits,
-    device_of,
-    exchange,
-)
-from gradcomp.reduce.chunks import Chunks, ChunkSegments, Mean, encode
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Move, Part, Rounds, Waits, device_of, exchange
+from gradcomp.reduce.chunks import Chunks, ChunkSegments, Mean, WholeCodes, encode, finish
 from gradcomp.reduce.header import BucketFlags
-from gradcomp.reduce.whole import WholeCodes
 from gradcomp.transport import base as transport
-from gradcomp.transport.base import AllToAll
+from gradcomp.transport.base import AllToAll, Bytes
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class ReduceScatter:
         self, chunks: Chunks, rank: int, world: int, roles: Roles | None = None, memory: Memory = HOST_MEMORY
     ) -> None:
         self._roles = roles = roles or Roles.of(world, world)
-        self._chunks, self._world, self._memory = chunks, world, memory
+        self._chunks, self._memory = chunks, memory
         self.place = me = roles.ranks.index(rank)
         #: True if this rank owns a chunk.
         self.owns = me < roles.owners
@@ -88,13 +75,22 @@ class ReduceScatter:
         self.sent = {j: chunks.message(self._send[at:], j) for j, at in sent_at.items()}
         heard = [chunks.message(row, me) for row in self._recv]
         # The codes of this rank's chunk, in the order in which they are added.
-        self._codes = list(heard)
-        if me in self.sent:
-            self._codes.insert(me, self.sent[me])
-        self._payloads = [message.buffer for message in self._codes]
-        self.move = self._prepared(heard)
+        self._codes = [*heard[:me], self.sent[me], *heard[me:]] if self.owns else []
+        #: Their buffers, by the places of their senders among ``roles.ranks``.
+        self.codes = [message.buffer for message in self._codes]
         self._encode = chunks.inputs([sent_at[j] for j in range(roles.owners)])
         self._own = chunks.only(me) if self.owns else []
+
+        sends = [(roles.ranks[j], message) for j, message in self.sent.items() if j != me]
+        senders = [r for r in roles.ranks if r != rank] if self.owns else []
+        arrivals = list(zip(senders, heard, strict=True))
+        if roles.owners < world:
+            self.move = exchange(sends, arrivals)
+        else:
+            counts = [0 if j == me else size for j, size in enumerate(chunks.sizes)]
+            coming = [0 if j == me else chunks.sizes[me] for j in roles.ranks]
+            scatter = AllToAll(self._send, counts, self._recv.reshape(-1), coming)
+            self.move = Move(scatter, [message for _, message in sends], arrivals)
 
     @property
     def ranges(self) -> list[Range]:
@@ -130,10 +126,6 @@ class ReduceScatter:
         """Encode all chunks of this rank's contribution to the messages of ``sent``."""
         yield from encode(self._chunks.parts, self._encode, self._send, context, binding, flags)
 
-    def code_of(self, place: int) -> Bytes:
-        """Return the buffer for the code of this rank's chunk from the rank at ``place`` among ``roles.ranks``."""
-        return self._codes[place].buffer
-
     def encode_mean(
         self, target: Bytes, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> Waits[None]:
@@ -154,14 +146,9 @@ class ReduceScatter:
                 for part, segments, found in zip(self._chunks.parts, self._own, noted, strict=True):
                     decay = part.group.decay_at(context.rate_ratio)
                     part.codec.reduce(
-                        segments.table, self._payloads, target, found, shared, divisor, decay, device.kernels
+                        segments.table, self.codes, target, found, shared, divisor, decay, device.kernels
                     )
-        if not started.done():
-            yield started
-        with binding.span("reduce"):
-            started.finish()
-            for segments, found in zip(self._own, noted, strict=True):
-                segments.note(found, flags)
+        yield from finish(started, binding, "reduce", flags, self._own, noted)
 
     @cached_property
     def _sum(self) -> WholeCodes:
@@ -171,19 +158,6 @@ class ReduceScatter:
             for part, own in zip(self._chunks.parts, self._own, strict=True)
         ]
         return WholeCodes(parts, self._chunks.layers, self._roles.contributions, self._memory.local)
-
-    def _prepared(self, heard: Sequence[Message]) -> Move:
-        """Return the round that sends every chunk to its owner."""
-        roles, me, sizes = self._roles, self.place, self._chunks.sizes
-        senders = [rank for i, rank in enumerate(roles.ranks) if i != me]
-        sends = [(roles.ranks[j], message) for j, message in self.sent.items() if j != me]
-        arrivals = list(zip(senders, heard, strict=True)) if self.owns else []
-        if roles.owners < self._world:
-            return exchange(sends, arrivals)
-        counts = [0 if j == me else size for j, size in enumerate(sizes)]
-        coming = [0 if j == me else sizes[me] for j in roles.ranks]
-        scatter = AllToAll(self._send, counts, self._recv.reshape(-1), coming)
-        return Move(scatter, [message for _, message in sends], arrivals)
 
 
 class AllGather:
@@ -202,16 +176,22 @@ class AllGather:
     def __init__(
         self, chunks: Chunks, rank: int, world: int, roles: Roles | None = None, memory: Memory = HOST_MEMORY
     ) -> None:
-        self._roles = roles = roles or Roles.of(world, world)
-        self._chunks, self._world, self._rank = chunks, world, rank
+        roles = roles or Roles.of(world, world)
+        self._chunks = chunks
         self._me = me = roles.ranks.index(rank)
-        self._owns = me < roles.owners
-        others = len(roles.ranks) - 1
+        owns, others = me < roles.owners, len(roles.ranks) - 1
         #: The codes of all chunks.
         self.gathered = Mean(chunks, memory)
         self.rounds = 1 if others else 0
-        self.bytes_sent = others * chunks.sizes[me] if self._owns else 0
-        self._move = self._prepared()
+        self.bytes_sent = others * chunks.sizes[me] if owns else 0
+        messages = self.gathered.messages
+        arrivals = [(roles.ranks[j], messages[j]) for j in range(roles.owners) if j != me]
+        if roles.owners < world:
+            own = [(r, messages[me]) for r in roles.ranks if r != rank and owns]
+            self._move = exchange(own, arrivals, whole=True)
+        else:
+            gather = transport.AllGather(self.gathered.buffer, chunks.sizes)
+            self._move = Move(gather, [messages[me]], arrivals, whole=True)
 
     @property
     def own(self) -> Bytes:
@@ -239,12 +219,3 @@ class AllGather:
     @cached_property
     def _inputs(self) -> list[ChunkSegments]:
         return self._chunks.only(self._me)
-
-    def _prepared(self) -> Move:
-        roles, me, messages = self._roles, self._me, self.gathered.messages
-        others = [(roles.ranks[j], messages[j]) for j in range(roles.owners) if j != me]
-        if roles.owners < self._world:
-            own = [(rank, messages[me]) for i, rank in enumerate(roles.ranks) if i != me and self._owns]
-            return exchange(own, others, whole=True)
-        gather = transport.AllGather(self.gathered.buffer, self._chunks.sizes)
-        return Move(gather, [messages[me]], others, whole=True)

@@ -7,7 +7,7 @@ It has two forms with the same fields: messages of bytes start with a :class:`By
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,9 +15,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
 from gradcomp.kernels import crc32c
-
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
+from gradcomp.transport.base import Bytes
 
 PROTOCOL = 5
 MAGIC = 0x6347
@@ -80,6 +78,7 @@ def padded(nbytes: Numbers) -> Numbers:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(eq=False)
 class BucketFlags:
     """Collects the flags of an exchange bucket from all ranks; at the end of the exchange all ranks have the same.
 
@@ -89,11 +88,10 @@ class BucketFlags:
     that all ranks decode.
     """
 
-    def __init__(self, states: Bytes, rank: int = 0, fingerprint: int = 0) -> None:
-        self.states = states
-        self.rank = rank
-        self.fingerprint = fingerprint
-        self.results: set[int] = set()
+    states: Bytes
+    rank: int = 0
+    fingerprint: int = 0
+    results: set[int] = field(default_factory=set)
 
     def compare(self, fingerprint: int) -> None:
         """Set DIFFERENT if another rank's fingerprint is not that of this one."""
@@ -148,10 +146,9 @@ def check_covers(result: Bytes, own: Bytes, sender: object) -> None:
 
     Without it, this rank would take its own gradient for the mean.
     """
-    if np.any(own & ~result):
-        layers = np.flatnonzero(own & ~result).tolist()
+    if missing := np.flatnonzero(own & ~result).tolist():
         raise WireFormatError(
-            f"the result from {sender} lacks states that this rank sent, those of entries {layers[:5]} of its header"
+            f"the result from {sender} lacks states that this rank sent, those of entries {missing[:5]} of its header"
         )
 
 
@@ -201,8 +198,7 @@ class ByteHeader:
         self._checksums = False
         self._known = np.array([_OF_A_LAYER] * layers + [_OF_STEPS], dtype=np.uint8)
         self._fixed = np.zeros(len(payload_bytes), dtype=FIXED)
-        self._fixed["magic"] = MAGIC
-        self._fixed["protocol"] = PROTOCOL
+        self._fixed["magic"], self._fixed["protocol"] = MAGIC, PROTOCOL
         self._fixed["chunk"] = np.arange(len(payload_bytes))
         self._fixed["payload_bytes"] = payload_bytes
         self._fixed["layers"] = layers
@@ -214,8 +210,7 @@ class ByteHeader:
 
     def identify(self, header_id: HeaderId, round_number: int) -> None:
         """Set the fields that change from round to round."""
-        self._fixed["check"] = header_id.check
-        self._fixed["step"] = header_id.step & 0xFFFFFFFF
+        self._fixed["check"], self._fixed["step"] = header_id.check, header_id.step & 0xFFFFFFFF
         self._fixed["bucket"] = header_id.bucket
         self._fixed["round"] = round_number & 0xFF
         self._checksums = header_id.checksums
@@ -272,10 +267,8 @@ class ByteHeader:
         return payload, crc32c(message[FIXED.itemsize : self.nbytes], crc32c(message[:_CHECKSUM_AT], payload))
 
     def _explain(self, source: Bytes, chunk: int, sender: int) -> None:
-        got = source[: FIXED.itemsize].copy().view(FIXED)[0]
-        want = self._fixed[chunk]
-        names = FIXED.names or ()
-        compared = names[: names.index("fingerprint")]
+        got, want = source[: FIXED.itemsize].copy().view(FIXED)[0], self._fixed[chunk]
+        compared = [n for n in FIXED.names or () if n not in ("fingerprint", "checksum")]
         wrong = [f"{n} {got[n]} instead of {want[n]}" for n in compared if got[n] != want[n]]
         text = f"rank {sender} sent a header with {', '.join(wrong)}"
         if got["magic"] == MAGIC and (got["protocol"] != PROTOCOL or got["check"] != want["check"]):
@@ -300,8 +293,7 @@ class CountHeader:
 
     def write(self, target: npt.NDArray[np.floating], header_id: HeaderId, flags: BucketFlags) -> None:
         """Fill ``target``, which has ``length`` elements, with this rank's counts."""
-        for at, value in ((0, _check_of(header_id)), (16, flags.fingerprint)):
-            nibbles = _nibbles(value)
+        for at, nibbles in ((0, _check_nibbles(header_id)), (16, _nibbles(flags.fingerprint))):
             target[at : at + 8] = nibbles
             target[at + 8 : at + 16] = nibbles * nibbles
         target[32] = flags.fingerprint != 0
@@ -316,11 +308,8 @@ class CountHeader:
         Raises PlanMismatchError if the ranks have different check values, WireFormatError for impossible counts.
         """
         where = f"step {header_id.step}, bucket {header_id.bucket}"
-        nibbles = _nibbles(_check_of(header_id))
-        if not (
-            np.array_equal(source[0:8], world * nibbles)
-            and np.array_equal(source[8:16], world * nibbles * nibbles)
-        ):
+        nibbles = _check_nibbles(header_id)
+        if not np.array_equal(source[:16], world * np.concatenate((nibbles, nibbles * nibbles))):
             raise PlanMismatchError(f"{where}: the ranks are not at the same step, bucket and plan")
         numbers = source[16 : self.length].astype(np.float64)
         sums, squares, counts = numbers[:8], numbers[8:16], numbers[16:]
@@ -342,9 +331,9 @@ class CountHeader:
         return states
 
 
-def _check_of(header_id: HeaderId) -> int:
-    return zlib.crc32(f"{PROTOCOL},{header_id.check},{header_id.step},{header_id.bucket}".encode())
+def _check_nibbles(header_id: HeaderId) -> npt.NDArray[np.float32]:
+    return _nibbles(zlib.crc32(f"{PROTOCOL},{header_id.check},{header_id.step},{header_id.bucket}".encode()))
 
 
-def _nibbles(value: int) -> Floats:
+def _nibbles(value: int) -> npt.NDArray[np.float32]:
     return np.array([(value >> shift) & 0xF for shift in range(0, 32, 4)], dtype=np.float32)

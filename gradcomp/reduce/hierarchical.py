@@ -19,7 +19,6 @@ from gradcomp.reduce.base import (
     HOST_MEMORY,
     Addresses,
     Binding,
-    Bytes,
     Memory,
     Message,
     Move,
@@ -28,16 +27,15 @@ from gradcomp.reduce.base import (
     Rounds,
     Waits,
     exchange,
+    register,
 )
-from gradcomp.reduce.chunks import Chunks, Mean, encode
+from gradcomp.reduce.chunks import Chunks, Mean, as_float32, encode, floats
 from gradcomp.reduce.halves import Roles
 from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to, to_owners
-from gradcomp.reduce.registry import register
 from gradcomp.reduce.sra import ScatterReduceAllgather
 from gradcomp.reduce.sums import carried, contribute
-from gradcomp.reduce.whole import as_float32, floats
-from gradcomp.transport.base import Exchange
+from gradcomp.transport.base import Bytes, Exchange
 
 
 @register("hierarchical")
@@ -79,9 +77,8 @@ class Hierarchical(Reduction):
         self._others = tuple(member for member in members if member != self._leader)
         self._place = members.index(self._leader)
         self._several = len(leaders) < topology.world  # some host has several ranks
-        between = 2 if len(leaders) > 1 else 0
-        self.rounds = between + 2 * self._several
-        self._between = between
+        self._between = 2 if len(leaders) > 1 else 0
+        self.rounds = self._between + 2 * self._several
 
         self._dense = Chunks(as_float32(parts), layers, 1)
         up = ByteHeader(layers, np.full(topology.world, self._dense.payload_bytes[0], dtype=np.int64))

@@ -9,12 +9,11 @@ import numpy as np
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Part, Reduction, Rounds, Waits
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Part, Reduction, Rounds, Waits, register
 from gradcomp.reduce.chunks import Chunks, Mean
 from gradcomp.reduce.halves import AllGather, ReduceScatter, Roles
 from gradcomp.reduce.header import BucketFlags
 from gradcomp.reduce.model import Cost, Load, to_owners
-from gradcomp.reduce.registry import register
 from gradcomp.reduce.varying import Compact, VaryingGather, VaryingScatter, varies
 
 
@@ -84,8 +83,7 @@ class ScatterReduceAllgather(Reduction):
     def gather_means(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
         """Run both rounds: afterwards ``mean`` and the flags are the same on all ranks."""
         if self._varying is not None:
-            yield from self._varying.run(context, binding, flags)
-            self.bytes_sent = self._varying.bytes_sent
+            self.bytes_sent = yield from self._varying.run(context, binding, flags)
             return
         yield from self._first.scatter(context, binding, flags)
         if self._first.owns:
@@ -97,13 +95,7 @@ class _Varying:
     """Runs both rounds for chunks whose sizes depend on data; each may take two rounds of messages."""
 
     def __init__(
-        self,
-        chunks: Chunks,
-        layers: int,
-        roles: Roles,
-        world: int,
-        first: ReduceScatter,
-        second: AllGather,
+        self, chunks: Chunks, layers: int, roles: Roles, world: int, first: ReduceScatter, second: AllGather
     ) -> None:
         self._first, self._second, self._roles = first, second, roles
         self._compact = Compact(chunks)
@@ -111,45 +103,39 @@ class _Varying:
         self._gather = VaryingGather(layers, roles, world, first.place, chunks.payload_bytes)
         self._alone = world == 1
 
-    @property
-    def bytes_sent(self) -> int:
-        """Return the bytes that this rank sent in the last step, headers included."""
-        return self._scatter.bytes_sent + self._gather.bytes_sent
+    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[int]:
+        """Run the rounds: afterwards the messages of the :class:`AllGather` hold the encoded means of all chunks.
 
-    def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
-        """Run the rounds: afterwards the messages of the :class:`AllGather` hold the encoded means of all chunks."""
+        Returns the bytes that this rank sent, headers included.
+        """
         first, second, me, ranks = self._first, self._second, self._first.place, self._roles.ranks
         yield from first.encode(context, binding, flags)
         if not self._alone:
             with binding.span("compress"):
+                nothing = np.zeros(0, dtype=np.uint8)  # this rank's own chunk does not travel
                 own = {
-                    j: self._compact.compact(message.buffer, j)
+                    j: nothing if j == me else self._compact.compact(message.buffer, j)
                     for j, message in first.sent.items()
-                    if j != me
                 }
-                if me in first.sent:
-                    own[me] = np.zeros(0, dtype=np.uint8)  # this rank's own chunk does not travel
             heard = yield from self._scatter.run(own)
             with binding.span("decompress"):
                 for i, payload in heard.items():
-                    self._compact.restore(payload, first.code_of(i), me, ranks[i])
+                    self._compact.restore(payload, first.codes[i], me, ranks[i])
         if first.owns:
             yield from first.encode_mean(second.own, context, binding, flags)
         if self._alone:
-            return
+            return 0
         with binding.span("compress"):
             mine = self._compact.compact(second.own, me) if first.owns else None
         means = yield from self._gather.run(mine)
         with binding.span("decompress"):
             for j, payload in means.items():
                 self._compact.restore(payload, second.gathered.messages[j].buffer, j, ranks[j])
+        return self._scatter.bytes_sent + self._gather.bytes_sent
 
 
 def served(load: Load, topology: Topology, servers: int) -> Cost:
     """Return the cost of two rounds in which the first ``servers`` ranks own a chunk each."""
     world = topology.world
-    owned = dict(enumerate(load.chunks(servers).tolist()))
-    up = to_owners(topology, range(world), owned)
-    down = to_owners(topology, range(world), owned).back()
-    flows = [up, down] if world > 1 else []
-    return Cost(flows, 2, 1 + 1 / servers, world / servers + 1)
+    up = to_owners(topology, range(world), dict(enumerate(load.chunks(servers).tolist())))
+    return Cost([up, up.back()] if world > 1 else [], 2, 1 + 1 / servers, world / servers + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,21 +19,22 @@ from gradcomp.reduce.base import (
     HOST_MEMORY,
     Addresses,
     Binding,
-    Bytes,
     Memory,
     Message,
     Part,
     Reduction,
     Rounds,
     Waits,
+    class_of,
     device_of,
     exchange,
+    register,
 )
-from gradcomp.reduce.chunks import Chunks, ChunkSegments, Mean, encode
+from gradcomp.reduce.chunks import Chunks, ChunkSegments, Mean, encode, finish
 from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to
-from gradcomp.reduce.registry import register, with_partial_sums
 from gradcomp.reduce.varying import fixed
+from gradcomp.transport.base import Bytes
 
 
 def carried(parts: Sequence[Part]) -> list[Part]:
@@ -43,14 +45,14 @@ def carried(parts: Sequence[Part]) -> list[Part]:
     """
     for part in parts:
         if part.codec.kind == VOTE:
-            partial = with_partial_sums()
+            partial = [name for name in names() if class_of(Scheme(name)).sums_travel]
             others = ", ".join(name for name in names() if name not in partial)
             raise ConfigError(
                 f"{part.group.compressor.name} takes a majority over all ranks, which {', '.join(partial)} cannot form "
                 f"from partial sums; it works with the reductions {others}"
             )
     return [
-        Part(Codec(FP32), part.group, part.header_index)
+        replace(part, codec=Codec(FP32))
         if part.codec.kind == BF16 and part.group.compressor.traits.exact
         else part
         for part in fixed(parts)
@@ -105,12 +107,7 @@ class PartialSums:
                     part.codec.reduce(
                         own.table, received, message, found, context.draw, 1.0, on=device.kernels
                     )
-        if not started.done():
-            yield started
-        with binding.span("reduce"):
-            started.finish()
-            for mine, found in zip(inputs, noted, strict=True):
-                mine.note(found, flags)
+        yield from finish(started, binding, "reduce", flags, inputs, noted)
 
 
 def contribute(
@@ -220,18 +217,17 @@ class Tree(Reduction):
     ) -> None:
         self._rank, self._world = rank, world
         chunks = Chunks(carried(parts), layers, 1)
-        self._header = ByteHeader(layers, np.full(world, chunks.payload_bytes[0], dtype=np.int64))
+        self._header = header = ByteHeader(layers, np.full(world, chunks.payload_bytes[0], dtype=np.int64))
         self._sums = PartialSums(chunks)
         self._mean = Mean(chunks, memory)
         self._levels = (world - 1).bit_length()
-        self._children = children(rank, world)
-        buffers = chunks.copies(memory, len(self._children))
-        self._received = [
-            Message(buffer, self._header, child)
-            for child, buffer in zip(self._children, buffers, strict=True)
-        ]
+        below = children(rank, world)
+        buffers = chunks.copies(memory, len(below))
+        self._received = {
+            child: Message(row, header, child) for child, row in zip(below, buffers, strict=True)
+        }
         self.rounds = 2 * self._levels
-        self.bytes_sent = chunks.sizes[0] * (len(self._children) + (rank > 0))
+        self.bytes_sent = chunks.sizes[0] * (len(below) + (rank > 0))
 
     @staticmethod
     def cost(load: Load, topology: Topology, scheme: Scheme) -> Cost:
@@ -247,8 +243,8 @@ class Tree(Reduction):
         return Cost(flows, 1 + max(r.bit_count() for r in range(world)), len(ups) + 1, decoded)
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
-        me, arriving = self._rank, dict(zip(self._children, self._received, strict=True))
-        received = [message.buffer for message in self._received]
+        me, arriving = self._rank, self._received
+        received = [message.buffer for message in arriving.values()]
         own = Message(self._mean.buffer, self._header, me)
         for level in range(self._levels):
             child, parent = me + (1 << level), me - (1 << level)

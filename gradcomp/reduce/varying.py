@@ -10,6 +10,7 @@ copies the bytes in use from there to a message, and :func:`gradcomp.kernels.res
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,11 +18,11 @@ from gradcomp import kernels
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels.codec import Codec, Sizes
 from gradcomp.kernels.segments import MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR
-from gradcomp.reduce.base import Bytes, Message, Move, Part, Waits, exchange
+from gradcomp.reduce.base import Message, Move, Part, Waits, exchange
 from gradcomp.reduce.chunks import Chunks
 from gradcomp.reduce.halves import Roles
 from gradcomp.reduce.header import ByteHeader, padded
-from gradcomp.transport.base import AllGather, AllToAll
+from gradcomp.transport.base import AllGather, AllToAll, Bytes
 
 _STEPS = 16
 _MARGIN = 32
@@ -38,7 +39,7 @@ def fixed(parts: Sequence[Part]) -> list[Part]:
     A codec that needs the fewest bytes for an error becomes the one with the least error in the same number of bytes.
     """
     return [
-        Part(Codec(MINMAX_LEAST_ERROR, stochastic=True), part.group, part.header_index)
+        replace(part, codec=Codec(MINMAX_LEAST_ERROR, stochastic=True))
         if part.codec.kind == MINMAX_LEAST_BYTES
         else part
         for part in parts
@@ -46,19 +47,17 @@ def fixed(parts: Sequence[Part]) -> list[Part]:
 
 
 class Compact:
-    """Copies the bytes in use of chunks to payloads, and back; ``room`` has the largest payload of each chunk."""
+    """Copies the bytes in use of chunks to payloads, and back."""
 
     def __init__(self, chunks: Chunks) -> None:
-        self.room = chunks.payload_bytes
-        self._segments = [
-            (part.codec.kind, each) for part, each in zip(chunks.parts, chunks.place(), strict=True)
-        ]
+        self._most = chunks.payload_bytes
+        self._segments = list(zip([part.codec.kind for part in chunks.parts], chunks.place(), strict=True))
         self._buffers = [np.empty(0, dtype=np.uint8)] * chunks.count
 
     def compact(self, message: Bytes, j: int) -> Bytes:
         """Return the bytes in use of chunk j; the next call for this chunk overwrites them."""
-        if len(self._buffers[j]) < self.room[j]:
-            self._buffers[j] = np.empty(self.room[j], dtype=np.uint8)
+        if len(self._buffers[j]) < self._most[j]:
+            self._buffers[j] = np.empty(self._most[j], dtype=np.uint8)
         at = 0
         for kind, segments in self._segments:
             at += kernels.compact(kind, segments.chunk(j).table, message, self._buffers[j][at:])
@@ -78,14 +77,13 @@ class Compact:
             )
 
 
-class _Rooms:
+class _Reserved:
     """Computes the bytes to reserve for each chunk: its largest size of the last 16 steps, and 1/32 more."""
 
     def __init__(self, *shape: int) -> None:
         self._sizes = np.zeros((_STEPS, *shape), dtype=np.int64)
         self._step = 0
 
-    @property
     def now(self) -> Sizes:
         most: Sizes = self._sizes.max(axis=0)
         return most + most // _MARGIN
@@ -103,11 +101,11 @@ class VaryingScatter:
     Otherwise there is always a second round, in which most messages are empty.
     """
 
-    def __init__(self, layers: int, roles: Roles, world: int, me: int, room: Sequence[int]) -> None:
+    def __init__(self, layers: int, roles: Roles, world: int, me: int, most: Sequence[int]) -> None:
         self._layers, self._roles, self._me = layers, roles, me
-        self._most = np.array(room, dtype=np.int64)
+        self._most = np.array(most, dtype=np.int64)
         self._full = roles.owners == world
-        self._rooms = _Rooms(len(roles.ranks), roles.owners)
+        self._reserved = _Reserved(len(roles.ranks), roles.owners)
         self._told = padded(8 * roles.owners)
         #: The bytes that this rank sent in the last step, headers included.
         self.bytes_sent = 0
@@ -117,42 +115,28 @@ class VaryingScatter:
 
         ``own`` has this rank's payloads by owner; it is empty if the rank contributes nothing.
         """
-        me, owners = self._me, self._roles.owners
-        sizes = np.zeros((len(self._roles.ranks), owners), dtype=np.int64)
+        me, owners, ranks = self._me, self._roles.owners, self._roles.ranks
+        sizes = np.zeros((len(ranks), owners), dtype=np.int64)
         if own:
             sizes[me] = [len(own[j]) for j in range(owners)]
-        rooms = self._rooms.now
+        reserved = self._reserved.now()
         self.bytes_sent = 0
-        sends: dict[int, tuple[Bytes, ...]] = {
-            j: (self._telling(sizes[me]), _fitted(own[j], int(rooms[me, j]))) for j in own if j != me
-        }
-        heard = yield from self._round(sends, {i: self._told + int(rooms[i, me]) for i in self._heard_from()})
+        told: Bytes = np.zeros(self._told, dtype=np.uint8)
+        told[: 8 * owners] = sizes[me].view(np.uint8)
+        sends = {j: (told, _fitted(own[j], int(reserved[me, j]))) for j in own if j != me}
+        others = [i for i in range(len(ranks)) if i != me] if me < owners else []
+        heard = yield from self._round(sends, {i: self._told + int(reserved[i, me]) for i in others})
         for i, message in heard.items():
-            sizes[i] = self._read(message, i)
-        rests = np.maximum(sizes - rooms, 0)
+            sizes[i] = _checked(message[: 8 * owners], self._most, ranks[i])
+        rests = np.maximum(sizes - reserved, 0)
         found = {i: message[self._told :][: sizes[i, me]] for i, message in heard.items()}
         if not self._full or rests.any():
-            sends = {j: (own[j][rooms[me, j] :],) for j in own if j != me and rests[me, j]}
-            more = yield from self._round(sends, {i: int(rests[i, me]) for i in heard if rests[i, me]})
+            left = {j: (own[j][reserved[me, j] :],) for j in own if j != me and rests[me, j]}
+            more = yield from self._round(left, {i: int(rests[i, me]) for i in heard if rests[i, me]})
             for i, rest in more.items():
                 found[i] = np.concatenate((found[i], rest))
-        self._rooms.saw(sizes)
+        self._reserved.saw(sizes)
         return found
-
-    def _heard_from(self) -> list[int]:
-        return (
-            [i for i in range(len(self._roles.ranks)) if i != self._me]
-            if self._me < self._roles.owners
-            else []
-        )
-
-    def _telling(self, sizes: Sizes) -> Bytes:
-        told: Bytes = np.zeros(self._told, dtype=np.uint8)
-        told[: sizes.nbytes] = sizes.view(np.uint8)
-        return told
-
-    def _read(self, message: Bytes, sender: int) -> Sizes:
-        return _checked(message[: 8 * self._roles.owners], self._most, self._roles.ranks[sender])
 
     def _round(
         self, sends: Mapping[int, tuple[Bytes, ...]], coming: Mapping[int, int]
@@ -193,35 +177,35 @@ class VaryingGather:
     round follows.
     """
 
-    def __init__(self, layers: int, roles: Roles, world: int, me: int, room: Sequence[int]) -> None:
+    def __init__(self, layers: int, roles: Roles, world: int, me: int, most: Sequence[int]) -> None:
         self._layers, self._roles, self._me = layers, roles, me
-        self._most = np.array(room, dtype=np.int64)
+        self._most = np.array(most, dtype=np.int64)
         self._full = roles.owners == world
-        self._rooms = _Rooms(roles.owners)
+        self._reserved = _Reserved(roles.owners)
         self._told = padded(8)
         self.bytes_sent = 0
 
     def run(self, own: Bytes | None) -> Waits[dict[int, Bytes]]:
         """Return the payloads of the other owners' chunks, by owner; ``own`` is that of this rank, if it owns one."""
         me, owners = self._me, self._roles.owners
-        rooms, sizes = self._rooms.now, np.zeros(owners, dtype=np.int64)
+        reserved, sizes = self._reserved.now(), np.zeros(owners, dtype=np.int64)
         self.bytes_sent = 0
         pieces: tuple[Bytes, ...] = ()
         if own is not None:
             sizes[me] = len(own)
             told: Bytes = np.zeros(self._told, dtype=np.uint8)
             told[:8] = sizes[me : me + 1].view(np.uint8)
-            pieces = told, _fitted(own, int(rooms[me]))
-        heard = yield from self._round(pieces, self._told + rooms)
+            pieces = told, _fitted(own, int(reserved[me]))
+        heard = yield from self._round(pieces, self._told + reserved)
         for j, message in heard.items():
             sizes[j] = _checked(message[:8], self._most[j : j + 1], self._roles.ranks[j])[0]
         found = {j: message[self._told :][: sizes[j]] for j, message in heard.items()}
-        rests = np.maximum(sizes - rooms, 0)
+        rests = np.maximum(sizes - reserved, 0)
         if rests.any():
-            more = yield from self._round(() if own is None else (own[rooms[me] :],), rests)
+            more = yield from self._round(() if own is None else (own[reserved[me] :],), rests)
             for j, rest in more.items():
                 found[j] = np.concatenate((found[j], rest))
-        self._rooms.saw(sizes)
+        self._reserved.saw(sizes)
         return found
 
     def _round(self, pieces: tuple[Bytes, ...], lengths: Sizes) -> Waits[dict[int, Bytes]]:
@@ -242,18 +226,18 @@ class VaryingGather:
             gather = AllGather(buffer, header.message_bytes)
             yield Move(gather, [messages[me]], arrivals, whole=True)
         else:
-            others = [rank for i, rank in enumerate(roles.ranks) if i != me and me < roles.owners]
+            others = [rank for i, rank in enumerate(roles.ranks) if i != me] if me < roles.owners else []
             yield exchange([(rank, messages[me]) for rank in others], arrivals, whole=True)
         return {
             j: message.buffer[header.nbytes :][: lengths[j]] for j, message in enumerate(messages) if j != me
         }
 
 
-def _fitted(payload: Bytes, room: int) -> Bytes:
-    """Return the first ``room`` bytes of the payload, with zeros behind them if it is shorter."""
-    if len(payload) >= room:
-        return payload[:room]
-    return np.concatenate((payload, np.zeros(room - len(payload), dtype=np.uint8)))
+def _fitted(payload: Bytes, length: int) -> Bytes:
+    """Return the first ``length`` bytes of the payload, with zeros behind them if it is shorter."""
+    if len(payload) >= length:
+        return payload[:length]
+    return np.concatenate((payload, np.zeros(length - len(payload), dtype=np.uint8)))
 
 
 def _place(pieces: Sequence[Bytes], target: Bytes) -> None:

@@ -64,14 +64,14 @@ class Row:
     @property
     def elsewhere(self) -> Compressor | None:
         """Returns the same compressor at another level, if it has levels."""
-        level = self.compressor.level
-        if level is None:
-            return None
-        if isinstance(level, tuple):
-            return self.compressor.with_level(tuple(reversed(level)))
-        return self.compressor.with_level(
-            min(1.0, 2 * level) if isinstance(level, float) else level + 2 if level < 7 else level - 2
-        )
+        match level := self.compressor.level:
+            case None:
+                return None
+            case tuple():
+                return self.compressor.with_level(level[::-1])
+            case float():
+                return self.compressor.with_level(min(1.0, 2 * level))
+        return self.compressor.with_level(level + 2 if level < 7 else level - 2)
 
 
 @dataclass(frozen=True)
@@ -113,3 +113,10 @@ def check(
 def simulated(row: Row, layers: Sequence[LayerSpec], world: int, **options: Any) -> Simulation:
     """Returns a simulation of the row's compressor on ``world`` ranks."""
     return Simulation(layers, row.compressor, world, **options)
+
+
+def after_a_step(row: Row) -> tuple[Simulation, Any]:
+    """Returns three simulated ranks that have taken a step, and their state."""
+    ranks = simulated(row, LAYERS, 3, slice_elements=CAP, reorder=False)
+    ranks.step()
+    return ranks, ranks.state()

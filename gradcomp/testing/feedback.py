@@ -12,7 +12,7 @@ from gradcomp.compress import Identity, Quantize
 from gradcomp.core.layers import LayerSpec
 from gradcomp.exchange import checkpoint
 from gradcomp.exchange.snapshot import restore, snapshot
-from gradcomp.testing.cases import CAP, CONV, LARGE, LAYERS, ODD, WORLDS, Row, check, simulated
+from gradcomp.testing.cases import CAP, CONV, LARGE, LAYERS, ODD, WORLDS, Row, after_a_step, check, simulated
 from gradcomp.testing.simulation import Gradients, Outcome, Simulation, plan_for, same_bytes, true_mean
 
 
@@ -31,14 +31,13 @@ class Account:
         ]
         outcome = self.ranks.step(scaled, scale=scale, **options)
         means = outcome.all_means()
-        if all(outcome.committed):
-            for layer, mean in enumerate(means):
-                true = true_mean(gradients, layer)
-                if true is None:
-                    assert mean is None
-                    continue
-                self.missing[layer] += true - mean.astype(np.float64) / scale
-                self.largest = max(self.largest, float(np.abs(true).max(initial=0)))
+        for layer, mean in enumerate(means if all(outcome.committed) else ()):
+            true = true_mean(gradients, layer)
+            if true is None:
+                assert mean is None
+                continue
+            self.missing[layer] += true - mean.astype(np.float64) / scale
+            self.largest = max(self.largest, float(np.abs(true).max(initial=0)))
         return outcome
 
     def check(self, tolerance: float = 1e-6) -> None:
@@ -67,17 +66,8 @@ def error_feedback_telescopes_through_everything_that_moves_state(row: Row, seed
     That is: re-ordered exchange buckets, absent and cold layers, skipped and discarded steps, changes of level and of
     compressor.
     """
-    world = 3
-    ranks = simulated(
-        row,
-        LAYERS,
-        world,
-        seed=seed,
-        shuffle=True,
-        delay=0.2,
-        slice_elements=CAP,
-        cold_after_steps=2,
-    )
+    world, timing = 3, {"seed": seed, "shuffle": True, "delay": 0.2}
+    ranks = simulated(row, LAYERS, world, slice_elements=CAP, cold_after_steps=2, **timing)
     account = Account(ranks)
     others = [Quantize(6, 32, rounding="nearest"), Identity(), Quantize(3, 20, feedback=True), row.compressor]
     if row.elsewhere is not None:
@@ -107,15 +97,11 @@ def a_missing_gradient_still_sends_the_residual(row: Row) -> None:
     ranks = simulated(row, layers, 2)
     ranks.step()
     assert ranks.pipelines[1].residuals.first.value(0).any()
-    ranks.pipelines[0].residuals.first.set(0, np.full_like(ranks.pipelines[0].residuals.first.value(0), 0))
-    for row_number in range(len(ranks.pipelines[0].residuals.ranges)):
-        ranks.pipelines[0].residuals.second.set(
-            row_number, np.full_like(ranks.pipelines[0].residuals.second.value(row_number), 0)
-        )
-    for row_number in range(len(ranks.pipelines[1].residuals.ranges)):
-        ranks.pipelines[1].residuals.second.set(
-            row_number, np.full_like(ranks.pipelines[1].residuals.second.value(row_number), 0)
-        )
+    first = ranks.pipelines[0].residuals.first
+    first.set(0, np.zeros_like(first.value(0)))
+    for residuals in (pipeline.residuals for pipeline in ranks.pipelines):
+        for number in range(len(residuals.ranges)):
+            residuals.second.set(number, np.zeros_like(residuals.second.value(number)))
     mean = ranks.step([[np.zeros(64, np.float32)], [None]]).mean(0)
     assert mean.any()
 
@@ -123,9 +109,7 @@ def a_missing_gradient_still_sends_the_residual(row: Row) -> None:
 @check(lambda row: row.steady)
 def a_layer_absent_everywhere_is_not_written_and_keeps_its_state(row: Row) -> None:
     """The mean of a layer that no rank has is not written, and none of its state changes."""
-    ranks = simulated(row, LAYERS, 3, slice_elements=CAP, reorder=False)
-    ranks.step()
-    before = ranks.state()
+    ranks, before = after_a_step(row)
     outcome = ranks.step(ranks.gradients(absent=[LARGE]))
     assert outcome.committed == [True] * 3
     assert [means[LARGE] for means in outcome.means] == [None] * 3
@@ -140,9 +124,7 @@ def a_layer_absent_everywhere_is_not_written_and_keeps_its_state(row: Row) -> No
 @check(lambda row: row.steady)
 def a_discarded_step_leaves_no_trace_in_the_state(row: Row) -> None:
     """The state after a discarded step is the state before it."""
-    ranks = simulated(row, LAYERS, 3, slice_elements=CAP, reorder=False)
-    ranks.step()
-    before = ranks.state()
+    ranks, before = after_a_step(row)
     ranks.step(commit=False)
     assert ranks.state() == before
 

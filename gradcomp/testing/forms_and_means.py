@@ -10,7 +10,7 @@ import numpy as np
 from gradcomp.compress import at_level, from_string
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.lowrank import BASELINE_RANKS, numpy_multiplies
-from gradcomp.testing.cases import CAP, CONV, LARGE, LAYERS, ODD, WORLDS, Row, check, simulated
+from gradcomp.testing.cases import CAP, CONV, LARGE, LAYERS, ODD, WORLDS, Row, after_a_step, check, simulated
 from gradcomp.testing.simulation import Mean, same_bytes, true_mean
 
 # --- forms --------------------------------------------------------------------------------------------------
@@ -154,9 +154,7 @@ def cuts_fall_on_quantisation_buckets(row: Row, elements: int) -> None:
 @check(lambda row: row.steady, layer=[ODD, LARGE], value=[np.nan, np.inf, -np.inf])
 def a_non_finite_gradient_is_seen_by_all_and_poisons_nothing(row: Row, layer: int, value: float) -> None:
     """The mean is not finite on any rank, no state changes, and the next step is sound."""
-    ranks = simulated(row, LAYERS, 3, slice_elements=CAP, reorder=False)
-    ranks.step()
-    before = ranks.state()
+    ranks, before = after_a_step(row)
     gradients = ranks.gradients()
     gradients[1][layer][3] = value
     outcome = ranks.step(gradients)
@@ -177,9 +175,7 @@ def a_non_finite_gradient_is_seen_by_all_and_poisons_nothing(row: Row, layer: in
 @check(lambda row: row.overflows and row.steady)
 def a_sum_that_overflows_is_seen_by_all(row: Row) -> None:
     """The same holds if the sum of finite gradients is not finite."""
-    ranks = simulated(row, LAYERS, 3, slice_elements=CAP, reorder=False)
-    ranks.step()
-    before = ranks.state()
+    ranks, before = after_a_step(row)
     gradients = ranks.gradients()
     for rank in gradients:
         # In all elements, so that a mean of magnitudes overflows too.

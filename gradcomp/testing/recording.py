@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradcomp.reduce.header import FIXED, ByteHeader, padded
-from gradcomp.transport.base import Messages
+from gradcomp.transport.base import parts_of
 from gradcomp.transport.inprocess import InProcessTransport, World
 
 Array = np.ndarray[Any, Any]
@@ -39,21 +39,15 @@ class RecordingTransport(InProcessTransport):
         super().__init__(world, rank)
         self.sent: list[tuple[str, bytes]] = []
 
-    def allreduce(self, array: Array) -> Any:
-        self.sent.append(("allreduce", array.tobytes()))
-        return super().allreduce(array)
-
-    def alltoallv(
-        self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]
-    ) -> Any:
-        self.sent.append(("alltoallv", send[: sum(send_counts)].tobytes()))
-        return super().alltoallv(send, send_counts, recv, recv_counts)
-
-    def allgatherv(self, buffer: Array, counts: Sequence[int]) -> Any:
-        start = sum(counts[: self.rank])
-        self.sent.append(("allgatherv", buffer[start : start + counts[self.rank]].tobytes()))
-        return super().allgatherv(buffer, counts)
-
-    def exchange(self, sends: Messages, recvs: Messages) -> Any:
-        self.sent.append(("exchange", b"".join(message.tobytes() for _, message in sends)))
-        return super().exchange(sends, recvs)
+    def _join(self, kind: str, *arguments: Any) -> Any:
+        match kind, arguments:
+            case "allreduce", (array,):
+                sent = [array]
+            case "alltoallv", (send, send_counts, *_):
+                sent = [send[: sum(send_counts)]]
+            case "allgatherv", (buffer, counts):
+                sent = [parts_of(buffer, counts)[self.rank]]
+            case _:
+                sent = [message for _, message in arguments[0]]
+        self.sent.append((kind, b"".join(array.tobytes() for array in sent)))
+        return super()._join(kind, *arguments)

@@ -9,10 +9,12 @@ Gradients are ``[rank][layer]`` lists of flat arrays; ``None`` stands for no gra
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -31,7 +33,6 @@ from gradcomp.exchange.settings import Settings
 from gradcomp.exchange.step import StepResult
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.model import Network
-from gradcomp.testing.device_memory import shared
 from gradcomp.testing.recording import RecordingTransport
 from gradcomp.transport.base import Transport
 from gradcomp.transport.inprocess import World
@@ -116,6 +117,24 @@ def same_bytes(a: Array | None, b: Array | None) -> bool:
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
+def shared(driver: Any, size: int, dtype: Any = np.float32) -> Any:
+    """Returns zeros that a device's kernels and this process can access at the same address.
+
+    A GPU's are managed memory, which this process may access only while no kernel runs.
+    """
+    nbytes = size * np.dtype(dtype).itemsize
+    if hasattr(driver, "shared"):
+        return driver.shared(nbytes).view(dtype)
+    import cupy
+
+    memory = cupy.cuda.malloc_managed(max(nbytes, 1))
+    whole: Any = (ctypes.c_uint8 * max(nbytes, 1)).from_address(memory.ptr)
+    whole.memory = memory  # keeps the memory alive as long as any view of it
+    view = np.frombuffer(whole, np.uint8)[:nbytes]
+    view[:] = 0
+    return view.view(dtype)
+
+
 @dataclass
 class Rank:
     """One rank: its pipeline, and the means of the current step."""
@@ -135,7 +154,7 @@ class Rank:
 
     def _allocate(self, layer: int) -> int:
         assert layer not in self.outputs, f"memory for layer {layer} was requested twice"
-        self.outputs[layer] = self._room(layer)
+        self.outputs[layer] = self._memory(layer)
         self.outputs[layer][:] = _UNTOUCHED
         return self.outputs[layer].ctypes.data
 
@@ -146,18 +165,16 @@ class Rank:
             return
         assert gradient.dtype == DTYPES[self.layers[layer].dtype]
         assert gradient.ndim == 1
-        out = self._room(layer)
+        out = self._memory(layer)
         out[:] = gradient
         self.outputs[layer] = out
         event = self.device.mark(layer)
         self.pipeline.arrivals.submit(Submission(layer, out.ctypes.data, out.ctypes.data, out, event))
 
-    def _room(self, layer: int) -> Any:
-        spec = self.layers[layer]
-        dtype = DTYPES[spec.dtype]
-        if self.device.driver is None:
-            return np.zeros(spec.size, dtype)
-        return shared(self.device.driver, spec.size, dtype)
+    def _memory(self, layer: int) -> Any:
+        size, dtype = self.layers[layer].size, DTYPES[self.layers[layer].dtype]
+        driver = self.device.driver
+        return np.zeros(size, dtype) if driver is None else shared(driver, size, dtype)
 
 
 class Simulation:
@@ -219,26 +236,24 @@ class Simulation:
         places = devices or [HOST] * world
         if controller is not None:
             assert policy is not None, "a controller changes the levels of a policy"
+            adjustable, hosts = policy.adjustable(layers), topology or Topology.one_host(world)
+            common = (parse(config.reduction), config_seed, policy.last_change, background)
+            exact = config.deterministic
             running = [
                 controller.begin(
-                    Environment(
-                        layers,
-                        policy.adjustable(layers),
-                        r,
-                        topology or Topology.one_host(world),
-                        parse(config.reduction),
-                        config_seed,
-                        policy.last_change,
-                        background,
-                        zeros=places[r].zeros,
-                        deterministic=config.deterministic,
-                    )
+                    Environment(layers, adjustable, r, hosts, *common, zeros=p.zeros, deterministic=exact)
                 )
-                for r in range(world)
+                for r, p in enumerate(places)
             ]
-        common = Settings(average=average, schedule=schedule, topology=topology, network=network)
+        shared_settings = Settings(average=average, schedule=schedule, topology=topology, network=network)
         self.ranks = [
-            Rank(self.layers, compression, transport, config, replace(common, controller=run, device=device))
+            Rank(
+                self.layers,
+                compression,
+                transport,
+                config,
+                replace(shared_settings, controller=run, device=device),
+            )
             for transport, run, device in zip(transports, running, places, strict=True)
         ]
         self.pipelines = [rank.pipeline for rank in self.ranks]
@@ -254,29 +269,15 @@ class Simulation:
         drawn = random_gradients(self.layers, self.size, seed=self.drawn, size=size)
         return [[None if i in absent else g for i, g in enumerate(rank)] for rank in drawn]
 
-    def step(
-        self,
-        gradients: Gradients | None = None,
-        *,
-        scale: float = 1.0,
-        commit: bool = True,
-        order: Sequence[int] | None = None,
-        during: Callable[[], None] | None = None,
-    ) -> Outcome:
-        """Runs one exchange on all ranks; raises the first rank's error.
-
-        ``order`` is the order of the layers (default: last first, as in backward); ``during`` is called at every turn.
-        """
-        errors = self.attempt(gradients, scale=scale, order=order, during=during)
-        for error in errors:
-            if error is not None:
-                raise error
+    def step(self, gradients: Gradients | None = None, *, commit: bool = True, **options: Any) -> Outcome:
+        """Runs one exchange on all ranks; raises the first rank's error. Options are those of :meth:`attempt`."""
+        errors = self.attempt(gradients, **options)
+        if error := next(filter(None, errors), None):
+            raise error
         means = [[rank.outputs.get(i) for i in range(len(self.layers))] for rank in self.ranks]
         results = [p.result for p in self.pipelines if p.result is not None]
-        if commit:
-            committed = [p.commit() for p in self.pipelines]
-        else:
-            committed = [False] * self.size
+        committed = [commit and p.commit() for p in self.pipelines]
+        if not commit:
             for p in self.pipelines:
                 p.discard()
         return Outcome(means, results, committed)
@@ -292,7 +293,8 @@ class Simulation:
     ) -> list[Exception | None]:
         """Runs one exchange and returns every rank's error or None. A rank that raised leaves the world.
 
-        Ranks in ``dying`` leave it after a few turns, without an error of their own.
+        ``order`` is the order of the layers (default: last first, as in backward); ``during`` is called at every turn.
+        Ranks in ``dying`` leave the world after a few turns, without an error of their own.
         """
         gradients = self.gradients() if gradients is None else gradients
         errors: list[Exception | None] = [None] * self.size
@@ -302,9 +304,10 @@ class Simulation:
         for _ in range(_POLLS):
             if not active:
                 return errors
-            r = self.random.choice(active) if self.shuffle else active.pop(0)
-            if not self.shuffle:
-                active.append(r)
+            if self.shuffle:
+                r = self.random.choice(active)
+            else:
+                active.append(r := active.pop(0))
             if during is not None:
                 during()
             try:
@@ -335,15 +338,11 @@ class Simulation:
             order = list(reversed(range(len(self.layers))))
             if self.shuffle:
                 self.random.shuffle(order)
-
-        def submit(layer: int) -> Callable[[], None]:
-            return lambda: rank.submit(layer, gradients[layer])
-
         # A layer without a gradient is submitted as absent, or only noticed at the flush.
         silent = [i for i in order if gradients[i] is None and self.random.random() < 0.5]
         return [
             lambda: rank.pipeline.open(scale, self.rate, fingerprint=self.fingerprints[r]),
-            *[submit(i) for i in order if i not in silent],
+            *[partial(rank.submit, i, gradients[i]) for i in order if i not in silent],
             rank.pipeline.flush,
         ]
 
@@ -354,8 +353,7 @@ class Simulation:
         total = np.zeros(self.layers[layer].size)
         for pipeline in self.pipelines:
             residuals = pipeline.residuals
-            first = residuals.first.value(layer)
-            if first.size:
+            if (first := residuals.first.value(layer)).size:
                 total += first.astype(np.float64) / self.size
             for row, owned in enumerate(residuals.ranges):
                 if owned.layer == layer:
@@ -364,19 +362,10 @@ class Simulation:
 
     def state(self) -> list[tuple[list[bytes], dict[Range, bytes]]]:
         """Returns every rank's residuals and other state by layer, to compare."""
-        return [
-            (
-                [
-                    b"".join(
-                        buffer.value(i).tobytes()
-                        for buffer in (
-                            p.residuals.first,
-                            *(p.fields[name] for name in sorted(p.fields.names)),
-                        )
-                    )
-                    for i in range(len(self.layers))
-                ],
-                {r: p.residuals.second.value(row).tobytes() for row, r in enumerate(p.residuals.ranges)},
-            )
-            for p in self.pipelines
-        ]
+        found = []
+        for p in self.pipelines:
+            buffers = [p.residuals.first, *(p.fields[name] for name in sorted(p.fields.names))]
+            by_layer = [b"".join(b.value(i).tobytes() for b in buffers) for i in range(len(self.layers))]
+            second = {r: p.residuals.second.value(row).tobytes() for row, r in enumerate(p.residuals.ranges)}
+            found.append((by_layer, second))
+        return found

@@ -66,18 +66,15 @@ def wire_bytes_is_what_travels(row: Row) -> None:
     ranks = simulated(row, layers, 2, record=True, reorder=False)
     for _ in range(4):
         ranks.step()
-        payload = sum(
-            int(group.compressor.wire_bytes(group).sum())
-            for bucket in ranks.pipelines[0].layout.buckets
-            for group in bucket.groups
-        )
-        sent = [dict(enumerate(rank.transport.sent)) for rank in ranks.ranks]
+        buckets = ranks.pipelines[0].layout.buckets
+        payload = sum(int(g.compressor.wire_bytes(g).sum()) for bucket in buckets for g in bucket.groups)
+        sent = [list(rank.transport.sent) for rank in ranks.ranks]
         for rank in ranks.ranks:
             rank.transport.sent.clear()
         if any(p.plan.version for p in ranks.pipelines):
             break  # a schedule has ended, so the next step has another compressor
-        kinds = [kind for kind, _ in sent[0].values()]
-        group = ranks.pipelines[0].layout.buckets[0].groups[0]
+        kinds = [kind for kind, _ in sent[0]]
+        group = buckets[0].groups[0]
         message = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), 2)))
         if kinds[0] == "alltoallv":
             assert kinds == ["alltoallv", "allgatherv"]
@@ -85,16 +82,15 @@ def wire_bytes_is_what_travels(row: Row) -> None:
             assert isinstance(message, Reduce)
             assert 0 <= travelled - payload <= _bytes_of_cut(message, group)
         else:
-            counts = 4 * CountHeader(1).length  # appended to the first sum if nothing was gathered before
+            counts = 4 * CountHeader(1).length
             sizes = padded(8) if isinstance(message, Gather) and not message.fixed else 0
-            travelled = max(
-                sum(
-                    len(payload_of(data)) if kind == "allgatherv" else len(data) - (counts if at == 0 else 0)
-                    for at, (kind, data) in messages.items()
-                )
+            lengths = [
+                [len(payload_of(data)) if kind == "allgatherv" else len(data) for kind, data in messages]
                 for messages in sent
-            )
-            assert travelled == payload + sizes
+            ]
+            # The counts are appended to the first sum if nothing was gathered before.
+            appended = counts if kinds[0] != "allgatherv" else 0
+            assert max(map(sum, lengths)) - appended == payload + sizes
 
 
 def _bytes_of_cut(message: Reduce, group: Group) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 #: The largest message that a rank may announce outside of steps; the largest ones are sparse rows.
 MOST_MESSAGE_BYTES = 1 << 34
 
+T = TypeVar("T")
 
 #: Allocates this many bytes for messages, filled with zeros. The spans are ascending ranges of bytes, from the first up
 #: to but not including the second number, that Python code may read and write; only kernels touch all other bytes.
@@ -47,6 +49,13 @@ class BlockingHandle(Handle, Protocol):
     def block(self, seconds: float) -> None:
         """Return once the collective is complete or has failed, at the latest after ``seconds``. Raises nothing."""
         ...
+
+
+class Done:
+    """Represents a collective that had nothing to do and is complete."""
+
+    def poll(self) -> bool:
+        return True
 
 
 #: Pairs of a rank and the bytes that go to it or come from it.
@@ -102,8 +111,9 @@ class Transport(ABC):
 
         Wire: the sum of the lengths of ``sends``.
         """
-        parts = _in_rank_order(sends, self.size)
-        recv_counts = [len(part) for part in _in_rank_order(recvs, self.size)]
+        sent, received, nothing = dict(sends), dict(recvs), np.zeros(0, dtype=np.uint8)
+        parts = [sent.get(rank, nothing) for rank in range(self.size)]
+        recv_counts = [len(received.get(rank, nothing)) for rank in range(self.size)]
         recv = recvs[0][1] if len(recvs) == 1 else np.empty(sum(recv_counts), dtype=np.uint8)
         send = sends[0][1] if len(sends) == 1 else np.concatenate(parts)
         handle = self.alltoallv(send, [len(part) for part in parts], recv, recv_counts)
@@ -142,23 +152,35 @@ class Transport(ABC):
                 f"the ranks announced messages of {sizes.tolist()} bytes, which must be in 0..{MOST_MESSAGE_BYTES}"
             )
         buffer = np.zeros(int(sizes.sum()), dtype=np.uint8)
-        bounds = np.concatenate(([0], np.cumsum(sizes)))
-        buffer[bounds[self.rank] : bounds[self.rank + 1]] = np.frombuffer(payload, dtype=np.uint8)
+        parts = parts_of(buffer, sizes.tolist())
+        parts[self.rank][:] = np.frombuffer(payload, dtype=np.uint8)
         wait_for(self.allgatherv(buffer, sizes.tolist()))
-        return [buffer[bounds[i] : bounds[i + 1]].tobytes() for i in range(self.size)]
+        return [part.tobytes() for part in parts]
+
+
+class PointToPoint(Transport):
+    """Sends every part of an all-to-all and of an all-gather as one message between two ranks."""
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> Handle:
+        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
+        received[self.rank][:] = sent[self.rank]
+        return self.exchange(self._to_others(sent), self._to_others(received))
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
+        parts = parts_of(buffer, counts)
+        return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
+
+    def _to_others(self, parts: Sequence[Bytes]) -> Messages:
+        # Both ranks know the lengths, so a message of no bytes need not travel.
+        return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank and len(part)]
 
 
 def parts_of(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
     """Return views of the parts that lie one behind the other in ``buffer``."""
     ends = list(accumulate(counts))
     return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
-def _in_rank_order(messages: Messages, size: int) -> list[Bytes]:
-    parts = [np.zeros(0, dtype=np.uint8)] * size
-    for rank, array in messages:
-        parts[rank] = array
-    return parts
 
 
 @dataclass(eq=False)
@@ -172,12 +194,30 @@ class _Unpack:
     def poll(self) -> bool:
         if not self.handle.poll():
             return False
-        at = 0
-        for _, array in sorted(self.recvs, key=lambda message: message[0]):
-            array[:] = self.buffer[at : at + len(array)]
-            at += len(array)
+        arrays = [array for _, array in sorted(self.recvs, key=lambda message: message[0])]
+        for array, part in zip(arrays, parts_of(self.buffer, list(map(len, arrays))), strict=True):
+            array[:] = part
         self.recvs = ()
         return True
+
+
+def in_time(make: Callable[[], T], seconds: float, thread_name: str) -> T | None:
+    """Return ``make()``, run by another thread; None if it takes longer. Engines wait for ranks without a deadline."""
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:  # noqa: BLE001 - the calling thread raises it
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name=thread_name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    return made[0] if made else None
 
 
 def wait(handle: Handle) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -93,12 +93,15 @@ class _Handle:
 
     def poll(self) -> bool:
         try:
-            self.transport._submit_waiting()
+            # Another rank may wait for any operation whose name is free, not just for the one polled.
+            waiting = self.transport._waiting
+            waiting[:] = [handle for handle in waiting if not handle.start()]
             return self.complete()
         except TransportError:
             raise
         except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
-            raise TransportError(f"collective failed: {_reason(error)}") from error
+            reason = str(error).partition("\n")[0]
+            raise TransportError(f"collective failed: {reason}") from error
 
     def start(self) -> bool:
         """Submit the operation if no earlier one has its name; return true if it was submitted."""
@@ -119,10 +122,6 @@ class _Handle:
                 )
             self.target = None
         return self.target is None
-
-
-def _reason(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 class HorovodTransport(Transport):
@@ -149,9 +148,7 @@ class HorovodTransport(Transport):
                 "gc.init(process_sets=...)"
             )
         self._set = process_set(members)
-        self.rank = members.index(hvd.rank())
-        self.size = len(members)
-        self.bytes_sent = 0
+        self.rank, self.size = members.index(hvd.rank()), len(members)
         self._name = f"gradcomp.{'-'.join(map(str, members))}.{next(_instances[members])}"
         #: The number of the last operation of each kind, and the last operation of each name.
         self._numbers: dict[str, int] = {}
@@ -161,13 +158,8 @@ class HorovodTransport(Transport):
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         tensor = self._torch.from_numpy(array)
-        return self._issue(
-            f"{array.dtype}.{len(array)}",
-            lambda name: self._hvd.allreduce_async_(
-                tensor, name=name, op=self._hvd.Sum, process_set=self._set
-            ),
-            tensor,
-        )
+        call = partial(self._hvd.allreduce_async_, tensor, op=self._hvd.Sum, process_set=self._set)
+        return self._issue(f"{array.dtype}.{len(array)}", lambda name: call(name=name), tensor)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
@@ -207,11 +199,6 @@ class HorovodTransport(Transport):
         self._waiting.append(handle)
         handle.poll()
         return handle
-
-    def _submit_waiting(self) -> None:
-        """Submit every operation whose name is free; another rank may wait for any of them, not just the one polled."""
-        if self._waiting:
-            self._waiting = [handle for handle in self._waiting if not handle.start()]
 
     def close(self) -> None:
         """Do nothing: the program owns Horovod and ends it."""

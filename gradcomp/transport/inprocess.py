@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.base import Bytes, Messages, Transport
+from gradcomp.transport.base import Bytes, Messages, Transport, parts_of
 
 #: A function of (rank, collective number, polls so far); while it returns true, the collective does not complete there.
 Delay = Callable[[int, int, int], bool]
@@ -23,10 +23,8 @@ Delay = Callable[[int, int, int], bool]
 Tamper = Callable[[int, int, Bytes], Bytes]
 
 
-@dataclass(eq=False)
-class _Call:
-    kind: str
-    arguments: tuple[Any, ...]
+#: The kind of a collective, and a rank's arguments.
+_Call = tuple[str, tuple[Any, ...]]
 
 
 class World:
@@ -36,9 +34,7 @@ class World:
     """
 
     def __init__(self, size: int, delay: Delay | None = None, tamper: Tamper | None = None) -> None:
-        self.size = size
-        self.delay = delay
-        self.tamper = tamper
+        self.size, self.delay, self.tamper = size, delay, tamper
         self.dead: set[int] = set()
         self._lock = threading.Lock()  # ranks may be threads
         self._calls: dict[int, dict[int, _Call]] = {}
@@ -68,10 +64,10 @@ class World:
                 self._failed[number] = f"collective {number}: {error}"
 
     def _carry_out(self, calls: list[_Call]) -> None:
-        kinds = {call.kind for call in calls}
+        kinds = {kind for kind, _ in calls}
         if len(kinds) != 1:
             raise TransportError(f"ranks issued different collectives: {', '.join(sorted(kinds))}")
-        getattr(self, "_" + kinds.pop())([call.arguments for call in calls])
+        getattr(self, "_" + kinds.pop())([arguments for _, arguments in calls])
 
     def complete(self, number: int) -> bool:
         """Return true if collective ``number`` was carried out; raise TransportError if it never can be."""
@@ -105,16 +101,10 @@ class World:
             array[:] = total
 
     def _alltoallv(self, arguments: list[tuple[Bytes, Sequence[int], Bytes, Sequence[int]]]) -> None:
+        targets = [parts_of(recv, recv_counts) for _, _, recv, recv_counts in arguments]
         for source, (send, send_counts, _, _) in enumerate(arguments):
-            send_bounds = np.concatenate(([0], np.cumsum(send_counts)))
-            for destination, (_, _, recv, recv_counts) in enumerate(arguments):
-                at = int(sum(recv_counts[:source]))
-                self._deliver(
-                    source,
-                    destination,
-                    recv[at : at + recv_counts[source]],
-                    send[send_bounds[destination] : send_bounds[destination + 1]],
-                )
+            for destination, message in enumerate(parts_of(send, send_counts)):
+                self._deliver(source, destination, targets[destination][source], message)
 
     def _exchange(self, arguments: list[tuple[Messages, Messages]]) -> None:
         expected = [dict(recvs) for _, recvs in arguments]
@@ -135,12 +125,11 @@ class World:
     def _allgatherv(self, arguments: list[tuple[Bytes, Sequence[int]]]) -> None:
         if len({tuple(counts) for _, counts in arguments}) != 1:
             raise TransportError("ranks issued an all-gather with different counts")
-        bounds = np.concatenate(([0], np.cumsum(arguments[0][1])))
-        for source, (buffer, _) in enumerate(arguments):
-            part = buffer[bounds[source] : bounds[source + 1]]
-            for destination, (target, _) in enumerate(arguments):
+        parts = [parts_of(buffer, counts) for buffer, counts in arguments]
+        for source, sent in enumerate(parts):
+            for destination, received in enumerate(parts):
                 if destination != source:
-                    self._deliver(source, destination, target[bounds[source] : bounds[source + 1]], part)
+                    self._deliver(source, destination, received[source], sent[source])
 
 
 @dataclass(eq=False)
@@ -161,16 +150,13 @@ class InProcessTransport(Transport):
     """Connects one rank of a :class:`World` to the others; allreduce adds in rank order."""
 
     def __init__(self, world: World, rank: int) -> None:
-        self.world = world
-        self.rank = rank
-        self.size = world.size
-        self.bytes_sent = 0
+        self.world, self.rank, self.size = world, rank, world.size
         self._number = 0
 
     def _join(self, kind: str, *arguments: Any) -> _Handle:
         number = self._number
         self._number += 1
-        self.world.join(number, self.rank, _Call(kind, arguments))
+        self.world.join(number, self.rank, (kind, arguments))
         return _Handle(self.world, self.rank, number)
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:

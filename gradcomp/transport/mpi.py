@@ -27,7 +27,7 @@ from typing import Any
 import numpy.typing as npt
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.base import Bytes, Messages, Transport, parts_of
+from gradcomp.transport.base import Messages, PointToPoint
 from gradcomp.transport.mpi_process import FAREWELL_TAG, MpiProcess, mpi_process, reason
 
 #: The largest count and displacement that MPI accepts before version 4.
@@ -120,7 +120,7 @@ class _Handle:
         return True
 
 
-class MpiTransport(Transport):
+class MpiTransport(PointToPoint):
     """Runs collectives and messages of MPI among some processes; its construction is collective over them.
 
     Args:
@@ -139,37 +139,18 @@ class MpiTransport(Transport):
     ) -> None:
         self._process = mpi_process(world)
         self._comm = self._process.communicator(ranks, timeout_seconds)
-        self.rank = self._comm.rank
-        self.size = self._comm.size
-        self.bytes_sent = 0
+        self.rank, self.size = self._comm.rank, self._comm.size
         self._exchanges = 0
         self._closed = False
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         MPI = self._process.MPI
-        return self._issue(
-            lambda: [_Part(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))],
-            len(array),
-            array.nbytes,
-            array,
-        )
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> _Handle:
-        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
-        handle = self.exchange(self._to_others(sent), self._to_others(received))
-        received[self.rank][:] = sent[self.rank]
-        return handle
+        def issue() -> list[_Part]:
+            return [_Part(self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM))]
 
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
-        parts = parts_of(buffer, counts)
-        return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
-
-    def _to_others(self, parts: Sequence[Bytes]) -> Messages:
-        # Both ranks know the lengths, so a message of no bytes need not travel.
-        return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank and len(part)]
+        return self._issue(issue, len(array), array.nbytes, array)
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle:
         self.bytes_sent += sum(len(array) for _, array in sends)

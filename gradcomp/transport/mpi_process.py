@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from gradcomp.core.errors import ConfigError, TransportError
+from gradcomp.transport.base import in_time
 from gradcomp.transport.control import ControlChannel
 
 logger = logging.getLogger("gradcomp")
@@ -60,27 +61,21 @@ class MpiProcess:
             )
         if world.rank not in members:
             raise ConfigError(f"rank {world.rank} is not one of {members}, the ranks of the transport")
-        made: list[Any] = []
 
-        def make() -> None:
-            try:
-                with self.lock:
-                    comm = world.Create_group(world.group.Incl(members), 0)
-                    comm.Set_errhandler(MPI.ERRORS_RETURN)
-                made.append(comm)
-            except MPI.Exception as error:
-                made.append(error)
+        def make() -> Any:
+            with self.lock:
+                comm = world.Create_group(world.group.Incl(members), 0)
+                comm.Set_errhandler(MPI.ERRORS_RETURN)
+            return comm
 
-        # Create_group waits until all ranks have called it, without a deadline; hence the thread.
-        thread = threading.Thread(target=make, name="gradcomp-meet", daemon=True)
-        thread.start()
-        thread.join(timeout_seconds)
-        if not made:
+        try:
+            communicator = in_time(make, timeout_seconds, "gradcomp-meet")
+        except MPI.Exception as error:
+            raise TransportError(f"MPI could not connect ranks {members}: {reason(error)}") from error
+        if communicator is None:
             self.stuck = True
             raise TransportError(f"ranks {members} did not all meet within {timeout_seconds:g} s")
-        if isinstance(made[0], MPI.Exception):
-            raise TransportError(f"MPI could not connect ranks {members}: {reason(made[0])}") from made[0]
-        return made[0]
+        return communicator
 
 
 def mpi_process(world: int | None = None) -> MpiProcess:
@@ -124,7 +119,7 @@ def initialise(MPI: Any) -> None:
 
     if not MPI.Is_initialized():
         MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
-        atexit.register(_finalize, MPI)
+        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
 
 
 @cache
@@ -154,11 +149,6 @@ def reason(error: Any) -> str:
     return str(error.Get_error_string()).partition("\n")[0]
 
 
-def _finalize(MPI: Any) -> None:
-    if not MPI.Is_finalized():
-        MPI.Finalize()
-
-
 def _leave(process: MpiProcess) -> None:
     """Wait at exit for the other ranks after a failure; end the job by MPI_Abort if one does not come in time.
 
@@ -182,9 +172,8 @@ def _all_leave(process: MpiProcess, seconds: float) -> bool:
     try:
         messages = []
         for comm in process.abandoned:
-            others = [rank for rank in range(comm.size) if rank != comm.rank]
-            messages += [comm.Irecv(nothing, rank, FAREWELL_TAG) for rank in others]
-            messages += [comm.Isend(nothing, rank, FAREWELL_TAG) for rank in others]
+            messages += [comm.Irecv(nothing, rank, FAREWELL_TAG) for rank in _others(comm)]
+            messages += [comm.Isend(nothing, rank, FAREWELL_TAG) for rank in _others(comm)]
         while not process.MPI.Request.Testall(messages):
             if monotonic() > deadline:
                 return False
@@ -193,6 +182,10 @@ def _all_leave(process: MpiProcess, seconds: float) -> bool:
         logger.debug("at exit: %s", reason(error))
         return False
     return True
+
+
+def _others(comm: Any) -> list[int]:
+    return [rank for rank in range(comm.size) if rank != comm.rank]
 
 
 class MpiControl(ControlChannel):
@@ -230,9 +223,8 @@ class MpiControl(ControlChannel):
             try:
                 with self._process.lock:
                     self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
-                    for rank in range(self._comm.size):
-                        if rank != self._comm.rank:
-                            self._sent.append((self._comm.Isend([message, MPI.BYTE], rank, 0), message))
+                    for rank in _others(self._comm):
+                        self._sent.append((self._comm.Isend([message, MPI.BYTE], rank, 0), message))
             except MPI.Exception as error:
                 raise TransportError(f"{key} could not be published over MPI: {reason(error)}") from error
 
@@ -252,7 +244,12 @@ class MpiControl(ControlChannel):
                     if not request.Test():
                         return
                     self._arriving = None
-                    self._parse(bytes(message), source)
+                    clock, length = _HEAD.unpack_from(message)
+                    name, value = message[_HEAD.size :][:length], bytes(message[_HEAD.size + length :])
+                    if len(name) != length:
+                        raise TransportError(f"rank {source} published a message that ends within its key")
+                    self._clock = max(self._clock, clock)
+                    self._take(name.decode(errors="replace"), clock, source, value)
         except MPI.Exception as error:
             raise TransportError(f"the control channel over MPI failed: {reason(error)}") from error
 
@@ -270,14 +267,6 @@ class MpiControl(ControlChannel):
             )
         message = bytearray(length)
         return found.Irecv([message, MPI.BYTE]), message, source
-
-    def _parse(self, message: bytes, source: int) -> None:
-        clock, length = _HEAD.unpack_from(message)
-        name, value = message[_HEAD.size :][:length], message[_HEAD.size + length :]
-        if len(name) != length:
-            raise TransportError(f"rank {source} published a message that ends within its key")
-        self._clock = max(self._clock, clock)
-        self._take(name.decode(errors="replace"), clock, source, value)
 
     def _take(self, key: str, clock: int, source: int, value: bytes) -> None:
         before = self._values.get(key)

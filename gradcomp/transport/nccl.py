@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,16 @@ from gradcomp.core.strings import printable
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.mirrors import is_mirror, mirror
 from gradcomp.kernels.devices import Device
-from gradcomp.transport.base import Allocator, Bytes, Handle, Messages, Transport, host_allocator, parts_of
+from gradcomp.transport.base import (
+    Allocator,
+    Bytes,
+    Done,
+    Handle,
+    Messages,
+    PointToPoint,
+    host_allocator,
+    in_time,
+)
 
 #: A blocking all-gather of bytes among the ranks, as :meth:`gradcomp.transport.Transport.allgather_bytes`.
 Meet = Callable[[bytes], Sequence[bytes]]
@@ -52,7 +60,10 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
     own: dict[str, str] = {}
     try:
         nccl, driver, own["device"] = _engine()
-        own["id"] = _identity(nccl) if rank == 0 else ""
+        try:
+            own["id"] = nccl.get_unique_id().hex() if rank == 0 else ""
+        except nccl.NcclError as error:
+            raise ConfigError(f"NCCL cannot begin: {error}") from error
     except ConfigError as error:
         own = {"problem": str(error)}
     told = [_introduction(part) for part in meet(json.dumps(own).encode())]
@@ -74,7 +85,9 @@ def nccl_transport(rank: int, size: int, meet: Meet, timeout_seconds: float) -> 
         driver.make_current()  # a new thread has no current device
         return CupyCommunicator(nccl, driver, identity, rank, size)
 
-    communicator = _within(timeout_seconds, make, f"{size} ranks")
+    communicator = in_time(make, timeout_seconds, "gradcomp-nccl")
+    if communicator is None:
+        raise TransportError(f"NCCL did not connect {size} ranks in {timeout_seconds:.0f} s")
     return NcclTransport(communicator, timeout_seconds)
 
 
@@ -103,14 +116,6 @@ def _engine() -> tuple[Any, Any, str]:
     return nccl, driver(device.id), name
 
 
-def _identity(nccl: Any) -> str:
-    """Return NCCL's id for a new communicator, in hexadecimal digits."""
-    try:
-        return str(nccl.get_unique_id().hex())
-    except nccl.NcclError as error:
-        raise ConfigError(f"NCCL cannot begin: {error}") from error
-
-
 def _introduction(part: bytes) -> dict[str, str]:
     try:
         return {str(key): str(value) for key, value in json.loads(part).items()}
@@ -118,29 +123,11 @@ def _introduction(part: bytes) -> dict[str, str]:
         raise WireFormatError(f"the start-up message of a rank is not JSON: {part!r:.80}") from error
 
 
-def _within(seconds: float, make: Callable[[], CupyCommunicator], who: str) -> CupyCommunicator:
-    """Return ``make()``, run by another thread, because NCCL waits for the last rank without a deadline."""
-    made: list[CupyCommunicator] = []
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            made.append(make())
-        except BaseException as error:  # noqa: BLE001 - the calling thread raises it
-            failed.append(error)
-
-    thread = threading.Thread(target=work, name="gradcomp-nccl", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not made:
-        raise TransportError(f"NCCL did not connect {who} in {seconds:.0f} s")
-    return made[0]
-
-
 class CupyCommunicator:
-    """Implements :class:`gradcomp.transport.nccl.Communicator` with CuPy's NCCL bindings."""
+    """Represents one rank of an NCCL communicator, whose operations run on the driver's stream and memory.
+
+    All calls raise TransportError if NCCL fails. Tests give :class:`NcclTransport` objects of other classes.
+    """
 
     def __init__(self, nccl: Any, driver: Any, identity: bytes, rank: int, size: int) -> None:
         self.rank, self.size, self.driver = rank, size, driver
@@ -162,6 +149,7 @@ class CupyCommunicator:
 
     @contextmanager
     def together(self) -> Iterator[None]:
+        """Return a context in which calls start as one group, without an order among their messages."""
         with self._calls():
             self._nccl.groupStart()
             try:
@@ -170,14 +158,17 @@ class CupyCommunicator:
                 self._nccl.groupEnd()
 
     def send(self, address: int, nbytes: int, to: int) -> None:
+        """Start to send bytes at a device address to a rank."""
         with self._calls():
             self._communicator.send(address, nbytes, self._nccl.NCCL_UINT8, to, self._stream)
 
     def recv(self, address: int, nbytes: int, source: int) -> None:
+        """Start to receive bytes from a rank at a device address."""
         with self._calls():
             self._communicator.recv(address, nbytes, self._nccl.NCCL_UINT8, source, self._stream)
 
     def add_up(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
+        """Start a sum over ranks, in place, of ``count`` elements of float32 or float64."""
         kind = {"float32": self._nccl.NCCL_FLOAT32, "float64": self._nccl.NCCL_FLOAT64}[dtype.name]
         with self._calls():
             self._communicator.allReduce(address, address, count, kind, self._nccl.NCCL_SUM, self._stream)
@@ -193,55 +184,18 @@ class CupyCommunicator:
                     raise
 
     def abort(self) -> None:
-        """Abort; NCCL waits until its kernels have ended, which is soon because they check for it often."""
+        """End the operations that run and give the communicator up, without waiting for other ranks.
+
+        NCCL waits until its kernels have ended, which is soon because they check for it often.
+        """
         with self._calls():
             self._communicator.abort()
 
     def destroy(self) -> None:
-        """Wait for the stream, then release the communicator."""
+        """Wait for the stream, then release the communicator; no operation may be running."""
         self.driver.synchronize()
         with self._calls():
             self._communicator.destroy()
-
-
-class Communicator(Protocol):
-    """Represents one rank of an NCCL communicator, whose operations run on the driver's stream and memory.
-
-    :class:`gradcomp.transport.nccl.CupyCommunicator` is the implementation; tests have others. All calls raise
-    TransportError if NCCL fails.
-    """
-
-    rank: int
-    size: int
-    driver: Driver
-
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context in which calls start as one group, without an order among their messages."""
-        ...
-
-    def send(self, address: int, nbytes: int, to: int) -> None:
-        """Start to send bytes at a device address to a rank."""
-        ...
-
-    def recv(self, address: int, nbytes: int, source: int) -> None:
-        """Start to receive bytes from a rank at a device address."""
-        ...
-
-    def add_up(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
-        """Start a sum over ranks, in place, of ``count`` elements of float32 or float64."""
-        ...
-
-    def check(self) -> None:
-        """Raise if NCCL has seen a failure."""
-        ...
-
-    def abort(self) -> None:
-        """End the operations that run and give the communicator up, without waiting for other ranks."""
-        ...
-
-    def destroy(self) -> None:
-        """Release the communicator; no operation may be running."""
-        ...
 
 
 class _Staging:
@@ -344,14 +298,7 @@ class _Handle:
         return True
 
 
-class _Done:
-    """Represents an operation that had nothing to do and is complete."""
-
-    def poll(self) -> bool:
-        return True
-
-
-class NcclTransport(Transport):
+class NcclTransport(PointToPoint):
     """Runs collectives of NCCL over a communicator that the transport owns and destroys.
 
     Construction is collective and takes at most ``timeout_seconds``. While an operation runs, it uses memory from
@@ -362,7 +309,7 @@ class NcclTransport(Transport):
 
     checksums = False  # Python code cannot read messages on the device
 
-    def __init__(self, communicator: Communicator, timeout_seconds: float = 600.0) -> None:
+    def __init__(self, communicator: CupyCommunicator, timeout_seconds: float = 600.0) -> None:
         self._communicator = communicator
         self._driver = communicator.driver
         self.rank, self.size = communicator.rank, communicator.size
@@ -375,7 +322,7 @@ class NcclTransport(Transport):
         # NCCL's allreduce gives all ranks the sums that one rank computed, so they have the same bits.
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         if self.size == 1 or not array.nbytes:
-            return _Done()
+            return Done()
         staging = _Staging(self._driver, [array], [array])
         staging.up()
         self._communicator.add_up(staging.address(array), len(array), array.dtype)
@@ -384,15 +331,9 @@ class NcclTransport(Transport):
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> Handle:
-        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
         to_itself = send_counts[self.rank] and (is_mirror(send) or is_mirror(recv))
         assert not to_itself, "a rank cannot send itself a part of a message on the device"
-        received[self.rank][:] = sent[self.rank]
-        return self.exchange(self._to_others(sent), self._to_others(received))
-
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
-        parts = parts_of(buffer, counts)
-        return self.exchange(self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
+        return super().alltoallv(send, send_counts, recv, recv_counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Start all messages as one group; a message to several ranks is copied to the device once."""
@@ -400,7 +341,7 @@ class NcclTransport(Transport):
         # Both ranks know the lengths, so a message of no bytes need not travel.
         sends, recvs = [each for each in sends if len(each[1])], [each for each in recvs if len(each[1])]
         if not sends and not recvs:
-            return _Done()
+            return Done()
         staging = _Staging(self._driver, [message for _, message in sends], [target for _, target in recvs])
         staging.up()
         with self._communicator.together():
@@ -428,9 +369,6 @@ class NcclTransport(Transport):
         if not self._closed:
             self._closed = True
             self._communicator.destroy()
-
-    def _to_others(self, parts: Sequence[Bytes]) -> Messages:
-        return [(rank, part) for rank, part in enumerate(parts) if rank != self.rank]
 
     def _issued(self, staging: _Staging) -> _Handle:
         staging.down()

@@ -35,6 +35,7 @@ and messages' lengths and collectives) are checked; an impossible one is a Trans
 from __future__ import annotations
 
 import struct
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ import numpy.typing as npt
 from gradcomp import _native
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, TransportError
 from gradcomp.core.strings import printable
-from gradcomp.transport.base import Bytes, Messages, Transport
+from gradcomp.transport.base import Bytes, Done, Handle, Messages, Transport
 
 #: A collective, blocking function of this rank's bytes that returns those of every rank, in rank order.
 Meet = Callable[[bytes], list[bytes]]
@@ -69,14 +70,6 @@ def ring_bytes_for(size: int) -> int:
     while ring_bytes > SMALLEST_RING_BYTES and size * size * ring_bytes > RINGS_BYTES:
         ring_bytes //= 2
     return ring_bytes
-
-
-@dataclass(eq=False)
-class _Done:
-    """Represents a collective of one rank, which is complete at once."""
-
-    def poll(self) -> bool:
-        return True
 
 
 @dataclass(eq=False)
@@ -157,9 +150,7 @@ class ShmTransport(Transport):
     def __init__(self, rank: int, size: int, meet: Meet, ring_bytes: int | None = None) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} is not in 0..{size - 1}, the ranks that share memory")
-        self.rank = rank
-        self.size = size
-        self.bytes_sent = 0
+        self.rank, self.size = rank, size
         self.ring_bytes = ring_bytes_for(size) if ring_bytes is None else ring_bytes
         if self.ring_bytes & (self.ring_bytes - 1) or not 4096 <= self.ring_bytes <= 1 << 30:
             raise ConfigError(f"ring_bytes={ring_bytes} must be a power of two from 4096 to 2^30")
@@ -167,38 +158,24 @@ class ShmTransport(Transport):
         self._held = _Held(_join(rank, size, meet, self.ring_bytes) if size > 1 else None)
         self._close = weakref.finalize(self, self._held.close)
 
-    def allreduce(self, array: npt.NDArray[Any]) -> _Handle | _Done:
-        if self.size == 1:
-            return _Done()
-        self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
-        return self._issue("allreduce", array)
+    def allreduce(self, array: npt.NDArray[Any]) -> Handle:
+        return self._issue("allreduce", 2 * array.nbytes * (self.size - 1) // self.size, array)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> _Handle | _Done:
+    ) -> Handle:
         if self.size == 1:
             recv[: recv_counts[0]] = send[: send_counts[0]]
-            return _Done()
-        self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        return self._issue("alltoallv", send, send_counts, recv, recv_counts)
+        sent = sum(send_counts) - send_counts[self.rank]
+        return self._issue("alltoallv", sent, send, send_counts, recv, recv_counts)
 
-    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle | _Done:
-        if self.size == 1:
-            return _Done()
-        self.bytes_sent += (self.size - 1) * counts[self.rank]
-        return self._issue("allgatherv", buffer, counts)
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
+        return self._issue("allgatherv", (self.size - 1) * counts[self.rank], buffer, counts)
 
-    def exchange(self, sends: Messages, recvs: Messages) -> _Handle | _Done:
-        if self.size == 1:
-            return _Done()
-        self.bytes_sent += sum(len(array) for _, array in sends)
-        return self._issue(
-            "exchange",
-            [to for to, _ in sends],
-            [array for _, array in sends],
-            [source for source, _ in recvs],
-            [array for _, array in recvs],
-        )
+    def exchange(self, sends: Messages, recvs: Messages) -> Handle:
+        to, sent = [rank for rank, _ in sends], [array for _, array in sends]
+        sources, targets = [rank for rank, _ in recvs], [array for _, array in recvs]
+        return self._issue("exchange", sum(map(len, sent)), to, sent, sources, targets)
 
     @property
     def failure(self) -> str:
@@ -216,7 +193,10 @@ class ShmTransport(Transport):
         """Leave the segment; a rank that still needs this one fails."""
         self._close()
 
-    def _issue(self, name: str, *arguments: Any) -> _Handle:
+    def _issue(self, name: str, sent_bytes: int, *arguments: Any) -> Handle:
+        if self.size == 1:
+            return Done()
+        self.bytes_sent += sent_bytes
         self._forget_finished()
         native = self._held.native
         if native is None:
@@ -301,8 +281,6 @@ def _meet(meet: Meet, size: int, error: str, message: bytes, layout: struct.Stru
 
 def local_meet(size: int) -> list[Meet]:
     """Return one ``meet`` per rank, for ranks that are threads of one process."""
-    import threading
-
     barrier = threading.Barrier(size)
     replies: list[bytes] = [b""] * size
 

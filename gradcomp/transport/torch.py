@@ -85,9 +85,7 @@ class TorchTransport(Transport):
         # more groups than others, so they would not use the same name.
         number = _groups_made.get(tuple(ranks), 0)
         _groups_made[tuple(ranks)] = number + 1
-        self.rank = list(ranks).index(dist.get_rank())
-        self.size = len(ranks)
-        self.bytes_sent = 0
+        self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
         self._running: list[_Handle] = []
         # A connection serves one call at a time, and ranks wait for each other in such a call. Two threads that make
         # groups of different ranks over one connection could block each other for ever.
@@ -126,9 +124,8 @@ class TorchTransport(Transport):
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
         self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        source = torch.from_numpy(send[: sum(send_counts)])
-        target = torch.from_numpy(recv[: sum(recv_counts)])
-        return self._alltoall(target, source, list(recv_counts), list(send_counts))
+        sent, received = send[: sum(send_counts)], recv[: sum(recv_counts)]
+        return self._alltoall(received, sent, list(recv_counts), list(send_counts))
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
         self.bytes_sent += (self.size - 1) * counts[self.rank]
@@ -136,13 +133,10 @@ class TorchTransport(Transport):
         if self.size == 2 and max(counts) >= _BOTH_WAYS_BYTES:
             return self._both_ways(torch.from_numpy(parts[1 - self.rank]), torch.from_numpy(parts[self.rank]))
         copies = np.tile(parts[self.rank], self.size)
-        return self._alltoall(
-            torch.from_numpy(buffer), torch.from_numpy(copies), list(counts), [counts[self.rank]] * self.size
-        )
+        return self._alltoall(buffer, copies, list(counts), [counts[self.rank]] * self.size)
 
-    def _alltoall(
-        self, target: torch.Tensor, source: torch.Tensor, out_splits: list[int], in_splits: list[int]
-    ) -> _Handle:
+    def _alltoall(self, recv: Bytes, send: Bytes, out_splits: list[int], in_splits: list[int]) -> _Handle:
+        target, source = torch.from_numpy(recv), torch.from_numpy(send)
         peer = 1 - self.rank
         if self.size == 2 and max(out_splits[peer], in_splits[peer]) >= _BOTH_WAYS_BYTES:
             received, sent = torch.split(target, out_splits), torch.split(source, in_splits)
@@ -205,14 +199,8 @@ def _connection_of_its_own(timeout_seconds: float) -> Any:
     store = _store()
     if not isinstance(store, TCPStore):
         return store
-    return TCPStore(
-        store.host,
-        store.port,
-        None,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_seconds),
-        wait_for_workers=False,
-    )
+    timeout = timedelta(seconds=timeout_seconds)
+    return TCPStore(store.host, store.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 class TorchControl(ControlChannel):
@@ -225,7 +213,6 @@ class TorchControl(ControlChannel):
     """
 
     def __init__(self, prefix: str, timeout_seconds: float, server: str = "rank 0") -> None:
-        self._socket: tuple[int, int] | None = None
         # The training thread may be using the default group's connection for a blocking call.
         before = open_sockets()
         try:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.topology import Topology
-from gradcomp.transport.base import Bytes, Handle, Messages, Transport, parts_of
+from gradcomp.transport.base import Bytes, Handle, Messages, PointToPoint, Transport, parts_of
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class _Sum:
                 return
 
 
-class TwoLevelTransport(Transport):
+class TwoLevelTransport(PointToPoint):
     """Combines transports inside hosts and between hosts; it owns them and closes them.
 
     Allreduce adds in rank order inside each host, then in the order in which ``leaders`` adds.
@@ -91,18 +91,15 @@ class TwoLevelTransport(Transport):
         leaders: Transport | None,
         back: Transport,
     ) -> None:
-        self.rank = remote.rank
-        self.size = remote.size
-        self.bytes_sent = 0
-        self.topology = topology
+        self.rank, self.size, self.topology = remote.rank, remote.size, topology
         if topology.world != self.size:
             raise ConfigError(
                 f"the topology has {topology.world} ranks, but the transport remote has {self.size}"
             )
         self._members = topology.members(self.rank)
-        place = self._members.index(self.rank)
+        self._place = {rank: place for place, rank in enumerate(self._members)}
         for name, inside in (("local", local), ("back", back)):
-            _check(name, inside, place, len(self._members))
+            _check(name, inside, self._place[self.rank], len(self._members))
         if (leaders is not None) != (self.rank in topology.leaders):
             raise ConfigError(
                 f"rank {self.rank} is {'no' if leaders else 'a'} leader of its host: leaders must be a transport on "
@@ -111,9 +108,8 @@ class TwoLevelTransport(Transport):
         if leaders is not None:
             _check("leaders", leaders, topology.leaders.index(self.rank), len(topology.leaders))
         self._local, self._remote, self._leaders, self._back = local, remote, leaders, back
-        first, last = self._members[0], self._members[-1]
-        self._consecutive = last - first + 1 == len(self._members)
-        self._place = {rank: place for place, rank in enumerate(self._members)}
+        self._transports = [each for each in (local, back, remote, leaders) if each is not None]
+        self._consecutive = self._members[-1] - self._members[0] + 1 == len(self._members)
         self._sums: deque[_Sum] = deque()
 
     @property
@@ -136,60 +132,41 @@ class TwoLevelTransport(Transport):
         self._sums.append(under_way)
         return under_way
 
-    def alltoallv(
-        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
-    ) -> Handle:
-        sent, received = parts_of(send, send_counts), parts_of(recv, recv_counts)
-        received[self.rank][:] = sent[self.rank]
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        return self.exchange(
-            [(rank, sent[rank]) for rank in others if send_counts[rank]],
-            [(rank, received[rank]) for rank in others if recv_counts[rank]],
-        )
-
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Handle:
-        parts = parts_of(buffer, counts)
-        own = parts[self.rank]
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = [(rank, own) for rank in others if len(own)]
-        recvs = [(rank, parts[rank]) for rank in others if counts[rank]]
         if not self._consecutive:
-            return self.exchange(sends, recvs)
-        start = sum(counts[: self._members[0]])
-        inside = [counts[rank] for rank in self._members]
+            return super().allgatherv(buffer, counts)
+        parts = parts_of(buffer, counts)
+        start, inside = sum(counts[: self._members[0]]), [counts[rank] for rank in self._members]
         handle = self._local.allgatherv(buffer[start : start + sum(inside)], inside)
-        return self._both(handle, sends, recvs)
+        return self._both(handle, self._to_others([parts[self.rank]] * self.size), self._to_others(parts))
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
-        return self._both(self._local.exchange(self._inside(sends), self._inside(recvs)), sends, recvs)
+        inside = [
+            [(self._place[rank], array) for rank, array in each if rank in self._place]
+            for each in (sends, recvs)
+        ]
+        return self._both(self._local.exchange(*inside), sends, recvs)
 
     def _both(self, inside: Handle, sends: Messages, recvs: Messages) -> Handle:
         handles = [inside]
         if len(self.topology.leaders) > 1:
-            handles.append(self._remote.exchange(self._outside(sends), self._outside(recvs)))
+            outside = [
+                [message for message in each if message[0] not in self._place] for each in (sends, recvs)
+            ]
+            handles.append(self._remote.exchange(*outside))
         self._count()
         return _All(handles)
 
     def abandon(self) -> None:
-        for transport in self._transports():
+        for transport in self._transports:
             transport.abandon()
 
     def close(self) -> None:
-        for transport in self._transports():
+        for transport in self._transports:
             transport.close()
 
-    def _transports(self) -> list[Transport]:
-        found = [self._local, self._back, self._remote, self._leaders]
-        return [transport for transport in found if transport is not None]
-
     def _count(self) -> None:
-        self.bytes_sent = sum(transport.bytes_sent for transport in self._transports())
-
-    def _inside(self, messages: Messages) -> Messages:
-        return [(self._place[rank], array) for rank, array in messages if rank in self._place]
-
-    def _outside(self, messages: Messages) -> Messages:
-        return [(rank, array) for rank, array in messages if rank not in self._place]
+        self.bytes_sent = sum(transport.bytes_sent for transport in self._transports)
 
     def _advance(self) -> None:
         before: _Sum | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,5 +27,18 @@ def run_script():
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done
+
+    return run
+
+
+@pytest.fixture
+def run_json(run_script, tmp_path: Path):
+    """``run_json("benchmarks/step.py", ...)``: what it writes as JSON."""
+
+    def run(script: str, *arguments: str, check: bool = True) -> Any:
+        path = tmp_path / "found.json"
+        done = run_script(script, *arguments, f"--json={path}", check=check)
+        assert path.exists(), done.stdout + done.stderr
+        return json.loads(path.read_text())
 
     return run

@@ -33,12 +33,6 @@ def test_autos_own_model_is_compared_with_what_it_predicted():
     assert found["to_best"] == pytest.approx(1.2)
 
 
-def test_the_table_names_what_was_chosen():
-    table = bench.show({"1gbit": bench.evaluate([rank()])})
-    assert "auto: quantize:bits=4" in table
-    assert len(table.splitlines()) == 2 + 5
-
-
 def test_links_that_are_none_are_refused(run_script):
     done = run_script("benchmarks/auto.py", "--links", "1gbit,2gbit", check=False)
     assert done.returncode == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -199,18 +198,3 @@ def test_every_codec_is_measured(name: str, phases: tuple[str, ...]) -> None:
     assert found.calls["launch"] > 0
     assert set(found.phases) == set(phases)
     assert all(each > 0 for each in found.phases.values())
-
-
-def test_the_model_has_its_parameters() -> None:
-    assert sum(layer.size for layer in bench.gpt()) == 124_439_808
-
-
-def test_it_prints_and_writes(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(bench, "gpt", lambda: LAYERS)
-    monkeypatch.setattr(bench, "SIZES", (1,))
-    path = tmp_path / "calls.json"
-    assert bench.main(["--steps", "1", "--json", str(path)]) == 0
-    written = json.loads(path.read_text())
-    assert [row["codec"] for row in written["rows"]] == list(bench.CODECS)
-    assert written["bar"] == bench.BAR
-    assert "| 4 bits " in capsys.readouterr().out

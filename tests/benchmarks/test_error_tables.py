@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import error_tables as bench
 import numpy as np
 import pytest
@@ -21,12 +19,10 @@ def test_both_ways_give_the_same_table():
 
 
 @pytest.mark.full
-def test_a_short_run(run_script, tmp_path):
-    path = tmp_path / "errors.json"
-    arguments = ("--models", "resnet20", "--ranges", "bits", "rank", "--rounds", "1", "--json", str(path))
-    done = run_script("benchmarks/error_tables.py", *arguments)
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["range"] for row in rows] == ["Quantize, 2 to 8 bits", "PowerSGD, ranks 2 to 8"], done.stdout
+def test_a_short_run(run_json):
+    arguments = ("--models", "resnet20", "--ranges", "bits", "rank", "--rounds", "1")
+    rows = run_json("benchmarks/error_tables.py", *arguments)["rows"]
+    assert [row["range"] for row in rows] == ["Quantize, 2 to 8 bits", "PowerSGD, ranks 2 to 8"]
     assert all(row["layers"] == 19 and row["ratio"] > 1 for row in rows)
     assert rows[0]["apart"] < 1e-9
     together, one_by_one = rows[1]["above_optimum"]

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from pathlib import Path
 
 import gpu as bench
 import gpu_predictions
 import pytest
-from kernels.gpu import problem
 
-ROW = {
-    "name": "encode",
-    "dtype": "float32",
-    "milliseconds": 1.0,
-    "wall_milliseconds": 2.0,
-    "gigabytes_per_second": 3000.0,
-    "yardstick": "copy",
-    "share": 0.85,
-    "bar": 0.8,
-    "right": True,
-}
+ROW = {"name": "encode", "dtype": "float32", "milliseconds": 1.0, "wall_milliseconds": 2.0,
+       "gigabytes_per_second": 3000.0, "yardstick": "copy", "share": 0.85, "bar": 0.8, "right": True}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -34,44 +22,26 @@ def test_a_figure_misses_its_bar(changes, missed):
 
 
 @pytest.mark.full
-def test_every_row_is_right_on_the_stand_in(run_script, tmp_path):
-    path = tmp_path / "gpu.json"
-    done = run_script("benchmarks/gpu.py", "--check", "--json", str(path))
-    written = json.loads(path.read_text())
-    assert len(written["rows"]) == 18
-    assert all(row["right"] for row in written["rows"]), done.stdout
+def test_every_row_is_right_on_the_stand_in(run_json):
+    written = run_json("benchmarks/gpu.py", "--check")
+    assert [row["right"] for row in written["rows"]] == [True] * 18, written["rows"]
     assert "milliseconds" not in written["rows"][0]  # of the stand-in they would mean nothing
     assert len({row["launches"] for row in written["launches"]}) == 1
 
 
-def test_a_run_that_is_cut_off_keeps_what_it_has_measured(tmp_path, capsys):
+def test_a_run_that_is_cut_off_keeps_what_it_has_measured(tmp_path):
     path = tmp_path / "gpu.json"
     notes = bench.Notes(path, {"machine": {}}, times=True)
     notes.add(bench.Row(**ROW))
     kept = json.loads(path.read_text())
     assert [row["name"] for row in kept["rows"]] == ["encode"]
     assert kept["complete"] is False
-    assert capsys.readouterr().out == "encode, float32: 1.000 ms, 0.85 of copy\n"
     notes.add(bench.Row(**{**ROW, "name": "decode"}))
     notes.end({10: 23, 100: 23})
     whole = json.loads(path.read_text())
     assert [row["name"] for row in whole["rows"]] == ["encode", "decode"]
     assert whole["complete"] is True
     assert whole["launches"][1] == {"layers": 100, "launches": 23}
-
-
-def test_a_row_is_written_before_the_next_one_is_measured(tmp_path, monkeypatch):
-    path = tmp_path / "gpu.json"
-
-    def rows(self, *, small):
-        yield bench.Row(**ROW)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench.Bench, "all_rows", rows)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--check", "--json", str(path)])
-    with pytest.raises(KeyboardInterrupt):
-        bench.main()
-    assert [row["name"] for row in json.loads(path.read_text())["rows"]] == ["encode"]
 
 
 # ------------------------------------------------------------------------------------------ predictions
@@ -84,19 +54,6 @@ def test_a_figure_is_held_beside_its_prediction(share, verdict):
     stages = {"bars-256": {"found": {"rows": [{**ROW, "dtype": "float16"}, {**ROW, "share": share}]}}}
     lines = [line for line in gpu_predictions.beside(stages) if line[0] == "encode"]
     assert lines == [("encode", "0.75 to 0.95 of the copy", "bars-256", f"{share:.3g}", verdict)]
-
-
-def test_a_prediction_that_nothing_was_measured_for_says_so():
-    lines = gpu_predictions.beside({"step": {"status": "timed out"}})
-    assert len(lines) == len(gpu_predictions.PREDICTIONS)
-    assert {line[-1] for line in lines} == {"not measured"}
-
-
-def test_every_prediction_is_of_a_row_that_is_measured():
-    source = Path(bench.__file__).read_text()
-    for each in gpu_predictions.PREDICTIONS:
-        if each.stages is gpu_predictions.BARS:
-            assert f'"{each.what.partition(",")[0]}' in source, each.what
 
 
 def test_a_step_is_held_beside_its_predictions():
@@ -146,12 +103,3 @@ def test_launches_are_timed_behind_a_kernel_that_spins(monkeypatch):
     assert queued[behind - 2 : behind] == ["spin", "event"]
     assert device == 4  # from the event before the first launch to the one behind the second
     assert "spin" not in queued[queued.index("wait") :]  # the wall's clock counts no spinning
-
-
-@pytest.mark.skipif(problem() is None, reason="there is a GPU here")
-def test_without_a_gpu_nothing_is_measured(run_script, tmp_path):
-    path = tmp_path / "gpu.json"
-    done = run_script("benchmarks/gpu.py", "--json", str(path), check=False)
-    assert done.returncode == 2
-    assert "nothing was measured" in done.stderr
-    assert not path.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import gpu_uses
@@ -57,9 +56,3 @@ def test_a_short_run(use, run_script, tmp_path):
         assert list(json.loads(path.read_text())["runs"]) == list(gpu_uses.USES[use])
     else:
         assert "torch" in done.stdout.splitlines()[-1]
-
-
-def test_what_is_hidden_can_be_had():
-    # Else a run without it would be one with it.
-    assert importlib.util.find_spec("cuda.bindings") is not None
-    assert set(gpu_uses.HIDDEN["neither"]) > set(gpu_uses.HIDDEN["bindings"])

@@ -115,24 +115,24 @@ class TestHosts:
         assert started[0].returncode == -signal.SIGKILL
         assert own_namespaces(os.getpid()) == []
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_the_command_cleans_up_when_interrupted(self, number):
-        script = Path(hosts.__file__)
-        command = [sys.executable, str(script), "--link", "unshaped", "--", "sleep", "600"]
+    def command(self):
+        """Return the process of the command, once it has made its hosts."""
+        command = [sys.executable, hosts.__file__, "--link", "unshaped", "--", "sleep", "600"]
         # Where the tests run in the background of a shell, interrupts are ignored, and that is inherited.
         process = subprocess.Popen(["env", "--default-signal=INT", *command])
         wait_until(lambda: len(own_namespaces(process.pid)) == 3)
+        return process
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_the_command_cleans_up_when_interrupted(self, number):
+        process = self.command()
         time.sleep(0.3)
         process.send_signal(number)
         assert process.wait(timeout=20) == 128 + number
         assert own_namespaces(process.pid) == []
 
     def test_what_a_killed_process_left_is_removed_by_the_next(self):
-        script = Path(hosts.__file__)
-        command = [sys.executable, str(script), "--link", "unshaped", "--", "sleep", "600"]
-        # Where the tests run in the background of a shell, interrupts are ignored, and that is inherited.
-        process = subprocess.Popen(["env", "--default-signal=INT", *command])
-        wait_until(lambda: len(own_namespaces(process.pid)) == 3)
+        process = self.command()
         process.kill()
         process.wait()
         assert own_namespaces(process.pid)

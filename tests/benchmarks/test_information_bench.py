@@ -29,9 +29,7 @@ def test_a_short_run(run_script, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the dog sat on the cat " * 2000)
     arguments = ["--run", "lstm", "--data", str(text), "--steps", "3", "--every", "2", "--shuffles", "1"]
-    done = run_script("benchmarks/information.py", *arguments, "--keep", str(tmp_path))
-    assert done.stdout.count("lstm, ranks 0 and 1") == len(bench.HISTOGRAMS)
-    assert "loss of rank 0 in the last of 3 steps: lstm: " in done.stdout
+    run_script("benchmarks/information.py", *arguments, "--keep", str(tmp_path))
     recording = read(tmp_path / "lstm.npz")
     assert recording.steps.tolist() == [0, 2]
     assert np.isfinite(recording.values).all()

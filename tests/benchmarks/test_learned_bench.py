@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import learned
 import learned_codes as codes
-import learned_paper as paper
-import learned_plot
 import learned_watch
 import numpy as np
 import pytest
 import torch
-from learned_results import evaluate, paper_bytes, paper_ratio, run_bytes, show
+from learned_results import evaluate, paper_bytes, paper_ratio, run_bytes
 from learned_rows import ARMS, EQUAL_BYTES, TASKS, choose
 
 from gradcomp import LGC, LayerSpec
@@ -21,8 +18,6 @@ from gradcomp.compress import Broadcast, Gather, Sum, from_string
 from gradcomp.contrib.lgc.autoencoder import Autoencoder
 from gradcomp.testing import CHECKS, Row
 from gradcomp.testing.simulation import Simulation
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def drawn(count: int) -> np.ndarray:
@@ -114,14 +109,8 @@ def test_rows_are_compressions(task):
 
 
 def phase(name: str, steps: int, wire: int, every: dict[str, float], root: dict[str, float]) -> dict:
-    return {
-        "phase": name,
-        "steps": steps,
-        "wire_bytes": wire,
-        "step_seconds": 0.1,
-        "every_step": every,
-        "as_root": root,
-    }
+    return {"phase": name, "steps": steps, "wire_bytes": wire, "step_seconds": 0.1, "every_step": every,
+            "as_root": root}  # fmt: skip
 
 
 def run(row: str, metric: float, phases: list[dict], seed: int = 0, **more) -> dict:
@@ -149,9 +138,6 @@ def test_the_papers_ratio_counts_a_leader_and_all_bytes_count_everything():
     assert rows["lgc"]["all_ratio"] == 8.0
     assert rows["lgc"]["worse"] == [pytest.approx(0.05)]
     assert rows["none"]["paper_ratio"] is None
-    table = show(list(rows.values()))
-    assert "+5.00 |" in table
-    assert "8.00" in table
 
 
 def test_a_watch_tells_phases_apart_and_what_a_rank_hands_over(monkeypatch):
@@ -185,41 +171,6 @@ def test_a_watch_tells_phases_apart_and_what_a_rank_hands_over(monkeypatch):
     assert found["metric_curve"][-1] == (600, 0.5)
     assert found["parameters"] == 9
     assert job.model.training
-
-
-def test_learned_and_plain_codes_are_compared_seed_by_seed():
-    codes_of = [phase("codes", 90, 200_000, {"a": 68.0}, {})]
-    runs = [run("lgc", 0.5 + seed / 10, codes_of, seed) for seed in (0, 1)]
-    runs += [run("bits-8", 0.55, codes_of, seed) for seed in (0, 1, 2)]
-    assert "1 of 2" in show(evaluate(runs))
-
-
-def test_what_the_papers_figures_say_of_each_other():
-    assert pytest.approx(2716, abs=1) == paper.GRADIENT / paper.FIRST_LAYER
-    assert pytest.approx(228_265, abs=5) == paper.LEADER - paper.OTHERS
-    assert pytest.approx(102_200) == paper.VALUE_BYTES
-    assert pytest.approx(429_305, abs=1) == paper.ITERATIONS
-    assert paper.information(paper.RING, paper.RING) == pytest.approx(1.9e12, rel=0.01)
-    assert paper.index_bits(0.5) == 2.0
-    assert paper.index_bits(0.001) == pytest.approx(11.41, abs=0.01)
-
-
-def test_the_docs_have_the_papers_table():
-    text = (DOCS / "benchmarks" / "learned.md").read_text(encoding="utf-8")
-    assert paper.show() in text
-
-
-def test_figures(tmp_path):
-    pytest.importorskip("matplotlib", reason="needs the extra plot")
-    curves = {
-        "metric_curve": [[10, 0.2], [20, 0.3]],
-        "loss_curve": [[10, 2.0], [20, 1.0]],
-        "nets_loss": [1.0] * 20,
-    }
-    runs = [run(row, 0.3, [], seed, **curves) for row in ("none", "lgc", "fixed", "dgc") for seed in (0, 1)]
-    learned_plot.draw("resnet", runs, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert learned_plot.smooth([2.0] * 10 + [1.0] * 15) == [(210, 2.0), (220, 1.0)]
 
 
 def test_ranks_that_differ_are_no_run():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import multilevel as bench
 import pytest
 
@@ -31,13 +29,9 @@ def test_the_methods_select_what_they_are_asked_for(network):
 
 
 @pytest.mark.full
-def test_a_short_run(run_script, tmp_path):
-    path = tmp_path / "multilevel.json"
-    arguments = ("--models", "ResNet-20", "--rounds", "1", "--json", str(path))
-    done = run_script("benchmarks/multilevel.py", *arguments)
-    found = json.loads(path.read_text())
+def test_a_short_run(run_json):
+    found = run_json("benchmarks/multilevel.py", "--models", "ResNet-20", "--rounds", "1")
     assert [row["method"] for row in found["rows"]] == list(bench.METHODS)
     assert all(row["right"] and row["speedup"] > 0 for row in found["rows"])
     assert len(found["swaps"]) == 6
     assert {swap["layers"] for swap in found["swaps"]} == {65, 160}
-    assert "kept layout us" in done.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import ratios
 
@@ -22,28 +20,6 @@ def test_the_layers_are_those_of_resnet18():
     assert sum(layer.size for layer in layers) == 11_173_962
     assert len(layers) == 62
     assert sum(len(layer.shape) == 4 for layer in layers) == 20
-
-
-@pytest.mark.full
-def test_uniform_ratios_are_those_of_the_paper(found):
-    rows = found[100]
-    for title, ratio in (
-        ("4 bits, linf, bucket 512 + 4 bytes", 7.83),
-        ("4 bits, minmax, bucket 1024 + 8 bytes", 7.83),
-        ("TopK 1%, 32-bit indices", 47.97),
-    ):
-        assert rows[title]["ratio"] == pytest.approx(ratio, rel=1e-3)
-        assert rows[title]["verdict"] == "met"
-    assert rows["TopK 1%, our index coding"]["ratio"] > 70
-
-
-@pytest.mark.full
-def test_low_rank_ratios_are_those_of_the_papers(found):
-    for rank, ratio in ((1, 243.26), (2, 135.84), (4, 72.13)):
-        row = found[10][f"PowerSGD, rank {rank}"]
-        assert row["ratio"] == pytest.approx(ratio, rel=1e-3)
-        assert row["verdict"] == "met"
-    assert found[100]["PowerSGD, rank 4"]["ratio"] == pytest.approx(72.22, rel=1e-3)
 
 
 @pytest.mark.full
@@ -77,9 +53,7 @@ def test_a_ratio_off_its_bar_is_a_miss(monkeypatch):
 
 
 @pytest.mark.full
-def test_the_command_says_how_many_bars_are_met(run_script, tmp_path):
-    path = tmp_path / "ratios.json"
-    done = run_script("benchmarks/ratios.py", "--json", str(path))
-    barred = [row for row in json.loads(path.read_text())["rows"] if row["bar"]]
-    assert [row["verdict"] for row in barred] == ["met"] * 7, done.stderr
-    assert "7 of 7 bars met" in done.stdout
+def test_all_bars_are_met(run_json):
+    rows = run_json("benchmarks/ratios.py")["rows"]
+    verdicts = {row["title"]: row["verdict"] for row in rows if row["bar"]}
+    assert list(verdicts.values()) == ["met"] * 7, verdicts

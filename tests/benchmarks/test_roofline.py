@@ -11,19 +11,22 @@ from gradcomp.testing.simulation import Simulation, random_gradients
 LAYERS = [LayerSpec("a", (40, 50)), LayerSpec("b", (300,)), LayerSpec("c", (70, 9))]
 
 
-def test_a_wire_that_starts_late_and_never_waits():
-    # Ready at 1 and 2 s, 3 s and 1 s of wire: 1 + 3 + 1, then 0.5 s after backward.
-    assert roofline([(300, ["a"]), (100, ["b"])], {"a": 1.0, "b": 2.0}, 0.5, 100.0) == pytest.approx(5.5)
-
-
-def test_the_last_bucket_is_late():
-    assert roofline(
-        [(100, ["a"]), (100, ["b", "c"])], {"a": 1.0, "b": 2.0, "c": 9.0}, 0.5, 100.0
-    ) == pytest.approx(10.5)
-
-
-def test_never_below_the_step_without_exchange():
-    assert roofline([(1, ["a"])], {"a": 1.0, "b": 7.0}, 0.5, 1e9) == 7.5
+@pytest.mark.parametrize(
+    ("buckets", "ready", "rate", "seconds"),
+    [
+        # Ready at 1 and 2 s, 3 s and 1 s of wire: 1 + 3 + 1, then 0.5 s after backward.
+        pytest.param(
+            [(300, "a"), (100, "b")], {"a": 1.0, "b": 2.0}, 100.0, 5.5, id="starts late, never waits"
+        ),
+        pytest.param(
+            [(100, "a"), (100, "bc")], {"a": 1.0, "b": 2.0, "c": 9.0}, 100.0, 10.5, id="last bucket late"
+        ),
+        pytest.param([(1, "a")], {"a": 1.0, "b": 7.0}, 1e9, 7.5, id="never below the step without exchange"),
+    ],
+)
+def test_the_roofline_is_the_time_of_a_wire_that_never_waits(buckets, ready, rate, seconds):
+    found = roofline([(nbytes, list(layers)) for nbytes, layers in buckets], ready, 0.5, rate)
+    assert found == pytest.approx(seconds)
 
 
 def test_a_round_takes_as_long_as_the_rank_that_sends_most():

@@ -25,13 +25,6 @@ def test_the_chart_in_the_documentation_is_of_these_numbers(panels):
     assert "scaling.png" in (DOCS / "algorithms.md").read_text(encoding="utf-8")
 
 
-def test_a_chart_carries_its_numbers(panels, tmp_path: Path):
-    pytest.importorskip("matplotlib", reason="needs the extra plot")
-    scaling.draw(panels, tmp_path / "chart.png")
-    assert scaling.digest(panels).encode() in (tmp_path / "chart.png").read_bytes()
-    assert scaling.digest(panels) != scaling.digest(panels[:3])
-
-
 def test_what_is_gathered_grows_with_the_ranks_and_what_is_reduced_does_not(panels):
     lines = {name: dict(points) for name, points in panels[-1].lines.items()}
     assert lines["TopK 1%"][1024] > 100 * lines["TopK 1%"][2]

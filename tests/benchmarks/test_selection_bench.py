@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import selection as bench
 
-
-def row(**changes):
-    valid = {
-        "isa": "avx512",
-        "input": "normal",
-        "density": 0.01,
-        "method": "exact",
-        "milliseconds": 4.0,
-        "torch_milliseconds": 100.0,
-        "found": 1.0,
-        "right": True,
-        "bar": 15.0,
-    }
-    return bench.Row(**{**valid, **changes})
+ROW = {"isa": "avx512", "input": "normal", "density": 0.01, "method": "exact", "milliseconds": 4.0,
+       "torch_milliseconds": 100.0, "found": 1.0, "right": True, "bar": 15.0}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -29,7 +15,7 @@ def row(**changes):
     [({}, False), ({"milliseconds": 8.0}, True), ({"right": False}, True), ({"bar": None}, False)],
 )
 def test_a_figure_misses_its_bar(changes, missed):
-    assert row(**changes).missed is missed
+    assert bench.Row(**{**ROW, **changes}).missed is missed
 
 
 def test_a_wrong_selection_is_noticed():
@@ -48,13 +34,8 @@ def test_an_embedding_is_mostly_zero_rows():
 
 
 @pytest.mark.full
-def test_a_short_run(run_script, tmp_path):
-    path = tmp_path / "selection.json"
-    done = run_script(
-        "benchmarks/selection.py", "--elements", "20000", "--rounds", "1", "--json", str(path), check=False
-    )
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == 3 * len(bench.INPUTS) * len(bench.DENSITIES), done.stdout + done.stderr
+def test_a_short_run(run_json):
+    rows = run_json("benchmarks/selection.py", "--elements", "20000", "--rounds", "1", check=False)["rows"]
+    assert len(rows) == 3 * len(bench.INPUTS) * len(bench.DENSITIES)
     assert all(row["right"] for row in rows)
     assert {row["bar"] for row in rows if row["isa"] != "baseline"} <= {1.0, 15.0, 30.0}
-    assert f"of {sum(row['bar'] is not None for row in rows)} bars missed" in done.stdout

@@ -33,7 +33,6 @@ def test_steps_are_the_slowest_ranks_beside_the_other_framework_and_uncompressed
         "exchange, none: 1.20 x PyTorch's, bar 1.3: met",
         "exchange, 4 bits: 1.40 x PyTorch's, bar 1.3: NOT met",
     ]
-    assert len(tf_step.show(rows).splitlines()) == 2 + len(rows)
 
 
 def run(row: str, seed: int, accuracy: float, digest: str = "a") -> dict:
@@ -51,4 +50,3 @@ def test_rows_are_compared_seed_by_seed_and_fail_where_ranks_differ():
     assert not topk["equal"]
     assert not tf_convergence.passed(topk)
     assert none["equal"]
-    assert tf_convergence.show([none, bits, topk]).count("NOT met") == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compress.selecting import samples
 from configurations import ROWS
-from plain import Everyone, Rounds, Turns
+from simple_compressors import Everyone, Rounds, Turns
 
 from gradcomp import (
     DGC,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,12 +37,3 @@ def test_the_demo_compares_uncompressed_with_4_bits():
     ratios = {title: float(cells[-3].rstrip("x")) for title, cells in rows.items()}
     assert ratios["uncompressed"] == pytest.approx(1.0, abs=0.01)
     assert ratios["4 bits"] > 7
-
-
-@pytest.mark.full
-def test_a_wrong_compression_says_what_exists():
-    environment = dict(os.environ)
-    command = [sys.executable, str(SCRIPT), "--compression=zip", "--epochs=1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode != 0
-    assert "quantize" in done.stderr

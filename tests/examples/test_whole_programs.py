@@ -37,8 +37,7 @@ def shared(output: str) -> tuple[float, str]:
 
 @needs_torch
 @pytest.mark.parametrize(
-    ("option", "least", "most"),
-    [("--fp16-allreduce", 1.9, 2.0), ("--compression=quantize:bits=4", 7.0, 8.0)],
+    ("option", "least", "most"), [("--fp16-allreduce", 1.9, 2.0), ("--compression=quantize:bits=4", 7.0, 8.0)]
 )
 def test_the_benchmark_counts_images_and_bytes(option: str, least: float, most: float) -> None:
     few = ["--width=16", "--blocks=1", "--image-size=16", "--batch-size=4", "--num-warmup-batches=1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from plain import Everyone, Rounds, Selected, Turns
+from simple_compressors import Everyone, Rounds, Selected, Turns
 
 from gradcomp import Assignment, Identity, LayerSpec, Plan, PlanMismatchError, Quantize, TopK
 from gradcomp.compress import registry

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from faults.draw import COMPRESSIONS, FAULTS, NEEDS_ROOT, REDUCTIONS, STACKS, Trial, draw, valid
@@ -32,10 +33,13 @@ def at(second: float, one: Ended) -> Ended:
     return replace(one, said=[said | {"at": second} for said in one.said])
 
 
-TYPED, INJECTED = error("TransportError"), error("InjectedFault")
+told = partial(error, "TransportError")
+TYPED, INJECTED = told(), error("InjectedFault")
+UNKNOWN = replace(error("UnknownError"), stderr="faults.rank.InjectedFault: boom")
 WELL = end("a", "b")
 STRUCK = replace(WELL, said=[{"event": "fault"}, *WELL.said])
 
+# fmt: off
 VERDICTS = {
     "all finish alike": (trial(), [WELL] * 3, "equal"),
     "survivors are told": (trial("kill"), [TYPED, Ended(-9), TYPED], "typed"),
@@ -43,69 +47,42 @@ VERDICTS = {
     "the victim's own error": (trial("exception in backward"), [TYPED, INJECTED, TYPED], "typed"),
     "one rank finished before": (trial("uneven end"), [TYPED, end("a"), TYPED], "typed"),
     "the launcher ends them": (trial("kill", "mpi"), [Ended(-9), Ended(-9), Ended(-15)], "launcher"),
-    "the launcher ends what others had reported": (
-        trial("stop 16 s", "mpi"),
-        [TYPED, Ended(-9), Ended(-9)],
-        "typed",
-    ),
+    "the launcher ends what others had reported":
+        (trial("stop 16 s", "mpi"), [TYPED, Ended(-9), Ended(-9)], "typed"),
     "the launcher ends them without a reason": (trial("stop 16 s", "mpi"), [Ended(-9)] * 3, "untyped"),
     "other parameters": (trial("skip after backward"), [WELL, end("a", "c"), WELL], "silent"),
     "other parameters beside an error": (trial(), [WELL, end("a", "c"), TYPED], "silent"),
-    "an error long after": (
-        trial("double backward"),
-        [error("TransportError", *"abcd"), error("TransportError", *"abxd"), WELL],
-        "silent",
-    ),
-    "an error at once": (
-        trial("double backward"),
-        [error("TransportError", *"abc"), error("TransportError", *"abx"), TYPED],
-        "typed",
-    ),
+    "an error long after":
+        (trial("double backward"), [told(*"abcd"), told(*"abxd"), WELL], "silent"),
+    "an error at once":
+        (trial("double backward"), [told(*"abc"), told(*"abx"), TYPED], "typed"),
     "fewer steps": (trial("skip after backward"), [WELL, end("a"), WELL], "silent"),
-    "a drift that the second exchange notices": (
-        trial("other rate"),
-        [error("TransportError", *"abc"), error("TransportError", *"axy"), TYPED],
-        "typed",
-    ),
-    "a drift that the third one notices": (
-        trial("other rate"),
-        [error("TransportError", *"abcd"), error("TransportError", *"axyz"), TYPED],
-        "silent",
-    ),
+    "a drift that the second exchange notices":
+        (trial("other rate"), [told(*"abc"), told(*"axy"), TYPED], "typed"),
+    "a drift that the third one notices":
+        (trial("other rate"), [told(*"abcd"), told(*"axyz"), TYPED], "silent"),
     "an altered message that is used": (trial("message altered"), [WELL, STRUCK, WELL], "silent"),
     "one that did not come": (trial("message altered"), [WELL] * 3, "equal"),
     "one that its sender altered": (trial("message altered by its sender"), [WELL, STRUCK, WELL], "equal"),
     "life without a launcher": (trial("launcher killed"), [WELL, TYPED, TYPED], "hang"),
-    "an end that is noticed": (
-        trial("ends at once"),
-        [at(3.0, TYPED), at(1.0, WELL), at(3.0, TYPED)],
-        "typed",
-    ),
-    "an end that is waited for": (
-        trial("ends at once"),
-        [at(3.0, TYPED), at(1.0, WELL), at(21.0, TYPED)],
-        "hang",
-    ),
+    "an end that is noticed":
+        (trial("ends at once"), [at(3.0, TYPED), at(1.0, WELL), at(3.0, TYPED)], "typed"),
+    "an end that is waited for":
+        (trial("ends at once"), [at(3.0, TYPED), at(1.0, WELL), at(21.0, TYPED)], "hang"),
     "an abort": (trial("kill"), [Ended(-6), Ended(-9), TYPED], "abort"),
     "a crash of the victim": (trial("kill"), [TYPED, Ended(-11), TYPED], "abort"),
     "killed without a launcher": (trial("kill"), [Ended(-9), Ended(-9), TYPED], "abort"),
     "a hang": (trial("kill"), [Ended(None), Ended(-9), TYPED], "hang"),
     "a hang of the victim": (trial("stop 16 s"), [TYPED, Ended(None), TYPED], "hang"),
-    "a hang behind an error": (
-        trial("kill"),
-        [error("TransportError", status=None), Ended(-9), TYPED],
-        "hang",
-    ),
+    "a hang behind an error": (trial("kill"), [told(status=None), Ended(-9), TYPED], "hang"),
     "another error": (trial("kill"), [error("RuntimeError"), Ended(-9), TYPED], "untyped"),
-    "the victim's own error, by TensorFlow's name": (
-        trial("exception in backward", "keras"),
-        [TYPED, replace(error("UnknownError"), stderr="faults.rank.InjectedFault: boom"), TYPED],
-        "typed",
-    ),
+    "the victim's own error, by TensorFlow's name":
+        (trial("exception in backward", "keras"), [TYPED, UNKNOWN, TYPED], "typed"),
     "an injected error elsewhere": (trial("exception in backward"), [INJECTED, INJECTED, TYPED], "untyped"),
     "an end in the middle": (trial("kill"), [Ended(0), Ended(-9), TYPED], "untyped"),
     "a bad status after a good end": (trial(), [end("a", status=1), WELL, WELL], "untyped"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize(("tried", "ranks", "expected"), VERDICTS.values(), ids=VERDICTS)

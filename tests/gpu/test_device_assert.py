@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_job import HOST_KERNELS
+from batch import HOST_KERNELS
 from launching import run_ranks
 
 pytest.importorskip("torch")

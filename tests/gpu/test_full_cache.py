@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from gpu_job import HOST_KERNELS, on_two_ranks
+from batch import HOST_KERNELS, on_two_ranks
 from launching import run_ranks
 
 import gradcomp.torch as gc

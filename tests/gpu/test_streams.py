@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from gpu_job import on_two_ranks
+from batch import on_two_ranks
 
 import gradcomp.torch as gc
 from gradcomp.torch import ddp, distributed_state

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch import on_ranks
-from gpu_job import HOST_KERNELS
+from batch import HOST_KERNELS, on_ranks
 
 tf: Any = pytest.importorskip("tensorflow")
 pytest.importorskip("torch")  # through which the ranks meet

@@ -7,33 +7,32 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from gpu_job import on_two_ranks
+from batch import on_two_ranks
 
 import gradcomp.torch as gc
 
 COMPRESSIONS = [
-    "quantize:bits=4,bucket_size=64",
-    "topk:density=0.1",
-    "dgc:density=0.05",
-    "powersgd:rank=2",
-    "none",
-]
+    "quantize:bits=4,bucket_size=64", "topk:density=0.1", "dgc:density=0.05", "powersgd:rank=2", "none",
+]  # fmt: skip
 
 
-def trained(compression: str, device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """The parameters after some steps, of which one leaves out a layer on one rank."""
+def trained(compression: str, device: str, dtype=torch.float32, *, hook: bool = False) -> list[torch.Tensor]:
+    """The parameters after some steps, of which one leaves out a layer on one rank, but under the hook."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 128))
     model = model.to(device=device, dtype=dtype)
     policy = gc.Policy(compression, filter=gc.Filter(min_elements=64))
     # With a power of two as its rate, an update rounds once whether or not it is contracted.
-    optimizer = gc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=2.0**-4), model.named_parameters(), policy
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
+    if hook:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        model.register_comm_hook(*gc.ddp_comm_hook(model, policy))
+    else:
+        optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), policy)
     for step in range(8):
         optimizer.zero_grad()
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
-        whole = step != 3 or gc.rank() == 0
+        whole = hook or step != 3 or gc.rank() == 0
         (model if whole else model[0])(x.to(device=device, dtype=dtype)).square().mean().backward()
         optimizer.step()
     return [parameter.detach().cpu() for parameter in model.parameters()]
@@ -46,27 +45,11 @@ def all_ranks_hold(parameters: list[torch.Tensor]) -> None:
         assert everyone[0].numpy().tobytes() == everyone[1].numpy().tobytes()
 
 
+@pytest.mark.parametrize("hook", [False, True], ids=["optimizer", "hook"])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @on_two_ranks()
-def test_two_ranks_on_one_gpu(compression):
-    all_ranks_hold(trained(compression, "cuda:0"))
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@on_two_ranks()
-def test_two_hooks_on_one_gpu(compression):
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 128))
-    model = torch.nn.parallel.DistributedDataParallel(net.to("cuda:0"))
-    policy = gc.Policy(compression, filter=gc.Filter(min_elements=64))
-    model.register_comm_hook(*gc.ddp_comm_hook(model, policy))
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
-    for step in range(8):
-        optimizer.zero_grad()
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + gc.rank()))
-        model(x.to("cuda:0")).square().mean().backward()
-        optimizer.step()
-    all_ranks_hold([parameter.detach().cpu() for parameter in model.parameters()])
+def test_two_ranks_on_one_gpu(compression, hook):
+    all_ranks_hold(trained(compression, "cuda:0", hook=hook))
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])

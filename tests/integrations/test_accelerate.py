@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from integration_pages import block, needs, results, train
+from documented import block, needs, results, train
 
 pytestmark = [pytest.mark.full, needs("accelerate")]
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from integration_pages import EPILOGUE, Result, block, needs, results, train
+from documented import EPILOGUE, Result, block, needs, results, train
 from launching import Finished, run_command
 
 pytestmark = [pytest.mark.full, needs("lightning")]

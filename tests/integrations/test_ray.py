@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_pages import block, needs
+from documented import block, needs
 from launching import run_command
 
 #: Ray gives up where its own processes need more than 30 seconds to start.

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from integration_pages import block, needs, results, train
+from documented import block, needs, results, train
 
 pytestmark = [pytest.mark.full, needs("transformers")]
 

@@ -11,7 +11,7 @@ from kernels import standin
 
 from gradcomp import RedSync
 from gradcomp.kernels import segments
-from gradcomp.testing.device_memory import shared
+from gradcomp.testing.simulation import shared
 
 
 @pytest.fixture

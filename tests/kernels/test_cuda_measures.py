@@ -12,7 +12,7 @@ from kernels import standin
 from gradcomp import NUQSGD, BlockFloat, Cast, LayerSpec, Quantize, ScaledSign, TernGrad, TopK
 from gradcomp.control.distortion.errors import errors
 from gradcomp.kernels import segments
-from gradcomp.testing.device_memory import shared
+from gradcomp.testing.simulation import shared
 
 FAMILIES: dict[str, list[Any]] = {
     "min-max": [Quantize(bits, bucket_size=128) for bits in (8, 1, 4, 3)],

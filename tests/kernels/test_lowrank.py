@@ -13,7 +13,7 @@ from kernels.standin import ORDERS, cuda_body, device
 from gradcomp import kernels
 from gradcomp.kernels import dispatch, lowrank, philox, segments
 from gradcomp.kernels.arguments import Factor, Shapes
-from gradcomp.testing.device_memory import shared
+from gradcomp.testing.simulation import shared
 
 SHAPES = [(1, 1), (1, 7), (1, 100), (7, 1), (100, 1), (3, 5), (64, 65), (300, 7), (5, 16), (37, 33), (2, 48)]
 LARGE = [(5, 1025), (3, 9000), (70, 1000)]  # wider than a tile, or long enough to pass the cache by

@@ -13,8 +13,7 @@ from typing import Any
 import preloaded
 import pytest
 from launching import clean_environment, run_command
-from named_hosts import NamedHosts
-from slurm_cluster import SlurmCluster
+from named_hosts import NamedHosts, SlurmCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
+from launching import TORCHRUN
 
 ONE_HOST = [[rank, 2, rank, 2, 0, 1] for rank in range(2)]
 TWO_HOSTS = [[rank, 4, rank % 2, 2, rank // 2, 2] for rank in range(4)]
@@ -24,17 +24,14 @@ def said(reports, what: str) -> list[str]:
     return [report[what] for report in reports]
 
 
+def on_two_hosts(reports) -> bool:
+    assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["a", "a", "b", "b"])
+    return len(set(said(reports, "network"))) == 2
+
+
 @pytest.mark.full
 def test_torchrun(train) -> None:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--no-python",
-    ]
-    reports = train(launcher, 2)
+    reports = train([*TORCHRUN], 2)
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["torchrun"] * 2)
 
 
@@ -84,8 +81,7 @@ def test_horovodrun_by_mpi(train, horovodrun_mpi, open_mpi) -> None:
 def test_horovodrun_on_two_hosts(train, horovodrun, named_hosts) -> None:
     launcher = [*named_hosts.on("a"), *horovodrun, "--gloo", "-np", "4", "-H", "a:2,b:2"]
     reports = train(launcher, 4, named_hosts.environment(os.environ["PATH"]))
-    assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["a", "a", "b", "b"])
-    assert len(set(said(reports, "network"))) == 2
+    assert on_two_hosts(reports)
     assert set(said(reports, "gloo_interface")) == {"eth0"}  # what horovodrun found that the hosts share
 
 
@@ -94,8 +90,7 @@ def test_horovodrun_on_two_hosts(train, horovodrun, named_hosts) -> None:
 def test_mpich_on_two_hosts(train, mpich, named_hosts) -> None:
     launcher = [*named_hosts.on("a"), *mpich, "-n", "4", "-ppn", "2", "-hosts", "a,b"]
     reports = train(launcher, 4, named_hosts.environment(os.environ["PATH"]))
-    assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["a", "a", "b", "b"])
-    assert len(set(said(reports, "network"))) == 2
+    assert on_two_hosts(reports)
 
 
 @pytest.mark.full
@@ -106,8 +101,7 @@ def test_open_mpi_on_two_hosts(train, open_mpi, named_hosts) -> None:
     variables = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
     exported = [word for name in ("PYTHONPATH", *variables) for word in ("-x", name)]
     reports = train([*launcher, *exported], 4, {**variables, **named_hosts.environment(os.environ["PATH"])})
-    assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["a", "a", "b", "b"])
-    assert len(set(said(reports, "network"))) == 2
+    assert on_two_hosts(reports)
 
 
 @pytest.mark.network
@@ -127,6 +121,5 @@ def test_srun_on_two_hosts(train, slurm, mpi) -> None:
         variables = {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
     launcher = [*slurm.srun(), f"--mpi={mpi}", "-N", "2", "--ntasks-per-node=2"]
     reports = train(launcher, 4, {**variables, **slurm.environment()})
-    assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["a", "a", "b", "b"])
+    assert on_two_hosts(reports)
     assert said(reports, "launcher") == ["slurm"] * 4
-    assert len(set(said(reports, "network"))) == 2

@@ -59,10 +59,6 @@ def test_an_extra_for_each_cuda(cuda: str) -> None:
     assert names(f"nccl{cuda}") == {f"cupy-cuda{cuda}x", f"nvidia-nccl-cu{cuda}"}
 
 
-def test_the_oldest_ml_dtypes_is_one_that_tensorflow_2_16_takes() -> None:
-    assert "ml_dtypes>=0.3.1" in PROJECT["dependencies"]
-
-
 def test_wheels_are_built_for_every_python_that_is_named() -> None:
     prefix = "Programming Language :: Python :: 3."
     minors = [each.removeprefix(prefix) for each in PROJECT["classifiers"] if each.startswith(prefix)]

@@ -24,18 +24,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def stamp(root: Path, repository: str = ADDRESS) -> subprocess.CompletedProcess[str]:
+def write_addresses(root: Path, repository: str = ADDRESS) -> subprocess.CompletedProcess[str]:
     script = ROOT / "scripts" / "release_metadata.py"
-    command = [
-        sys.executable,
-        str(script),
-        "--repository",
-        repository,
-        "--ref",
-        "v1.2.3",
-        "--root",
-        str(root),
-    ]
+    command = [sys.executable, str(script), f"--repository={repository}", "--ref=v1.2.3", f"--root={root}"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -45,7 +36,7 @@ def links(text: str) -> list[str]:
 
 def test_links_and_addresses_of_a_release(checkout: Path) -> None:
     before = links((checkout / "README.md").read_text())
-    assert stamp(checkout).returncode == 0
+    assert write_addresses(checkout).returncode == 0
     after = links((checkout / "README.md").read_text())
     relative = [link for link in before if not link.startswith("http")]
     assert {"docs/index.md", "docs/step-links.png"} <= set(relative)
@@ -63,17 +54,17 @@ def test_a_link_to_nothing_is_an_error_and_nothing_is_written(checkout: Path) ->
     readme = checkout / "README.md"
     readme.write_text(readme.read_text() + "[gone](docs/gone.md#here)\n")
     before = [path.read_text() for path in (readme, checkout / "pyproject.toml")]
-    done = stamp(checkout)
+    done = write_addresses(checkout)
     assert done.returncode == 1
     assert done.stderr == "README.md links to files that are not there: docs/gone.md\n"
     assert [path.read_text() for path in (readme, checkout / "pyproject.toml")] == before
 
 
 def test_once_is_enough(checkout: Path) -> None:
-    assert stamp(checkout).returncode == 0
-    assert stamp(checkout).stderr == "pyproject.toml has [project.urls] already\n"
+    assert write_addresses(checkout).returncode == 0
+    assert write_addresses(checkout).stderr == "pyproject.toml has [project.urls] already\n"
 
 
 @pytest.mark.parametrize("repository", ["http://host.example/a", "https://host.example/a/", "owner/gradcomp"])
 def test_an_address_that_is_none(checkout: Path, repository: str) -> None:
-    assert stamp(checkout, repository).returncode == 2
+    assert write_addresses(checkout, repository).returncode == 2

@@ -96,12 +96,3 @@ def test_an_environment_with_a_compiler_is_none(versions: ModuleType, tmp_path: 
     stand_in(tmp_path / "bin" / "g++", "exit 0")
     with pytest.raises(SystemExit, match=r"g\+\+"):
         versions._bare_environment(python)
-
-
-def test_an_unknown_row_is_refused(
-    versions: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["versions.py", "--only", "torch-1.0-py3.11"])
-    with pytest.raises(SystemExit):
-        versions.main()
-    assert "torch-newest-py3.13" in capsys.readouterr().err

@@ -20,15 +20,9 @@ Floats = np.ndarray
 
 #: Every reduction, by its string form.
 REDUCTIONS = (
-    "sra",
-    "ring",
-    "tree",
-    "all_to_all",
-    "gather",
-    "parameter_server",
-    "parameter_server:servers=2",
-    "hierarchical",
-)
+    "sra", "ring", "tree", "all_to_all", "gather",
+    "parameter_server", "parameter_server:servers=2", "hierarchical",
+)  # fmt: skip
 #: Those whose partial sums travel.
 PARTIAL = ("ring", "tree", "hierarchical")
 
@@ -204,11 +198,8 @@ class Model:
     def _hierarchical(self, c):
         # The ranks of a host lead in turn, bucket by bucket: each bucket for itself, on the whole layer.
         bucket = self._buckets()
-        value, first, second = (
-            np.zeros_like(c[0]),
-            np.zeros((self.world, *c[0].shape), np.float32),
-            c[0].copy(),
-        )
+        value, second = np.zeros_like(c[0]), c[0].copy()
+        first = np.zeros((self.world, *c[0].shape), np.float32)
         before = self.second[self._i]
         for number in np.unique(bucket).tolist():
             own = bucket == number

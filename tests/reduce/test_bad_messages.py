@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -28,18 +29,18 @@ LAYERS = [LayerSpec("a", (300,)), LayerSpec("b", (100,))]
 HEADER = ByteHeader.size(len(LAYERS))
 HOSTS = Topology((0, 0, 1, 1))
 WORLD = HOSTS.world
+BITS4 = Quantize(4, 50)
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
 
-Change = Callable[[np.ndarray], np.ndarray]
+#: Makes another message of one; it gets the messages before this one, too.
+Change = Callable[[list[np.ndarray], np.ndarray], np.ndarray]
 
 
 class Wire:
     """Numbers the messages of a run, keeps them, and changes one."""
 
-    def __init__(
-        self, number: int = -1, change: Callable[[list[np.ndarray], np.ndarray], np.ndarray] | None = None
-    ):
+    def __init__(self, number: int = -1, change: Change | None = None):
         self.number, self.change = number, change
         self.kept: list[np.ndarray] = []
         self.ways: list[tuple[int, int]] = []
@@ -50,35 +51,48 @@ class Wire:
         self.ways.append((source, destination))
         return changed
 
+    def messages(self, first_round: int = 0) -> list[int]:
+        """Numbers of the messages from this round on: an owner's own message to nobody is none."""
+        return [n for n, message in enumerate(self.kept) if len(message) and message[3] >= first_round]
+
 
 def simulate(
-    reduction: str, wire: Wire | None = None, compressor=None, *, checksums: bool = False
-) -> Simulation:
+    reduction: str, wire: Wire | None = None, compressor=BITS4, *, checksums: bool = False, **options
+):
     """Without checksums, what is behind them has to hold by itself."""
-    return Simulation(
-        LAYERS,
-        compressor or Quantize(4, 50),
-        WORLD,
-        tamper=wire,
-        reduction=reduction,
-        topology=HOSTS,
-        reorder=False,
-        checksums=checksums,
-    )
+    settings = {
+        "reduction": reduction,
+        "topology": HOSTS,
+        "checksums": checksums,
+        "reorder": False,
+        **options,
+    }
+    return Simulation(LAYERS, compressor, WORLD, tamper=wire, **settings)
 
 
-def ways_of(reduction: str) -> list[tuple[int, int]]:
-    """(source, destination) of all messages of a step, in order."""
+@functools.cache
+def untouched(reduction: str, compressor=BITS4, checksums: bool = False) -> Wire:
+    """The messages of a step that nobody changed."""
     wire = Wire()
-    simulate(reduction, wire).step()
-    return wire.ways
+    simulate(reduction, wire, compressor, checksums=checksums).step()
+    return wire
 
 
-def messages(reduction: str) -> range:
-    """Numbers of the messages that have at least a header: an owner's own message to nobody is none."""
-    wire = Wire()
-    simulate(reduction, wire).step()
-    return [number for number, message in enumerate(wire.kept) if len(message)]
+def overwritten(at: int, operate: Callable[[np.ndarray], object]) -> Change:
+    def change(_: list[np.ndarray], message: np.ndarray) -> np.ndarray:
+        message[at] = operate(message[at])
+        return message
+
+    return change
+
+
+def attempts(reduction: str, change: Change, first_round: int = 0) -> Iterator[tuple[int, list]]:
+    """Change one message after the other: its receiver, and every rank's error."""
+    wire = untouched(reduction)
+    numbers = wire.messages(first_round)
+    assert numbers
+    for number in numbers:
+        yield wire.ways[number][1], simulate(reduction, Wire(number, change)).attempt()
 
 
 def all_have_left(errors: list[Exception | None]) -> None:
@@ -93,45 +107,47 @@ def one_noticed(errors: list[Exception | None], who: int, kind: type) -> None:
 
 
 @every_reduction
-@pytest.mark.parametrize("kept", [0, HEADER, -1])
+@pytest.mark.parametrize("kept", [0, 10, HEADER, -1])
 def test_a_truncated_message_is_an_error_on_every_rank(reduction: str, kept: int):
-    for number in messages(reduction):
-        all_have_left(simulate(reduction, Wire(number, lambda _, message: message[:kept])).attempt())
+    wire = untouched(reduction)
+    late = len(wire.kept) if kept == -1 else 0  # in the second step buffers hold the first one's bytes
+    for number in wire.messages():
+        ranks = simulate(reduction, Wire(late + number, lambda _, message: message[:kept]))
+        if late:
+            ranks.step()
+        all_have_left(ranks.attempt())
 
 
 @every_reduction
 def test_a_message_that_is_too_long_is_an_error_on_every_rank(reduction: str):
-    for number in messages(reduction):
-        longer = Wire(number, lambda _, message: np.append(message, np.uint8(0)))
-        all_have_left(simulate(reduction, longer).attempt())
+    for _, errors in attempts(reduction, lambda _, message: np.append(message, np.uint8(0))):
+        all_have_left(errors)
 
 
-HEADER_FIELDS = {"magic": 0, "protocol": 2, "round": 3, "check": 4, "step": 8, "chunk": 14, "sender": 22}
+HEADER_FIELDS = {
+    "magic": 0,
+    "protocol": 2,
+    "round": 3,
+    "check": 4,
+    "step": 8,
+    "bucket": 12,
+    "chunk": 14,
+    "sender": 22,
+}
 
 
 @every_reduction
 @pytest.mark.parametrize("field", HEADER_FIELDS)
 def test_a_wrong_header_is_noticed_where_it_arrives(reduction: str, field: str):
     kind = PlanMismatchError if field in ("protocol", "check") else WireFormatError
-
-    def change(_, message: np.ndarray) -> np.ndarray:
-        message[HEADER_FIELDS[field]] ^= 0x40
-        return message
-
-    ways = ways_of(reduction)
-    for number in messages(reduction):
-        one_noticed(simulate(reduction, Wire(number, change)).attempt(), ways[number][1], kind)
+    for receiver, errors in attempts(reduction, overwritten(HEADER_FIELDS[field], lambda byte: byte ^ 0x40)):
+        one_noticed(errors, receiver, kind)
 
 
 @every_reduction
 def test_states_that_do_not_exist_are_refused(reduction: str):
-    def change(_, message: np.ndarray) -> np.ndarray:
-        message[32] |= 8
-        return message
-
-    ways = ways_of(reduction)
-    for number in messages(reduction):
-        one_noticed(simulate(reduction, Wire(number, change)).attempt(), ways[number][1], WireFormatError)
+    for receiver, errors in attempts(reduction, overwritten(32, lambda byte: byte | 8)):
+        one_noticed(errors, receiver, WireFormatError)
 
 
 @pytest.mark.parametrize(
@@ -140,37 +156,46 @@ def test_states_that_do_not_exist_are_refused(reduction: str):
 )
 def test_results_that_disagree_on_the_ranks_are_refused(reduction: str, first_round: int):
     """Nobody holds the next plan; one result says that somebody does."""
+    change = overwritten(32 + len(LAYERS), lambda byte: byte | READY)
+    for receiver, errors in attempts(reduction, change, first_round):
+        one_noticed(errors, receiver, WireFormatError)
 
-    def change(_, message: np.ndarray) -> np.ndarray:
-        message[32 + len(LAYERS)] |= READY
-        return message
 
-    wire = Wire()
-    simulate(reduction, wire).step()
-    final = [n for n, message in enumerate(wire.kept) if len(message) and message[3] >= first_round]
-    assert final
-    for number in final:
-        errors = simulate(reduction, Wire(number, change)).attempt()
-        one_noticed(errors, wire.ways[number][1], WireFormatError)
+@pytest.mark.parametrize(
+    ("reduction", "first_round"),
+    [
+        ("sra", 1),
+        ("ring", WORLD - 1),
+        ("tree", 2),
+        ("gather", 1),
+        ("parameter_server:servers=2", 1),
+        ("hierarchical", 2),  # what leaders forward in round 3 are their own messages of round 2
+    ],
+)
+def test_a_result_without_a_layer_that_the_receiver_sent_is_refused(reduction: str, first_round: int):
+    """Else the receiver would take the layer for absent, and step on its own gradient."""
+    change = overwritten(32, lambda byte: byte & ~np.uint8(PRESENT))
+    for receiver, errors in attempts(reduction, change, first_round):
+        assert isinstance(errors[receiver], WireFormatError), errors
+        assert "lacks states" in str(errors[receiver])
 
 
 @every_reduction
 def test_a_message_of_the_last_step_is_refused(reduction: str):
-    ways = ways_of(reduction)
-    for number in messages(reduction):
-        replay = Wire(len(ways) + number, lambda kept, _, number=number: kept[number])
+    wire = untouched(reduction)
+    for number in wire.messages():
+        replay = Wire(len(wire.ways) + number, lambda kept, _, number=number: kept[number])
         ranks = simulate(reduction, replay)
         ranks.step()
         errors = ranks.attempt()
-        one_noticed(errors, ways[number][1], WireFormatError)
-        assert "step 0 instead of 1" in str(errors[ways[number][1]])
+        one_noticed(errors, wire.ways[number][1], WireFormatError)
+        assert "step 0 instead of 1" in str(errors[wire.ways[number][1]])
 
 
 @every_reduction
 def test_a_message_of_another_round_or_sender_is_refused(reduction: str):
     """Of the same step and of the right length, but not the one that belongs here."""
-    wire = Wire()
-    simulate(reduction, wire).step()
+    wire = untouched(reduction)
     swaps = [
         (late, early)
         for late, message in enumerate(wire.kept)
@@ -211,18 +236,8 @@ def test_a_rank_that_leaves_in_any_round_is_an_error_on_every_other(reduction: s
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_that_leave_at_any_time_never_make_the_others_hang(reduction: str, seed: int):
     for gone in range(WORLD):
-        ranks = Simulation(
-            LAYERS,
-            Quantize(4, 50),
-            WORLD,
-            seed=seed,
-            shuffle=True,
-            delay=0.3,
-            slice_elements=120,
-            reduction=reduction,
-            topology=HOSTS,
-        )
-        errors = ranks.attempt(dying=[gone])
+        timing = {"seed": seed, "shuffle": True, "delay": 0.3, "slice_elements": 120, "reorder": True}
+        errors = simulate(reduction, checksums=True, **timing).attempt(dying=[gone])
         assert all(error is None or isinstance(error, GradcompError) for error in errors)
 
 
@@ -230,101 +245,59 @@ def test_ranks_that_leave_at_any_time_never_make_the_others_hang(reduction: str,
 @examples(40)
 @given(data=st.data())
 def test_with_checksums_a_changed_message_is_noticed_where_it_arrives(reduction: str, data):
-    wire = Wire()
-    simulate(reduction, wire, checksums=True).step()
-    number = data.draw(st.sampled_from([n for n, message in enumerate(wire.kept) if len(message)]))
+    wire = untouched(reduction, checksums=True)
+    number = data.draw(st.sampled_from(wire.messages()))
     at = data.draw(st.integers(0, len(wire.kept[number]) - 1))
     difference = data.draw(st.integers(1, 255))
-
-    def change(_, message: np.ndarray) -> np.ndarray:
-        message[at] ^= difference
-        return message
-
+    change = overwritten(at, lambda byte: byte ^ difference)
     errors = simulate(reduction, Wire(number, change), checksums=True).attempt()
     assert isinstance(errors[wire.ways[number][1]], WireFormatError | PlanMismatchError), errors
 
 
-#: Rounds in which the sender speaks for all ranks.
-RESULTS = {
-    "sra": 1,
-    "ring": WORLD - 1,
-    "tree": 2,
-    "gather": 1,
-    "parameter_server:servers=2": 1,
-    "hierarchical": 3,
-}
-
-
-@pytest.mark.parametrize("reduction", RESULTS)
-def test_a_result_without_a_layer_that_the_receiver_sent_is_refused(reduction: str):
-    """Else the receiver would take the layer for absent, and step on its own gradient."""
-
-    def change(_, message: np.ndarray) -> np.ndarray:
-        message[32] &= ~np.uint8(PRESENT)
-        return message
-
-    wire = Wire()
-    simulate(reduction, wire).step()
-    # What leaders hand on in round 3 are their own messages of round 2.
-    last = 2 if reduction == "hierarchical" else RESULTS[reduction]
-    final = [n for n, message in enumerate(wire.kept) if len(message) and message[3] >= last]
-    assert final
-    for number in final:
-        errors = simulate(reduction, Wire(number, change)).attempt()
-        receiver = errors[wire.ways[number][1]]
-        assert isinstance(receiver, WireFormatError), errors
-        assert "lacks states" in str(receiver)
-
-
-@every_reduction
-@pytest.mark.parametrize("compressor", [Quantize(4, 50), Cast("float32"), Cast("float16")], ids=str)
-@examples(25)
-@given(data=st.data())
-def test_random_bytes_are_a_typed_error_or_leave_no_wrong_mean_unnoticed(reduction: str, compressor, data):
-    """Whatever a message holds: no crash; what a rank takes for finite is finite."""
-    wire = Wire()
-    simulate(reduction, wire, compressor).step()
-    number = data.draw(st.sampled_from([n for n, message in enumerate(wire.kept) if len(message)]))
-    at = data.draw(st.integers(0, len(wire.kept[number]) - 1))
+def with_noise(reduction: str, compressor, data, numbers: list[int], first_byte: int = 0) -> Simulation:
+    """Ranks of which one gets random bytes somewhere in one of these messages."""
+    number = data.draw(st.sampled_from(numbers))
+    at = data.draw(st.integers(first_byte, len(untouched(reduction, compressor).kept[number]) - 1))
     noise = np.frombuffer(data.draw(st.binary(min_size=1, max_size=40)), np.uint8)
 
-    def change(_, message: np.ndarray) -> np.ndarray:
-        room = message[at : at + len(noise)]
-        room[:] = noise[: len(room)]
+    def change(_: list[np.ndarray], message: np.ndarray) -> np.ndarray:
+        part = message[at : at + len(noise)]
+        part[:] = noise[: len(part)]
         return message
 
-    ranks = simulate(reduction, Wire(number, change), compressor)
-    errors = ranks.attempt()
-    assert all(error is None or isinstance(error, GradcompError) for error in errors)
-    if errors != [None] * WORLD:
-        return
+    return simulate(reduction, Wire(number, change), compressor)
+
+
+def all_that_passes_for_finite_is(ranks: Simulation) -> None:
     for rank, pipeline in zip(ranks.ranks, ranks.pipelines, strict=True):
         for i, bad in enumerate(pipeline.result.nonfinite.tolist()):
             assert bad or np.isfinite(rank.outputs[i]).all()
 
 
-@pytest.mark.parametrize("reduction", PARTIAL)
+@every_reduction
+@pytest.mark.parametrize("compressor", [BITS4, Cast("float32"), Cast("float16")], ids=str)
+@examples(25)
+@given(data=st.data())
+def test_random_bytes_are_a_typed_error_or_leave_no_wrong_mean_unnoticed(reduction: str, compressor, data):
+    """Whatever a message holds: no crash; what a rank takes for finite is finite."""
+    ranks = with_noise(reduction, compressor, data, untouched(reduction, compressor).messages())
+    errors = ranks.attempt()
+    assert all(error is None or isinstance(error, GradcompError) for error in errors)
+    if errors == [None] * WORLD:
+        all_that_passes_for_finite_is(ranks)
+
+
+@pytest.mark.parametrize("reduction", [*PARTIAL, "sra"])
 @examples(20)
 @given(data=st.data())
-def test_random_bytes_in_a_partial_sum_are_a_typed_error_or_one_mean_for_all(reduction: str, data):
-    """On the way to the sum, what one message brings reaches all ranks alike."""
-    wire = Wire()
-    simulate(reduction, wire).step()
-    up = [n for n, message in enumerate(wire.kept) if len(message) and message[3] == 0]
-    number = data.draw(st.sampled_from(up))
-    at = data.draw(st.integers(HEADER, len(wire.kept[number]) - 1))
-    noise = np.frombuffer(data.draw(st.binary(min_size=1, max_size=40)), np.uint8)
-
-    def change(_, message: np.ndarray) -> np.ndarray:
-        room = message[at : at + len(noise)]
-        room[:] = noise[: len(room)]
-        return message
-
-    ranks = simulate(reduction, Wire(number, change))
+def test_random_bytes_on_the_way_to_the_sum_are_one_mean_for_all(reduction: str, data):
+    """What one message brings reaches all ranks alike."""
+    wire = untouched(reduction)
+    up = [n for n in wire.messages() if wire.kept[n][3] == 0]
+    ranks = with_noise(reduction, BITS4, data, up, HEADER)
     assert ranks.attempt() == [None] * WORLD
     means = [[rank.outputs[i] for i in range(len(LAYERS))] for rank in ranks.ranks]
     assert all(same_bytes(a, b) for other in means for a, b in zip(other, means[0], strict=True))
     verdicts = [p.result.nonfinite.tolist() for p in ranks.pipelines]
     assert verdicts == [verdicts[0]] * WORLD
-    for layer, bad in enumerate(verdicts[0]):
-        assert bad or np.isfinite(means[0][layer]).all()
+    all_that_passes_for_finite_is(ranks)

@@ -26,15 +26,8 @@ def buckets(draw):
     else:
         family = Quantize(4, draw(st.integers(1, 70))).family_string()
         exact = Cast("float32").family_string()
-        plan = Plan(
-            0,
-            tuple(
-                Assignment(
-                    layer.name, *draw(st.sampled_from([(family, 2), (family, 5), (family, 8), (exact, None)]))
-                )
-                for layer in layers
-            ),
-        )
+        choices = st.sampled_from([(family, 2), (family, 5), (family, 8), (exact, None)])
+        plan = Plan(0, tuple(Assignment(layer.name, *draw(choices)) for layer in layers))
     return layers, one_bucket(layers, plan)
 
 

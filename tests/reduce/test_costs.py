@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tracemalloc
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from gradcomp.reduce.costs import cheapest, cost, load_of, predict
 from gradcomp.reduce.header import APPLIED, PRESENT, READY, BucketFlags, ByteHeader, HeaderId, Received
 from gradcomp.reduce.model import Cost, Load, Network
 from gradcomp.testing.simulation import Simulation, plan_for
-from gradcomp.transport.base import AllGather, AllToAll, Exchange
+from gradcomp.transport.base import AllGather, AllToAll, Exchange, parts_of
 from gradcomp.transport.inprocess import World
 
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -231,7 +232,7 @@ def test_the_order_of_reductions_in_markov_2024():
     assert seconds == sorted(seconds)
 
 
-def parts_of(elements: int, compressor=None):
+def bucket_of(elements: int, compressor=None):
     layers = [LayerSpec("w", (elements,))]
     return one_bucket(layers, plan_for(layers, compressor or Quantize(4, 512)))
 
@@ -248,18 +249,13 @@ def parts_of(elements: int, compressor=None):
     ],
 )
 def test_auto_takes_the_cheapest(elements: int, topology: Topology, network: Network | None, choice: str):
-    assert cheapest(parts_of(elements), 1, topology, network) == Scheme(choice)
+    assert cheapest(bucket_of(elements), 1, topology, network) == Scheme(choice)
 
 
 def test_auto_leaves_out_what_a_codec_does_not_allow():
     topology = Topology((0,) * 4 + (1,) * 4)
     local = Network(1e-4, 1e-8, 2e9, 4e9, 1e-6, 1e-11)
-    assert cheapest(parts_of(1 << 20, Signum(512)), 1, topology, local).name == "sra"
-
-
-@pytest.mark.parametrize("name", names())
-def test_every_reduction_has_a_price(name: str):
-    assert predict(Scheme(name), Load(D, DENSE, 30), flat(6), NETWORK) > 0
+    assert cheapest(bucket_of(1 << 20, Signum(512)), 1, topology, local).name == "sra"
 
 
 # --- large worlds -------------------------------------------------------------------------------------------
@@ -273,22 +269,10 @@ class Nothing:
     def sources(self, *_) -> None:
         pass
 
-    def owned(self, table, rows) -> None:
-        pass
-
-    def outputs(self, *_) -> None:
-        pass
+    owned = outputs = sources
 
     def span(self, name: str):
-        return _Span()
-
-
-class _Span:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error) -> None:
-        pass
+        return nullcontext()
 
 
 def started(reduction: Reduction, rank: int, world: int):
@@ -302,26 +286,21 @@ def messages(operation, rank: int) -> list[tuple[int, np.ndarray]]:
     if isinstance(operation, Exchange):
         return list(operation.sends)
     if isinstance(operation, AllGather):
-        ends = np.cumsum(operation.counts)
-        part = operation.buffer[ends[rank] - operation.counts[rank] : ends[rank]]
-        return [(other, part) for other in range(len(operation.counts)) if other != rank and len(part)]
-    assert isinstance(operation, AllToAll)
-    ends = np.cumsum(operation.send_counts)
-    return [
-        (other, operation.send[ends[other] - n : ends[other]])
-        for other, n in enumerate(operation.send_counts)
-        if n
-    ]
+        parts = [parts_of(operation.buffer, operation.counts)[rank]] * len(operation.counts)
+    else:
+        assert isinstance(operation, AllToAll)
+        parts = parts_of(operation.send, operation.send_counts)
+    to_itself = rank if isinstance(operation, AllGather) else None
+    return [(other, part) for other, part in enumerate(parts) if other != to_itself and len(part)]
 
 
 def places(operation, rank: int) -> dict[int, np.ndarray]:
     """Where an operation puts what arrives, by source."""
     if isinstance(operation, Exchange):
         return dict(operation.recvs)
-    counts = operation.counts if isinstance(operation, AllGather) else operation.recv_counts
-    buffer = operation.buffer if isinstance(operation, AllGather) else operation.recv
-    ends = np.cumsum(counts).tolist()
-    return {r: buffer[end - n : end] for r, (end, n) in enumerate(zip(ends, counts, strict=True))}
+    if isinstance(operation, AllGather):
+        return dict(enumerate(parts_of(operation.buffer, operation.counts)))
+    return dict(enumerate(parts_of(operation.recv, operation.recv_counts)))
 
 
 def deliver(reductions: list[Reduction]) -> tuple[list[int], list[int], list[BucketFlags]]:

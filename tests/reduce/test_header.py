@@ -205,11 +205,13 @@ class TestCountHeader:
             CountHeader(LAYERS).read(np.frombuffer(data, np.float32), HEADER_ID, 3)
 
 
-def test_flags_tell_dense_from_sparse():
+def test_flags_tell_what_all_ranks_said():
     flags = BucketFlags(STATES)
     assert flags.present.tolist() == [False, True, True, False, True]
     assert flags.nonfinite.tolist() == [False, False, True, False, True]
     assert flags.outcomes == APPLIED
+    several = BucketFlags(np.array([0] * LAYERS + [APPLIED | READY | DISCARDED | WAITING], np.uint8))
+    assert several.outcomes == APPLIED | DISCARDED
 
 
 @given(st.permutations([0, 0, 5, 5, 7]))
@@ -221,11 +223,6 @@ def test_a_chain_of_ranks_notices_a_difference_across_those_without_a_fingerprin
         here.compare(passed.fingerprint)
         passed = here
     assert passed.notices == DIFFERENT
-
-
-def test_flags_hold_the_outcomes_of_all_ranks():
-    flags = BucketFlags(np.array([0] * LAYERS + [APPLIED | READY | DISCARDED | WAITING], np.uint8))
-    assert flags.outcomes == APPLIED | DISCARDED
 
 
 @pytest.mark.parametrize(

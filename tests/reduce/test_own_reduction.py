@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from configurations import ROWS
@@ -10,13 +12,12 @@ from gradcomp import ConfigError
 from gradcomp.core import scheme as schemes
 from gradcomp.core.config import Config
 from gradcomp.core.topology import Topology
-from gradcomp.reduce import Reduction, register, registry
+from gradcomp.reduce import Reduction, base, register
 from gradcomp.reduce.base import HOST_MEMORY, Message, exchange
-from gradcomp.reduce.chunks import encode
+from gradcomp.reduce.chunks import WholeCodes, encode
 from gradcomp.reduce.costs import cost
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.model import Cost, Load, to
-from gradcomp.reduce.whole import WholeCodes
 from gradcomp.testing import Simulation, cases, feedback, forms_and_means, wire
 
 
@@ -53,15 +54,9 @@ class Rotation(Reduction):
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemes, "_names", [*schemes._names])
-    monkeypatch.setattr(registry, "_classes", {**registry._classes})
+    monkeypatch.setattr(base, "_classes", {**base._classes})
     register("rotation")(Rotation)
-    monkeypatch.setattr(
-        cases,
-        "Simulation",
-        lambda layers, compression, world=2, **options: Simulation(
-            layers, compression, world, **{"reduction": "rotation"} | options
-        ),
-    )
+    monkeypatch.setattr(cases, "Simulation", partial(Simulation, reduction="rotation"))
 
 
 @pytest.mark.parametrize("name", ["minmax-5-feedback", "onebit", "signum-odd"])
@@ -92,14 +87,10 @@ def test_a_name_is_given_once(name: str):
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("SRA", "sra"),
-        ("hierachical", "hierarchical"),
-        ("all-to-all", "all_to_all"),
-        ("ps:servers=2", "parameter_server"),
-        ("allreduce", "ring"),
-        ("nccl", None),
+        ("SRA", "sra"), ("hierachical", "hierarchical"), ("all-to-all", "all_to_all"),
+        ("ps:servers=2", "parameter_server"), ("allreduce", "ring"), ("nccl", None),
     ],
-)
+)  # fmt: skip
 def test_a_name_that_is_nearly_one_is_shown(text: str, meant: str | None) -> None:
     with pytest.raises(ConfigError, match="there are sra, ring") as caught:
         schemes.parse(text)

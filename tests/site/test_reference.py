@@ -16,15 +16,8 @@ PAGES = Path(__file__).resolve().parents[2] / "docs/api"
 
 #: Names without a docstring of their own: operations, the set of all ranks, another name of GradcompError, the version.
 WITHOUT = {
-    "Average",
-    "Sum",
-    "Min",
-    "Max",
-    "Product",
-    "Adasum",
-    "global_process_set",
-    "HorovodInternalError",
-    "__version__",
+    *("Average", "Sum", "Min", "Max", "Product", "Adasum"),
+    *("global_process_set", "HorovodInternalError", "__version__"),
 }
 
 

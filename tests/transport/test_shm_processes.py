@@ -76,8 +76,15 @@ except TransportError as error:
 """
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 4])
-def test_a_killed_rank_is_named_by_every_other_within_a_second(size: int) -> None:
+@pytest.mark.parametrize(
+    ("end", "code", "size"),
+    [
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", -9, 2, marks=pytest.mark.full),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, 4),
+        ("""raise ValueError("a user's own")""", 1, 3),
+    ],
+)
+def test_a_rank_that_ends_is_named_by_every_other_within_a_second(end: str, code: int, size: int) -> None:
     finished = run(
         f"""
         if rank == 1:
@@ -85,36 +92,18 @@ def test_a_killed_rank_is_named_by_every_other_within_a_second(size: int) -> Non
             transport.allreduce(np.ones(4_000_000, np.float32))
             time.sleep(2e-3)
             print(time.time(), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            {end}
         {textwrap.indent(_WAIT_AND_TELL, " " * 8)}
         """,
         size,
     )
-    assert finished[1].returncode == -9
-    killed_at = float(finished[1].stdout)
+    assert finished[1].returncode == code
+    ended_at = float(finished[1].stdout)
     for rank in set(range(size)) - {1}:
         assert finished[rank].returncode == 0, finished[rank].stderr
         text, told_at = finished[rank].stdout.splitlines()
         assert "rank 1" in text
-        assert float(told_at) - killed_at < 1.0
-
-
-def test_a_rank_that_ends_by_an_exception_is_named() -> None:
-    finished = run(
-        f"""
-        if rank == 2:
-            settle([transport.allreduce(np.ones(4_000_000, np.float32)) for _ in range(3)])
-            transport.allreduce(np.ones(4_000_000, np.float32))
-            raise ValueError("a user's own")
-        {textwrap.indent(_WAIT_AND_TELL, " " * 8)}
-        """,
-        3,
-    )
-    assert finished[2].returncode == 1
-    assert "a user's own" in finished[2].stderr
-    for rank in (0, 1):
-        assert finished[rank].returncode == 0, finished[rank].stderr
-        assert "rank 2" in finished[rank].stdout.splitlines()[0]
+        assert code != -9 or float(told_at) - ended_at < 1.0
 
 
 @pytest.mark.parametrize(("when", "victim"), every_value(itertools.product([0, 1, 2], [0, 1])))

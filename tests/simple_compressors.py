@@ -79,15 +79,15 @@ class Selected(Plain):
     varying: bool = True
 
     def exchange(self, group, context):
-        room, found = np.zeros(4 * group.elements, np.uint8), []
+        kept, found = np.zeros(4 * group.elements, np.uint8), []
 
         def write(view):
             flags, used = found.pop()
-            view[:used] = room[:used]
+            view[:used] = kept[:used]
             return flags, used
 
         def select():
-            found.append(self.write(group, context, room))
+            found.append(self.write(group, context, kept))
 
         reply = yield Gather(4 * group.elements, write, fixed=False, select=select)
         assert not found
