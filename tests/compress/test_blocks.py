@@ -223,27 +223,6 @@ def test_a_fixed_plan_reads_blocks():
         FixedPlan({"*": [2, 6, 3]})
 
 
-IMPOSSIBLE = [
-    (),
-    (4,),
-    (4,) * 257,
-    (4, 0),
-    (4, 9),
-    (4, 4.0),
-    (4, True),
-    (4, "4"),
-    (4, None),
-    ((4, 4), 4),
-    [4, 4],
-]
-
-
-@pytest.mark.parametrize("bits", IMPOSSIBLE, ids=lambda bits: str(bits)[:20])
-def test_impossible_levels_are_refused(bits):
-    with pytest.raises(ConfigError):
-        Quantize(bits)
-
-
 @pytest.mark.parametrize(
     "other", [TopK(0.1), PowerSGD(2), NUQSGD(4), Cast("bfloat16"), MomentumCorrection(TopK(0.1))], ids=str
 )
@@ -251,11 +230,6 @@ def test_other_compressors_have_no_levels_by_block(other):
     with pytest.raises(ConfigError):
         at_level(other.family_string(), (2, 4))
     assert not other.by_block
-
-
-def test_values_of_a_selection_have_one_level():
-    with pytest.raises(ConfigError, match="quantiser"):
-        TopK(0.1, values=Quantize((2, 4)))
 
 
 def test_feedback_around_blocks_needs_all_of_them_to_bear_it():

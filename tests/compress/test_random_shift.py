@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels.groups import Group, Segment
 from tiers import examples
 
-from gradcomp import ConfigError, Quantize
+from gradcomp import Quantize
 from gradcomp.kernels import philox, reference, segments
 from gradcomp.kernels.quantisers import QUANTISER, Level
 
@@ -280,18 +280,3 @@ def test_all_of_a_layer_has_one_shift() -> None:
 def test_no_residual_unless_asked_for() -> None:
     assert not Quantize(8, 1024, rounding="shift").traits.keeps_residual
     assert Quantize(8, 1024, rounding="shift", feedback=True).traits.keeps_residual
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"scaling": "l2"}, "rounding=shift needs scaling=minmax"),
-        ({"scaling": "linf"}, "rounding=shift needs scaling=minmax"),
-        ({"allocate": "bucket"}, "needs scaling=minmax and rounding=stochastic"),
-        ({"allocate": "bytes"}, "needs scaling=minmax and rounding=stochastic"),
-        ({"bits": 1, "bucket_size": 512, "feedback": True}, "diverges"),
-    ],
-)
-def test_what_it_does_not_go_with(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        Quantize(**options, rounding="shift")

@@ -9,21 +9,18 @@ from compress.selecting import is_top, select
 from gradcomp import (
     DGC,
     Cast,
-    ConfigError,
     ErrorFeedback,
     Identity,
     LayerSpec,
     LocalClip,
     MomentumCorrection,
     Quantize,
-    RandomK,
     RedSync,
     SIDCo,
-    Threshold,
     TopK,
     kernels,
 )
-from gradcomp.compress import TwoLevelSelection, from_string
+from gradcomp.compress import TwoLevelSelection
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.compress.sparse.two_level_selection import (
     GRADIENT,
@@ -263,28 +260,3 @@ def test_it_goes_inside_of_wrappers():
     )
     again = select_twice(TwoLevelSelection(TopK(0.5), 0.3, "dense"), 0.1, 0.02, "candidate")
     assert again == TwoLevelSelection(TopK(0.1), 0.02)
-
-
-@pytest.mark.parametrize(
-    "inner", [Quantize(4), RandomK(0.1), Threshold(0.5), ErrorFeedback(TopK(0.1)), Identity()], ids=repr
-)
-def test_what_has_no_selection_of_its_own_by_density_is_refused(inner):
-    with pytest.raises(ConfigError, match="two_level_selection takes"):
-        TwoLevelSelection(inner)
-
-
-@pytest.mark.parametrize("candidate", [0, -0.1, 1.5, True, "0.1", None, float("nan")])
-def test_candidates_that_cannot_be(candidate):
-    with pytest.raises(ConfigError, match="density"):
-        TwoLevelSelection(TopK(0.1), candidate)
-
-
-@pytest.mark.parametrize("send", ["all", None, 1, ""])
-def test_only_three_things_can_be_sent(send):
-    with pytest.raises(ConfigError, match="send must be"):
-        TwoLevelSelection(TopK(0.1), 0.01, send)
-
-
-def test_the_name_of_earlier_plans_is_refused_with_the_one_of_today():
-    with pytest.raises(ConfigError, match="'graded' is called 'two_level_selection' now"):
-        from_string("graded[topk:density=0.1]:candidate=0.01")

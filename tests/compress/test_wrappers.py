@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from gradcomp import (
-    ConfigError,
-    DensitySchedule,
     ErrorFeedback,
     Identity,
     LayerSpec,
@@ -217,9 +215,3 @@ def test_clipping_comes_before_momentum_in_either_order(inner):
         means.append([ranks.step([[g * size] for g in drawn]).mean(0) for drawn in signs])
     for other in means[1:]:
         np.testing.assert_allclose(other, means[0], rtol=1e-5)
-
-
-@pytest.mark.parametrize(("inner", "levels"), [(Quantize((4, 2)), (8,)), (Quantize(4), ((8, 4),))])
-def test_a_schedule_of_levels_refuses_levels_by_block(inner, levels):
-    with pytest.raises(ConfigError, match="levels must be a tuple of numbers"):
-        DensitySchedule(inner, levels=levels)
