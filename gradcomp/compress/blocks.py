@@ -45,5 +45,7 @@ def cut(compressor: Compressor, layer: LayerSpec, start: int, length: int) -> li
     at = borders(layer, len(level), unit_of(compressor, layer))
     end = start + length
     cuts = ((max(start, a), min(end, b), own) for own, a, b in zip(level, at[:-1], at[1:], strict=True))
-    parts = [(first, last - first, own) for first, last, own in cuts if first < last]
+    parts: list[tuple[int, int, Level]] = [
+        (first, last - first, own) for first, last, own in cuts if first < last
+    ]
     return parts or [(start, length, level[0])]

@@ -58,18 +58,14 @@ def at_rates(ranks: Simulation, rates, *, commit: bool = True) -> list[list[floa
 
 
 @pytest.mark.parametrize(
-    ("rates", "second"),
-    [((0.5, 0.25), 5), ((0.25, 0.5), 2), ((0.5, 0.0), 3), ((0.0, 0.5), 3), ((0.5, 0.5), 3)],
-)
-def test_residuals_follow_the_learning_rate(rates, second: float):
-    """1 + 2 times the last rate over this one; a rate of 0 is not known."""
-    ranks = Simulation(FOUR, ErrorFeedback(ONE_OF_FOUR, follow_rate=True), 1)
+    ("decay", "rates", "second"),
+    [(1, (0.5, 0.25), 5), (1, (0.25, 0.5), 2), (1, (0.5, 0.0), 3), (1, (0.0, 0.5), 3), (1, (0.5, 0.5), 3),
+     (0.5, (0.5, 0.125), 5)],
+)  # fmt: skip
+def test_residuals_follow_the_learning_rate(decay: float, rates, second: float):
+    """1 + 2 times the decay and the last rate over this one; a rate of 0 is not known."""
+    ranks = Simulation(FOUR, ErrorFeedback(ONE_OF_FOUR, decay, follow_rate=True), 1)
     assert at_rates(ranks, rates) == [[4, 0, 0, 0], [0, second, 0, 0]]
-
-
-def test_both_factors_multiply():
-    ranks = Simulation(FOUR, ErrorFeedback(ONE_OF_FOUR, decay=0.5, follow_rate=True), 1)
-    assert at_rates(ranks, (0.5, 0.125))[1] == [0, 5, 0, 0]
 
 
 def test_the_rate_of_a_step_that_was_not_accepted_does_not_count():

@@ -75,9 +75,11 @@ class Summed(ByDensity):
 
         reply = yield Sum(len(chosen.values), write)
         flags = reply.flags.copy()
-        places = chosen.offsets, chosen.counts, chosen.indices
-        settings = {"divisor": context.divisor, "scale": context.unscale}
-        indices.scatter_values(group.table, flags, *places, reply.data, **settings)
+        indices.scatter_values(
+            *(group.table, flags, chosen.offsets, chosen.counts, chosen.indices, reply.data),
+            divisor=context.divisor,
+            scale=context.unscale,
+        )
         return flags
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import SHARED, Coded
-from gradcomp.compress.checks import check_word
 from gradcomp.compress.messages import Bytes, Floats
 from gradcomp.core.errors import StateError, WireFormatError
 from gradcomp.kernels import indices as kernel
@@ -78,7 +77,6 @@ class IndexFormat:
     """
 
     def __init__(self, lengths: Sizes, coding: str) -> None:
-        check_word("indices", coding, CODINGS)
         self.lengths = lengths
         self.deflated = coding == "deflate"
         self._coding = CODINGS[coding]

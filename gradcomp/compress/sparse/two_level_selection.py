@@ -150,7 +150,8 @@ class TwoLevelSelection(Wrapper):
     def wanted(self, table: Table) -> Sizes:
         """Return k_c of each row."""
         counts = elements_at(self.candidate, table["length"].astype(np.int64))
-        return np.minimum(counts, table["level"]).astype(np.int64)
+        wanted: Sizes = np.minimum(counts, table["level"]).astype(np.int64)
+        return wanted
 
     @property
     def _inner(self) -> Sparse:
