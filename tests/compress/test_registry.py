@@ -253,7 +253,7 @@ def test_the_short_form_leaves_out_what_is_the_default():
     levels=st.lists(st.floats(2**-126, 1, exclude_max=True, width=32), max_size=126, unique=True).map(sorted),
     scaling=st.sampled_from(["l2", "linf"]),
 )
-def test_every_codebook_reads_back_and_has_room_for_its_levels(levels: list[float], scaling: str):
+def test_every_codebook_reads_back_and_has_bits_for_its_levels(levels: list[float], scaling: str):
     compressor = Codebook((*levels, 1), scaling=scaling)
     assert from_string(compressor.to_string()) == compressor
     assert 2 ** (compressor.code_bits - 2) <= len(compressor.levels) < 2 ** (compressor.code_bits - 1)

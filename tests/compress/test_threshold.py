@@ -142,11 +142,8 @@ def test_layers_have_thresholds_of_their_own():
     other = dataclasses.replace(
         plan, assignments=(plan.assignments[0], dataclasses.replace(plan.assignments[1], level=2.0))
     )
-    got = (
-        Simulation([EIGHT, FIVE], other, 1)
-        .step([[np.ones(8, np.float32), vector(1, 2, 3, 1, -2)]])
-        .all_means()
-    )
+    ranks = Simulation([EIGHT, FIVE], other, 1)
+    got = ranks.step([[np.ones(8, np.float32), vector(1, 2, 3, 1, -2)]]).all_means()
     np.testing.assert_array_equal(got[0], 1)
     np.testing.assert_array_equal(got[1], vector(0, 2, 3, 0, -2))
 
@@ -162,11 +159,12 @@ CONTINUOUS = ["normal", "laplace", "heavy", "uniform", "lognormal", "two scales"
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.8])
 def test_redsync_count_is_within_the_tolerance(name: str, tolerance: float, density: float):
     k = round(density * SIZE)
-    (indices,) = select(RedSync(density, tolerance), samples(SIZE)[name]).indices
-    assert k <= len(indices) <= np.ceil((1 + tolerance) * k)
+    layer = samples(SIZE)[name]
+    (indices,) = select(RedSync(density, tolerance), layer).indices
+    assert min(k, np.count_nonzero(layer)) <= len(indices) <= np.ceil((1 + tolerance) * k)
 
 
-def test_of_equal_magnitudes_redsync_sends_the_first_are_sent():
+def test_of_equal_magnitudes_redsync_sends_the_first():
     (indices,) = select(RedSync(0.01, 0.5), samples(SIZE)["equal"]).indices
     assert indices == list(range(300))
 
@@ -299,7 +297,7 @@ def test_of_more_than_the_limit_the_largest_are_sent():
     assert is_top(g, limited.indices[0])
 
 
-def test_there_is_room_for_one_element_of_every_bin():
+def test_every_bin_may_send_one_element():
     assert select(AdaComp(2, 0.1), np.ones(7, np.float32)).limits == [4]
     assert select(AdaComp(500, 0.1), np.ones(7, np.float32)).limits == [1]
     assert select(AdaComp(500, 0.1), np.ones(0, np.float32)).limits == [0]

@@ -177,19 +177,15 @@ class Sparse(Compressor):
                 work()
                 return flags, used
             used = form.begin(chosen.counts, view)
-            key = factors, context.draw if form.draws else None, chosen.counts.tobytes(), _masked(group)
+            # Where momentum is masked, keep_errors writes to it.
+            masked = group.inputs["gradient"].tobytes() if group.compressor.traits.masks_momentum else b""
+            key = factors, context.draw if form.draws else None, chosen.counts.tobytes(), masked
             replayed_calls.run(key, (group.inputs, view), work)
             return flags, used
 
         by_kernels, begin = self.by_kernels and form.fixed, select if apart else None
         reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, begin)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
-
-
-def _masked(group: Group) -> bytes:
-    """Return the addresses of masked momentum as part of a key, because :func:`keep_errors` writes there."""
-    found: bytes = group.inputs["gradient"].tobytes() if group.compressor.traits.masks_momentum else b""
-    return found
 
 
 def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
