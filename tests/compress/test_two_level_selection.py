@@ -17,7 +17,6 @@ from gradcomp import (
     RedSync,
     SIDCo,
     TopK,
-    kernels,
 )
 from gradcomp.compress import TwoLevelSelection
 from gradcomp.compress.base import MOMENTUM
@@ -207,20 +206,6 @@ def test_nothing_is_selected_that_nobody_asked_for(monkeypatch):
     for noted in seen:
         assert noted.of(TOTAL).tolist() == noted.of(KEPT).tolist() == noted.of(KEPT_BY_CANDIDATE).tolist()
         assert noted.of(TOTAL)[0] > 0
-
-
-@by_send
-@by_name
-def test_both_bodies_give_the_same_bytes(inner, send: str):
-    found = []
-    for body in ("native", "reference"):
-        with kernels.use(body):
-            ranks = Simulation(LAYERS, TwoLevelSelection(inner, 0.05, send), 2)
-            seen = watched(ranks)
-            means = [m.tobytes() for _ in range(3) for m in ranks.step().all_means()]
-            notes = [s.of(n).tobytes() for s in seen for n in (GRADIENT, TOTAL, KEPT, KEPT_BY_CANDIDATE)]
-            found.append((means, notes, ranks.state()))
-    assert found[0] == found[1]
 
 
 def test_a_value_that_is_not_finite_shows_in_what_is_noted():
