@@ -26,7 +26,7 @@ def check_number(name: str, value: object, interval: str) -> None:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Take finite numbers above 0."""
+    """Take numbers above 0 that are not infinite."""
     if not is_number(value) or not 0 < value < math.inf:  # type: ignore[operator]
         raise ConfigError(f"{name} must be positive and finite, got {value!r}")
 
@@ -35,14 +35,9 @@ def check_whole(
     name: str, value: object, least: int = 1, most: int | None = None, *, or_none: bool = False
 ) -> None:
     """Take whole numbers from ``least`` to ``most``, and None where that is allowed."""
-    if or_none and value is None:
-        return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not least <= value
-        or (most is not None and value > most)
-    ):
+    limit = math.inf if most is None else most
+    whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= limit
+    if not whole and not (or_none and value is None):
         wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ConfigError(
             f"{name} must be a whole number {wanted}{', or none' if or_none else ''}, got {value!r}"
@@ -58,6 +53,6 @@ def check_flag(name: str, value: object, *, or_none: bool = False) -> None:
 
 
 def check_word(name: str, word: object, words: Collection[str]) -> None:
-    """Take one of ``words``."""
+    """Take one of ``words``, in the case in which it stands there."""
     if word not in words:
         raise ConfigError(f"{name} must be one of {', '.join(words)}, got {word!r}")
