@@ -7,11 +7,7 @@ from collections.abc import Collection
 
 from gradcomp.core.errors import ConfigError
 
-_INTERVALS = {
-    "(0, 1]": lambda x: 0 < x <= 1,
-    "[0, 1)": lambda x: 0 <= x < 1,
-    "[0, 1]": lambda x: 0 <= x <= 1,
-}
+_INTERVALS = {"(0, 1]": lambda x: 0 < x <= 1, "[0, 1)": lambda x: 0 <= x < 1, "[0, 1]": lambda x: 0 <= x <= 1}
 
 
 def is_number(value: object) -> bool:

@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradcomp import (
-    Assignment,
-    BestRank,
-    LayerSpec,
-    Plan,
-    SpectralAtomo,
-    UnbiasedRank,
-    WireFormatError,
-)
+from gradcomp import Assignment, BestRank, LayerSpec, Plan, SpectralAtomo, UnbiasedRank, WireFormatError
 from gradcomp.compress.lowrank.spectral import SpectralFormat, draws, probabilities
 from gradcomp.kernels.codec import Draw
 from gradcomp.testing.recording import announced_payload, payload_of
@@ -41,9 +33,6 @@ def truncated(gradient: np.ndarray, shape: tuple[int, int], rank: int) -> np.nda
 
 def close(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-6) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
-
-
-# --- expectations -------------------------------------------------------------------------------------------
 
 
 # --- truncation ---------------------------------------------------------------------------------------------

@@ -7,16 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from gradcomp import (
-    DGC,
-    Cast,
-    Compressor,
-    LayerSpec,
-    RedSync,
-    TopK,
-    TwoLevelSelection,
-    WireFormatError,
-)
+from gradcomp import DGC, Cast, Compressor, LayerSpec, RedSync, TopK, TwoLevelSelection, WireFormatError
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation, true_mean

@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradcomp import (
-    ErrorFeedback,
-    Identity,
-    LayerSpec,
-    LocalClip,
-    MomentumCorrection,
-    Quantize,
-    TopK,
-)
+from gradcomp import ErrorFeedback, Identity, LayerSpec, LocalClip, MomentumCorrection, Quantize, TopK
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import DTYPES, Simulation, plan_for, same_bytes

@@ -12,13 +12,7 @@ from gradcomp.compress.checks import check_number
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather, Sum
 from gradcomp.compress.registry import register
-from gradcomp.compress.sparse.base import (
-    ByDensity,
-    Sparse,
-    elements_at,
-    keep_errors,
-    scatter_payloads,
-)
+from gradcomp.compress.sparse.base import ByDensity, Sparse, elements_at, keep_errors, scatter_payloads
 from gradcomp.compress.sparse.payload import Selection, SparseFormat
 from gradcomp.compress.sparse.topk import TopK
 from gradcomp.compress.wrappers.base import Wrapper
