@@ -14,17 +14,15 @@ from gradcomp.compress.base import Compressor
 from gradcomp.compress.base import Traits as Traits
 from gradcomp.compress.bounds import Distortion as Distortion
 from gradcomp.compress.identity import Identity
-from gradcomp.compress.lowrank.powersgd import PowerSGD
+from gradcomp.compress.lowrank.powersgd import PowerSGD, UnbiasedRank
 from gradcomp.compress.lowrank.spectral import BestRank, SpectralAtomo
-from gradcomp.compress.lowrank.unbiased_rank import UnbiasedRank
 from gradcomp.compress.messages import Broadcast as Broadcast
 from gradcomp.compress.messages import Gather as Gather
 from gradcomp.compress.messages import Reduce as Reduce
 from gradcomp.compress.messages import Sum as Sum
 from gradcomp.compress.policy import Compression, Policy
 from gradcomp.compress.policy import as_policy as as_policy
-from gradcomp.compress.quantise.block_float import BlockFloat
-from gradcomp.compress.quantise.bucketed import NUQSGD, Codebook, TernGrad
+from gradcomp.compress.quantise.bucketed import NUQSGD, BlockFloat, Codebook, TernGrad
 from gradcomp.compress.quantise.cast import Cast
 from gradcomp.compress.quantise.quantize import Quantize
 from gradcomp.compress.registry import REGISTERED
@@ -32,17 +30,14 @@ from gradcomp.compress.registry import at_level as at_level
 from gradcomp.compress.registry import from_string as from_string
 from gradcomp.compress.registry import register as register
 from gradcomp.compress.sign.signs import OneBit, ScaledSign, Signum
-from gradcomp.compress.sparse.adacomp import AdaComp
 from gradcomp.compress.sparse.clt_k import CLTk
 from gradcomp.compress.sparse.dgc import DGC
 from gradcomp.compress.sparse.drawn import RandomBlock, RandomK
-from gradcomp.compress.sparse.global_topk import GlobalTopK
-from gradcomp.compress.sparse.threshold import RedSync, SIDCo, Threshold
-from gradcomp.compress.sparse.topk import TopK
+from gradcomp.compress.sparse.threshold import AdaComp, RedSync, SIDCo, Threshold
+from gradcomp.compress.sparse.topk import GlobalTopK, TopK
 from gradcomp.compress.sparse.two_level_selection import TwoLevelSelection
 from gradcomp.compress.wrappers.ef21 import EF21
-from gradcomp.compress.wrappers.error_feedback import ErrorFeedback
-from gradcomp.compress.wrappers.momentum import LocalClip, MomentumCorrection
+from gradcomp.compress.wrappers.momentum import ErrorFeedback, LocalClip, MomentumCorrection
 from gradcomp.compress.wrappers.schedule import DensitySchedule, Warmup
 from gradcomp.core.registry import contributed
 

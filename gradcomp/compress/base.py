@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.bounds import Distortion
+from gradcomp.compress.checks import is_number
 from gradcomp.compress.messages import Exchange, Reduce
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -251,23 +252,18 @@ class Coded(Compressor):
 
 def check_momentum_factor(value: object, name: str) -> None:
     """Raise ConfigError unless the value is in [0, 1) or is :data:`OPTIMIZER`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value != OPTIMIZER and not (number and 0.0 <= value < 1.0):  # type: ignore[operator]
+    if value != OPTIMIZER and not (is_number(value) and 0.0 <= value < 1.0):  # type: ignore[operator]
         raise ConfigError(f"{name} must be in [0, 1), or {OPTIMIZER!r}, got {value!r}")
-
-
-def zeros(size: int) -> Begin:
-    """Return a function that initialises a field of ``size`` elements with zeros."""
-
-    def begin(_: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        return np.zeros(size, np.float32)
-
-    return begin
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     factory = field.default_factory
     return field.default if factory is dataclasses.MISSING else factory()
+
+
+def zeros(size: int) -> Begin:
+    """Return a function that initialises a field of ``size`` elements with zeros."""
+    return lambda _: np.zeros(size, np.float32)
 
 
 def _text(value: Any) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from gradcomp.compress.base import Compressor
-from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.core.plan import MOST_BLOCKS, Level
+from gradcomp.core.plan import Level
 
 #: Controllers make blocks of at least so many quantisation buckets, in the mean over the layer's blocks.
 LEAST_BUCKETS = 4
@@ -47,20 +44,8 @@ def cut(compressor: Compressor, layer: LayerSpec, start: int, length: int) -> li
         return [(start, length, level)]
     at = borders(layer, len(level), unit_of(compressor, layer))
     end = start + length
-    parts: list[tuple[int, int, Level]] = []
-    for own, begins, ends in zip(level, at[:-1], at[1:], strict=True):
-        first, last = max(start, begins), min(end, ends)
-        if first < last:
-            parts.append((first, last - first, own))
+    cuts = ((max(start, a), min(end, b), own) for own, a, b in zip(level, at[:-1], at[1:], strict=True))
+    parts: list[tuple[int, int, Level]] = [
+        (first, last - first, own) for first, last, own in cuts if first < last
+    ]
     return parts or [(start, length, level[0])]
-
-
-def check_levels(levels: Level, name: str, check: Callable[[Level], None]) -> None:
-    """Raise ConfigError unless ``check`` accepts the level, or each of a tuple of 2 to 256 levels."""
-    if not isinstance(levels, tuple):
-        check(levels)
-        return
-    if not 2 <= len(levels) <= MOST_BLOCKS:
-        raise ConfigError(f"{name} by block must be 2 to {MOST_BLOCKS} numbers, got {len(levels)}")
-    for one in levels:
-        check(one)

@@ -102,23 +102,23 @@ def _fill(
 ) -> list[list[Piece]]:
     buckets: list[list[Piece]] = []
     current: list[Piece] = []
-    room = full = capacity * SUMMED_PER_CODED
+    space = full = capacity * SUMMED_PER_CODED
     for i in part:
         cut = compressors[i].cut_elements(layers[i])
         share = 1 if compressors[i].is_summed(layers[i]) else SUMMED_PER_CODED
         at, size = 0, layers[i].size
         while True:
             left = size - at
-            fits = max(room, 0) // share
+            fits = max(space, 0) // share
             take = left if left <= fits else fits // cut * cut
             if left and not take and not current:
                 take = min(left, cut)  # one indivisible part exceeds the capacity
             if take or not left:
                 current.append(Piece(i, at, take))
                 at += take
-                room -= take * share
+                space -= take * share
             if at >= size:
                 break
             buckets.append(current)
-            current, room = [], full
+            current, space = [], full
     return [*buckets, current] if current else buckets

@@ -136,11 +136,7 @@ class Policy:
     def scheduled(self, layers: Sequence[LayerSpec]) -> Schedule:
         """Return a function of step and version: the plan that begins at that step, or None."""
         changes = {step for c in self.compressors for step in c.changes}
-
-        def begins(step: int, version: int) -> Plan | None:
-            return self.plan(layers, version, step) if step in changes else None
-
-        return begins
+        return lambda step, version: self.plan(layers, version, step) if step in changes else None
 
     @property
     def last_change(self) -> int:

@@ -204,6 +204,7 @@ def test_every_coded_compressor_says_what_it_is():
     "text",
     [
         "quantize:bits=1,feedback=true",
+        "quantize:bits=1,rounding=shift,feedback=true",
         "quantize:bits=4,scaling=l2,feedback=true",
         "nuqsgd:bits=2,feedback=true",
         "codebook:levels=1/,feedback=true",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from compress.learning import LAYERS, A, B, job, largest, support, without_momentum
 
-from gradcomp import CLTk, Compressor, ConfigError, StateError
+from gradcomp import CLTk, Compressor, StateError
 from gradcomp.compress.sparse.payload import KEPT
 from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.testing.simulation import Simulation, true_mean
@@ -154,12 +154,6 @@ def test_indices_beyond_65536_stay_what_they_are():
     at = support(ranks.step(gradients).mean(1))
     assert at.max() > 65536
     np.testing.assert_array_equal(support(ranks.step().mean(1)), at)
-
-
-@pytest.mark.parametrize("refresh", [0, -1, 1.5, True, None])
-def test_a_period_is_a_whole_number_of_steps(refresh):
-    with pytest.raises(ConfigError, match="refresh"):
-        CLTk(refresh=refresh)
 
 
 def test_without_periods_nothing_is_kept():

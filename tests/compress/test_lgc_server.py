@@ -295,12 +295,7 @@ def put(begin: int, stream: bytes):
     return change
 
 
-STREAMS = {
-    "too few": [1],
-    "not ascending": [0, 1],
-    "out of range": [401, 1],
-    "too many": [1, 1, 1],
-}
+STREAMS = {"too few": [1], "not ascending": [0, 1], "out of range": [401, 1], "too many": [1, 1, 1]}
 
 
 @pytest.mark.parametrize("kind", [*STREAMS, "no stream"])

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from kernels.groups import Group, Segment
-from tiers import examples
 
-from gradcomp import ConfigError, Quantize
+from gradcomp import Quantize
 from gradcomp.kernels import philox, reference, segments
 from gradcomp.kernels.quantisers import QUANTISER, Level
 
@@ -146,14 +143,7 @@ def test_lemma_5_and_15_sparsity(bits: int) -> None:
         assert sent.sum() <= steps.sum() + 1e-3
 
 
-# --- lemmas 4 and 6 -----------------------------------------------------------------------------------------------
-
-
-@examples(200)
-@given(st.floats(-1e3, 1e3), st.integers(1, 50))
-def test_lemma_6(y: float, k: int) -> None:
-    coarse, fine = np.mod(y / k, 1), np.mod(y, 1)
-    assert (1 - fine) * fine <= k * (1 - coarse) * coarse + 1e-9
+# --- lemma 4 -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [2, 3, 16])
@@ -169,41 +159,11 @@ def test_lemma_4(k: int) -> None:
         assert lost <= ((point - x) ** 2).sum(axis=1).mean() / k
 
 
-def test_lemma_4_fails_for_coins() -> None:
-    """A value half way between two levels, beside the lattices of two steps."""
-    x = np.array([0.0, 0.5, 2.5, 6.5, 7.0], np.float32)  # unit 1
-    _, value, unit = flipped(x, 3)
-    assert unit == 1
-    nearest = 4 / 12  # mean of |x* - x|^2 for lattices of steps 2
-    assert ((value - x) ** 2).mean(axis=0)[1:4].min() > nearest / 2
-    _, value, _ = shifted(x, 3)
-    assert ((value - x) ** 2).mean(axis=0).max() < nearest / 2
+# --- descent ------------------------------------------------------------------------------------------------------
 
 
-# --- corollary 14 -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("quantised", [shifted, flipped])
-def test_corollary_14(quantised: Any) -> None:
-    """Codes of a noisy gradient: its mean, and no more variance than that of the noise and of the codes."""
-    gradient = normal(50)
-    noise = 0.3 * normal(50 * 32, seed=1).reshape(32, 50)
-    noise -= noise.mean(axis=0)
-    found = [quantised(gradient + each, 3)[1] for each in noise]
-    of_codes = max(
-        ((value - gradient - each) ** 2).sum(axis=1).mean() for value, each in zip(found, noise, strict=True)
-    )
-    np.testing.assert_allclose(np.mean(found, axis=(0, 1)), gradient, atol=2e-3)
-    of_noise = (noise.astype(np.float64) ** 2).sum(axis=1).mean()
-    variance = ((np.array(found) - gradient) ** 2).sum(axis=2).mean()
-    assert of_noise < variance <= of_codes + of_noise + 1e-3
-
-
-# --- theorem 2 ----------------------------------------------------------------------------------------------------
-
-
-def descend(curvature: Doubles, x: Doubles, steps: int, rounding: str) -> tuple[Doubles, float]:
-    """Losses 1/2 sum a_i x_i^2 of weights that are quantised after each step of 1 / beta; and the unit."""
+def descend(curvature: Doubles, x: Doubles, steps: int, rounding: str) -> Doubles:
+    """Losses 1/2 sum a_i x_i^2 of weights that are quantised after each step of 1 / beta."""
     span = np.array([-4.0, 4.0])  # in the bucket, so that its unit stays
     losses = np.empty(steps + 1)
     losses[0] = (curvature * x**2).sum() / 2
@@ -213,19 +173,7 @@ def descend(curvature: Doubles, x: Doubles, steps: int, rounding: str) -> tuple[
         encoded = group.encode(reference, stochastic=rounding == "shift", step=step)
         x = group.values(encoded.payload)[0][:-2].astype(np.float64)
         losses[step + 1] = (curvature * x**2).sum() / 2
-    return losses, 8 / 255
-
-
-def test_theorem_2() -> None:
-    """beta / alpha = 1.25: weights no worse than the best ones on lattices that are 25 times as coarse."""
-    curvature = np.linspace(0.8, 1.0, 64)
-    epsilon = 1e-3
-    x = normal(64).clip(-3, 3).astype(np.float64)
-    coarse = np.ceil(16 * 1.25**2) * 8 / 255
-    best = (curvature * coarse**2 / 12).sum() / 2
-    steps = int(np.ceil(10 * 1.25 * np.log(((curvature * x**2).sum() / 2 - best) / epsilon)))
-    losses, _ = descend(curvature, x, steps, "shift")
-    assert losses[-1] - best <= epsilon
+    return losses
 
 
 def test_small_steps_are_lost_by_nearest_rounding_and_not_by_shifts() -> None:
@@ -233,8 +181,8 @@ def test_small_steps_are_lost_by_nearest_rounding_and_not_by_shifts() -> None:
     unit = 8 / 255
     curvature = np.array([1.0] + [0.02] * 63)
     x = np.concatenate(([0.5], np.full(63, 20.5))) * unit
-    to_nearest, _ = descend(curvature, x, 300, "nearest")
-    by_shift, _ = descend(curvature, x, 300, "shift")
+    to_nearest = descend(curvature, x, 300, "nearest")
+    by_shift = descend(curvature, x, 300, "shift")
     assert to_nearest[-1] > 0.9 * to_nearest[0]
     assert by_shift[-50:].mean() < 0.1 * to_nearest[0]
 
@@ -280,18 +228,3 @@ def test_all_of_a_layer_has_one_shift() -> None:
 def test_no_residual_unless_asked_for() -> None:
     assert not Quantize(8, 1024, rounding="shift").traits.keeps_residual
     assert Quantize(8, 1024, rounding="shift", feedback=True).traits.keeps_residual
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"scaling": "l2"}, "rounding=shift needs scaling=minmax"),
-        ({"scaling": "linf"}, "rounding=shift needs scaling=minmax"),
-        ({"allocate": "bucket"}, "needs scaling=minmax and rounding=stochastic"),
-        ({"allocate": "bytes"}, "needs scaling=minmax and rounding=stochastic"),
-        ({"bits": 1, "bucket_size": 512, "feedback": True}, "diverges"),
-    ],
-)
-def test_what_it_does_not_go_with(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        Quantize(**options, rounding="shift")

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.checks import check_whole
 from gradcomp.compress.messages import Bytes, Floats
-from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels import lowrank
@@ -21,12 +21,6 @@ from gradcomp.kernels.subspace import Layers
 
 EXACT = Codec(FP32)
 """The codec of layers that are not approximated."""
-
-
-def check_rank(rank: Level) -> None:
-    """Raise ConfigError unless the rank is a whole number from 1 on."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank < 2**15:
-        raise ConfigError(f"rank must be a whole number of at least 1, got {rank!r}")
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -56,11 +50,11 @@ class LowRank(Compressor):
     rank: int = 4
 
     def __post_init__(self) -> None:
-        check_rank(self.rank)
+        check_whole("rank", self.rank, 1, 2**15 - 1)
 
     def fill(self, table: Table, level: Level) -> None:
         """Write the rank as it was asked for; :class:`Matrices` clamps it."""
-        check_rank(level)
+        check_whole("rank", level, 1, 2**15 - 1)
         table["level"] = level
         table["bucket_size"] = 1
 
@@ -78,14 +72,11 @@ class Matrices(Layers):
     @staticmethod
     def of(group: Group) -> Matrices:
         """Return the matrices of a group, at the ranks in its table."""
-        shapes = [matrix_shape(shape) for shape in group.shapes]
+        shapes = np.array([matrix_shape(shape) for shape in group.shapes], dtype=np.int64).reshape(-1, 2)
         wanted = group.table["level"].tolist()
-        ranks = np.array(
-            [clamped_rank(s, r) for s, r in zip(group.shapes, wanted, strict=True)], dtype=np.int64
-        ).reshape(len(shapes))
+        ranks = np.array(list(map(clamped_rank, group.shapes, wanted)), dtype=np.int64)
         low, exact = np.flatnonzero(ranks), np.flatnonzero(ranks == 0)
-        rows = np.array([n for n, _ in shapes], dtype=np.int64)[low]
-        columns = np.array([m for _, m in shapes], dtype=np.int64)[low]
+        rows, columns = np.ascontiguousarray(shapes[low].T)
         ranks = ranks[low]
         p_sizes, q_sizes = ranks * rows, ranks * columns
         exact_lengths = group.table["length"][exact].astype(np.int64)
@@ -126,15 +117,9 @@ class Matrices(Layers):
 
     def expand(self, group: Group, context: StepContext, p: Floats, q: Floats, flags: Bytes) -> None:
         """Write means to the outputs, from factors of which one is a sum; ``flags``: of the approximated layers."""
-        lowrank.expand(
-            group.table[self.low],
-            flags,
-            self.shapes,
-            self.p(p),
-            self.q(q),
-            divisor=context.divisor,
-            scale=context.unscale,
-        )
+        factors = self.p(p), self.q(q)
+        table, divisor, scale = group.table[self.low], context.divisor, context.unscale
+        lowrank.expand(table, flags, self.shapes, *factors, divisor=divisor, scale=scale)
 
     def write_exact(self, group: Group, context: StepContext, view: Floats, flags: Bytes) -> None:
         """Fill ``view`` with the layers that travel exactly; zeros for one that is not finite: see :meth:`spoil`.
@@ -160,10 +145,10 @@ class Matrices(Layers):
 
 def elements(group: Group, sent: Callable[[int, int, int], int]) -> Sizes:
     """Return ``sent(n, m, r)`` for every row, or its length where it travels exactly."""
-    sizes = []
-    for shape, rank, length in zip(
-        group.shapes, group.table["level"].tolist(), group.table["length"].tolist(), strict=True
-    ):
+
+    def of(shape: tuple[int, ...], rank: int, length: int) -> int:
         low = clamped_rank(shape, rank)
-        sizes.append(sent(*matrix_shape(shape), low) if low else length)
-    return np.array(sizes, dtype=np.int64)
+        return sent(*matrix_shape(shape), low) if low else length
+
+    levels, lengths = group.table["level"].tolist(), group.table["length"].tolist()
+    return np.array(list(map(of, group.shapes, levels, lengths)), dtype=np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +13,11 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Traits
 from gradcomp.compress.bounds import Distortion
+from gradcomp.compress.checks import check_flag
 from gradcomp.compress.lowrank.base import LowRank, Matrices, clamped_rank, elements, matrix_shape
 from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather
 from gradcomp.compress.registry import register
-from gradcomp.core.errors import ConfigError, WireFormatError
+from gradcomp.core.errors import WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import lowrank, philox
 from gradcomp.kernels.codec import Draw, Group, Sizes
@@ -24,6 +26,7 @@ from gradcomp.kernels.step import StepContext
 
 Doubles = npt.NDArray[np.float64]
 Booleans = npt.NDArray[np.bool_]
+Hashes = npt.NDArray[np.uint32]
 
 _EPSILON = 2.0**-52
 
@@ -40,10 +43,6 @@ class Stack:
     m: int
     rank: int
     start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.rows) * self.n * self.m
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +74,7 @@ class Spectral(LowRank):
         """Return how many atoms of a matrix are sent: exactly if :attr:`fixed`, else at most."""
 
     @abstractmethod
-    def choose(
-        self, sigma: Doubles, rank: int, hashes: npt.NDArray[np.uint32], draw: Draw
-    ) -> tuple[Booleans, Doubles]:
+    def choose(self, sigma: Doubles, rank: int, hashes: Hashes, draw: Draw) -> tuple[Booleans, Doubles]:
         """Choose each matrix's atoms and their weights; ``sigma``: its singular values in a row, descending."""
 
     def wire_bytes(self, group: Group) -> Sizes:
@@ -129,7 +126,8 @@ class Spectral(LowRank):
         counts = np.zeros(len(table), dtype=np.int64)
         columns = []
         for stack in form.stacks:
-            stacked = m[stack.start : stack.end].reshape(len(stack.rows), stack.n, stack.m).astype(np.float64)
+            shape = len(stack.rows), stack.n, stack.m
+            stacked = m[stack.start : stack.start + math.prod(shape)].reshape(shape).astype(np.float64)
             stacked[found[stack.rows] != 0] = 0.0
             u, sigma, vt = np.linalg.svd(stacked, full_matrices=False)
             sigma[sigma <= max(stack.n, stack.m) * _EPSILON * sigma[:, :1]] = 0.0
@@ -163,7 +161,7 @@ class SpectralFormat:
             stack = Stack(np.flatnonzero(kind.reshape(-1) == number), n, m, rank, self.m_size)
             self.m_at[stack.rows] = stack.start + n * m * np.arange(len(stack.rows))
             self.stacks.append(stack)
-            self.m_size = stack.end
+            self.m_size += len(stack.rows) * n * m
 
     def _size(self, counts: Sizes) -> int:
         columns = int(counts @ (self.matrices.rows + self.matrices.columns))
@@ -178,25 +176,24 @@ class SpectralFormat:
 
     def read(self, payload: Bytes, sender: int) -> tuple[Atoms, Floats]:
         """Return rank ``sender``'s atoms and exact layers. WireFormatError for an impossible payload."""
-        at, counts = 0, self._most
+        at, counts = 0 if self._fixed else 4 * len(self._most), self._most
+        if len(payload) < at:
+            raise _refusal(sender, f"{len(payload)} bytes are too few for {len(self._most)} counts")
         if not self._fixed:
-            at = 4 * len(self._most)
-            if len(payload) < at:
-                raise self._refusal(sender, f"{len(payload)} bytes are too few for {len(self._most)} counts")
             counts = payload[:at].copy().view("<u4").astype(np.int64)
             if (counts > self._most).any():
                 row = int(np.argmax(counts > self._most))
-                raise self._refusal(sender, f"{counts[row]} atoms, at most {self._most[row]} are possible")
+                raise _refusal(sender, f"{counts[row]} atoms, at most {self._most[row]} are possible")
         if len(payload) != self._size(counts):
-            raise self._refusal(sender, f"{len(payload)} bytes where the counts ask for {self._size(counts)}")
+            raise _refusal(sender, f"{len(payload)} bytes where the counts ask for {self._size(counts)}")
         numbers = payload[at:].copy().view("<f4")
         p_size = int(counts @ self.matrices.rows)
         exact_at = len(numbers) - self.matrices.exact_size
         return Atoms(counts, numbers[:p_size], numbers[p_size:exact_at]), numbers[exact_at:]
 
-    @staticmethod
-    def _refusal(sender: int, why: str) -> WireFormatError:
-        return WireFormatError(f"rank {sender} sent an impossible low-rank payload: {why}")
+
+def _refusal(sender: int, why: str) -> WireFormatError:
+    return WireFormatError(f"rank {sender} sent an impossible low-rank payload: {why}")
 
 
 def _begins(sizes: Sizes) -> Sizes:
@@ -238,16 +235,8 @@ def _expand(group: Group, context: StepContext, matrices: Matrices, sent: list[A
     shapes = matrices.shapes._replace(ranks=counts.sum(axis=0))
     p = _merge([atoms.p for atoms in sent], counts * matrices.rows)
     q = _merge([atoms.q for atoms in sent], counts * matrices.columns)
-    found = flags[matrices.low]
-    lowrank.expand(
-        group.table[matrices.low],
-        found,
-        shapes,
-        p,
-        q,
-        divisor=context.divisor,
-        scale=context.unscale,
-    )
+    table, found = group.table[matrices.low], flags[matrices.low]
+    lowrank.expand(table, found, shapes, p, q, divisor=context.divisor, scale=context.unscale)
     flags[matrices.low] |= found
 
 
@@ -297,9 +286,7 @@ class SpectralAtomo(Spectral):
     def most_atoms(self, n: int, m: int, rank: int) -> int:
         return min(n, m)
 
-    def choose(
-        self, sigma: Doubles, rank: int, hashes: npt.NDArray[np.uint32], draw: Draw
-    ) -> tuple[Booleans, Doubles]:
+    def choose(self, sigma: Doubles, rank: int, hashes: Hashes, draw: Draw) -> tuple[Booleans, Doubles]:
         """Choose every atom by a draw of its own."""
         likely = probabilities(sigma, rank)
         chosen = draws(hashes, sigma.shape[1], draw) < likely
@@ -326,7 +313,7 @@ def probabilities(sigma: Doubles, rank: int) -> Doubles:
     return np.where(np.arange(sigma.shape[1]) < first, 1.0, fair)
 
 
-def draws(hashes: npt.NDArray[np.uint32], count: int, draw: Draw) -> Doubles:
+def draws(hashes: Hashes, count: int, draw: Draw) -> Doubles:
     """Draw ``count`` numbers in (0, 1) for each layer.
 
     They are word i % 4 of the Philox counter (2**32 - 1 - i // 4, layer, step, rank). Draws for the elements of a layer
@@ -371,8 +358,7 @@ class BestRank(Spectral):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.feedback, bool):
-            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+        check_flag("feedback", self.feedback)
 
     @cached_property
     def traits(self) -> Traits:
@@ -387,8 +373,6 @@ class BestRank(Spectral):
     def most_atoms(self, n: int, m: int, rank: int) -> int:
         return rank
 
-    def choose(
-        self, sigma: Doubles, rank: int, hashes: npt.NDArray[np.uint32], draw: Draw
-    ) -> tuple[Booleans, Doubles]:
+    def choose(self, sigma: Doubles, rank: int, hashes: Hashes, draw: Draw) -> tuple[Booleans, Doubles]:
         """Choose the first ``rank`` atoms, weighted by their singular values."""
         return np.broadcast_to(np.arange(sigma.shape[1]) < rank, sigma.shape), sigma

@@ -1,9 +1,9 @@
-"""Bucketed is the base of the compressors that quantise bucket by bucket: NUQSGD, Codebook and TernGrad."""
+"""Bucketed is the base of NUQSGD, Codebook, TernGrad and BlockFloat: their quantisation buckets share a scale."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
@@ -11,18 +11,24 @@ import numpy as np
 
 from gradcomp.compress.base import Coded, Traits
 from gradcomp.compress.bounds import ANY_LAYER, Distortion, check_feedback_around, of_magnitudes
+from gradcomp.compress.checks import check_flag, check_whole, check_word
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
+from gradcomp.kernels import segments
 from gradcomp.kernels.codec import Codec, Table
-from gradcomp.kernels.segments import CODEBOOK_L2, CODEBOOK_LINF, LINF, MAGNITUDES_SHAPE, Magnitudes
+from gradcomp.kernels.formats import FORMATS
+from gradcomp.kernels.segments import MAGNITUDES_SHAPE, Magnitudes
 
 #: This bucket size stands for a whole layer: no quantisation bucket can be larger.
 WHOLE_LAYER = 2**31 - 1
 
-KINDS = {"l2": CODEBOOK_L2, "linf": CODEBOOK_LINF}
+KINDS = {"l2": segments.CODEBOOK_L2, "linf": segments.CODEBOOK_LINF}
 ROUNDINGS = ("stochastic", "nearest")
+_FORMATS = {"fp8_e4m3": segments.E4M3, "fp8_e5m2": segments.E5M2, "fp4_e2m1": segments.E2M1}
+_CODECS = {("e8m0", name): codec for name, codec in _FORMATS.items()} | {("e4m3", "fp4_e2m1"): segments.NVFP4}
+SCALES = ("e8m0", "e4m3")
 
 
 class Bucketed(Coded):
@@ -49,36 +55,22 @@ class Bucketed(Coded):
         return self.bucket_size or WHOLE_LAYER
 
 
-def check_bucket_size(size: int | None, name: str = "bucket_size") -> None:
-    """Raise ConfigError unless the size is a whole number from 1 on, or None."""
-    if size is None:
-        return
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= WHOLE_LAYER:
-        raise ConfigError(f"{name} must be a whole number of at least 1, or none, got {size!r}")
+class Rounded(Bucketed):
+    """Base of the bucketed compressors whose rounding may be biased, and then keeps a residual by default."""
 
+    rounding: str
+    feedback: bool | None
 
-def check_word(name: str, word: str, words: Collection[str]) -> None:
-    """Raise ConfigError unless ``word`` is one of ``words``."""
-    if word not in words:
-        raise ConfigError(f"{name} must be one of {', '.join(words)}, got {word!r}")
+    def check_rounding(self) -> None:
+        """Check the fields of this class. Of the other fields the bound on the error must be known."""
+        check_word("rounding", self.rounding, ROUNDINGS)
+        check_flag("feedback", self.feedback, or_none=True)
+        if self.traits.keeps_residual:
+            check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
 
-
-def check_feedback(feedback: bool | None, *, or_none: bool = False) -> None:
-    """Raise ConfigError unless ``feedback`` is a bool, or None where that is allowed."""
-    if not isinstance(feedback, bool) and not (or_none and feedback is None):
-        raise ConfigError(
-            f"feedback must be true{', false or none' if or_none else ' or false'}, got {feedback!r}"
-        )
-
-
-def _check_scaled(compressor: NUQSGD | Codebook) -> None:
-    """Raise ConfigError for fields that quantisers to given magnitudes have in common."""
-    check_bucket_size(compressor.bucket_size)
-    check_word("scaling", compressor.scaling, KINDS)
-    check_word("rounding", compressor.rounding, ROUNDINGS)
-    check_feedback(compressor.feedback, or_none=True)
-    if compressor.traits.keeps_residual:
-        check_feedback_around(compressor.to_string(), compressor.distortion(ANY_LAYER))
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits.of_rounding(self.rounding, self.feedback)
 
 
 def _exponential() -> Magnitudes:
@@ -96,7 +88,7 @@ _MAGNITUDES = _exponential()
 
 @register("nuqsgd")
 @dataclass(frozen=True)
-class NUQSGD(Bucketed):
+class NUQSGD(Rounded):
     """Quantise to a sign and a power of two, in units of the bucket's norm.
 
     |v_i| / ||v|| is rounded to one of the levels 0, 2^-(s-1), ..., 1/4, 1/2, 1, where b bits give
@@ -125,8 +117,10 @@ class NUQSGD(Bucketed):
     feedback: bool | None = None
 
     def __post_init__(self) -> None:
-        _check_bits(self.bits)
-        _check_scaled(self)
+        check_whole("bits", self.bits, 2, 8)
+        check_whole("bucket_size", self.bucket_size, 1, WHOLE_LAYER, or_none=True)
+        check_word("scaling", self.scaling, KINDS)
+        self.check_rounding()
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         s = (1 << (self.bits - 1)) - 1
@@ -134,12 +128,8 @@ class NUQSGD(Bucketed):
         levels = [2.0**-i for i in reversed(range(s))]
         return of_magnitudes(levels, elements, l2=self.scaling == "l2", nearest=self.rounding == "nearest")
 
-    @cached_property
-    def traits(self) -> Traits:
-        return Traits.of_rounding(self.rounding, self.feedback)
-
     def fill(self, table: Table, level: Level) -> None:
-        _check_bits(level)
+        check_whole("bits", level, 2, 8)
         super().fill(table, level)
 
     def codec_for(self, table: Table) -> Codec:
@@ -147,14 +137,9 @@ class NUQSGD(Bucketed):
         return Codec(KINDS[self.scaling], self.rounding == "stochastic", _MAGNITUDES)
 
 
-def _check_bits(bits: Level) -> None:
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-        raise ConfigError(f"bits must be a whole number from 2 to 8, got {bits!r}")
-
-
 @register("codebook")
 @dataclass(frozen=True)
-class Codebook(Bucketed):
+class Codebook(Rounded):
     """Quantise to a sign and one of the given levels, in units of the bucket's norm.
 
     |v_i| / ||v|| is rounded to 0 or one of ``levels``; value = sign(v_i) ||v|| level.
@@ -183,17 +168,15 @@ class Codebook(Bucketed):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", _checked(self.levels))
-        _check_scaled(self)
+        check_whole("bucket_size", self.bucket_size, 1, WHOLE_LAYER, or_none=True)
+        check_word("scaling", self.scaling, KINDS)
+        self.check_rounding()
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
         return of_magnitudes(
             self.levels, elements, l2=self.scaling == "l2", nearest=self.rounding == "nearest"
         )
-
-    @cached_property
-    def traits(self) -> Traits:
-        return Traits.of_rounding(self.rounding, self.feedback)
 
     @property
     def code_bits(self) -> int:
@@ -247,7 +230,7 @@ class TernGrad(Bucketed):
     bucket_size: int | None = 512
 
     def __post_init__(self) -> None:
-        check_bucket_size(self.bucket_size)
+        check_whole("bucket_size", self.bucket_size, 1, WHOLE_LAYER, or_none=True)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
@@ -260,4 +243,86 @@ class TernGrad(Bucketed):
 
     def codec_for(self, table: Table) -> Codec:
         """Return a codec of even steps of the largest magnitude, of which two bits leave one."""
-        return Codec(LINF, stochastic=True)
+        return Codec(segments.LINF, stochastic=True)
+
+
+@register("block_float")
+@dataclass(frozen=True)
+class BlockFloat(Rounded):
+    """Round every value to a narrow floating format, in units of a scale that a block of values shares.
+
+    value_i = X P_i; P_i is v_i / X in the format, subnormal numbers included, and P_max its largest number.
+    ``scale="e8m0"`` (default): X = 2^ceil(log2(max |v| / P_max)), the least power of two with no |v_i| / X above P_max.
+    ``scale="e4m3"``: X = S s, s the least number of E4M3 with no |v_i| / X above P_max, S = max |v| / (448 P_max),
+    where the maximum is that of the layer's part within a chunk. With ``block=16`` this is NVFP4.
+
+    ``format``: ``"fp8_e4m3"`` (default: P_max = 448), ``"fp8_e5m2"`` (57344) or ``"fp4_e2m1"`` (6).
+    ``block``: values that share X; None: the whole layer.
+    ``rounding="stochastic"`` (default): to one of the two neighbouring numbers, unbiased. ``"nearest"``: ties to even,
+    biased; ``feedback`` is then on by default.
+    Wire, per direction: 1 or half a byte per value and 1 byte per block, 8.25 and 4.25 bits per value at 32; with
+    ``scale="e4m3"`` also 4 bytes for S, 4.5 bits per value at 16. Two rounds under scatter-reduce-allgather.
+    State: with feedback, a residual per layer and the chunk owner's server-side error.
+    Errors: ConfigError for an unknown word, a block below 1, or ``scale="e4m3"`` with a format of 8 bits. Under E8M0,
+    values above 1.75 x 2^127 (1.5 x 2^127 for fp4_e2m1) count as not finite.
+    Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5 and 6 (E4M3, E5M2, E2M1; scale E8M0; block 32);
+    NVIDIA 2025, Pretraining Large Language Models with NVFP4 (scale E4M3 in two levels; block 16).
+    Differs: X is rounded up, so that no value is clamped and stochastic rounding has no bias (section 6.3 takes
+    2^floor(log2 max |v|) over the largest power of two of the format, and clamps; NVFP4 rounds s to nearest); X is at
+    least 2^-126, s at least 2^-9; codes that a format reserves for infinities and NaN are never sent. S is not that of
+    the whole tensor: it depends on the slice size and the order of layers.
+    """
+
+    format: str = "fp8_e4m3"
+    block: int | None = 32
+    rounding: str = "stochastic"
+    feedback: bool | None = None
+    scale: str = "e8m0"
+
+    def __post_init__(self) -> None:
+        check_word("format", self.format, _FORMATS)
+        check_whole("block", self.block, 1, WHOLE_LAYER, or_none=True)
+        check_word("scale", self.scale, SCALES)
+        if (self.scale, self.format) not in _CODECS:
+            raise ConfigError(f"scale=e4m3 needs format=fp4_e2m1, got {self.format}")
+        self.check_rounding()
+
+    @property
+    def bucket_size(self) -> int | None:  # type: ignore[override]
+        """Return ``block``, the number of values that share a scale."""
+        return self.block
+
+    def alternatives(self) -> tuple[BlockFloat, ...]:
+        """Return this compressor with 8 bits, with its own format, and with 4 bits."""
+        formats = dict.fromkeys(("fp8_e4m3", self.format, "fp4_e2m1"))
+        return tuple(
+            replace(self, format=each, scale=self.scale if (self.scale, each) in _CODECS else "e8m0")
+            for each in formats
+        )
+
+    def distortion(self, layer: LayerSpec) -> Distortion:
+        """Bound the error for d values in a block, and a format with m bits of mantissa and the smallest number f.
+
+        Normal numbers of the format are at most 2^-m |v| apart; the variance is at most a quarter of that squared.
+        Below them it is at most (f X)^2 / 4. Under E8M0, max |v| > P_max X / 2. Under E4M3, X is at most 9/8 max |v| /
+        P_max, or max |v| / P_max + 2^-9 S where s is subnormal. To nearest, the error is at most half the distance.
+        """
+        form = FORMATS[_FORMATS[self.format]]
+        elements = min(self.block or WHOLE_LAYER, layer.size)
+        smallest = float(form.magnitude(1) / form.largest)
+        if self.scale == "e8m0":
+            below = (elements - 1) * smallest**2
+        else:
+            of_unit = 2.0**-9 * smallest / float(FORMATS[segments.E4M3].largest)
+            below = (elements * smallest**2 + layer.size * of_unit**2) / 2
+        bound = 4.0 ** -(form.mantissa + 1) + below
+        step = max(2.0**-form.mantissa, 2 * smallest)
+        nearest = self.rounding == "nearest"
+        return Distortion(bound, not nearest, step / 2 if nearest else step)
+
+    @property
+    def code_bits(self) -> int:
+        return segments.LEVELS[_FORMATS[self.format]].start
+
+    def codec_for(self, table: Table) -> Codec:
+        return Codec(_CODECS[self.scale, self.format], self.rounding == "stochastic")

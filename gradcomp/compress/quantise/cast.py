@@ -9,6 +9,7 @@ from typing import Any
 
 from gradcomp.compress.base import Coded, Traits
 from gradcomp.compress.bounds import Distortion
+from gradcomp.compress.checks import check_flag, check_word
 from gradcomp.compress.identity import CAST_BLOCK
 from gradcomp.compress.registry import abbreviate, register
 from gradcomp.core.errors import ConfigError
@@ -45,10 +46,8 @@ class Cast(Coded):
     feedback: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in _KINDS:
-            raise ConfigError(f"cast dtype must be one of {', '.join(_KINDS)}, got {self.dtype!r}")
-        if not isinstance(self.feedback, bool):
-            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+        check_word("cast dtype", self.dtype, _KINDS)
+        check_flag("feedback", self.feedback)
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return a PyTorch or TensorFlow tensor as collectives send it, and the context of :meth:`decompress`."""
@@ -67,11 +66,8 @@ class Cast(Coded):
     @cached_property
     def traits(self) -> Traits:
         """Return a residual with ``feedback``, unless nothing is lost."""
-        return Traits(
-            keeps_residual=self.feedback and self.dtype != "float32",
-            reduces=True,
-            exact=self.dtype == "float32",
-        )
+        exact = self.dtype == "float32"
+        return Traits(keeps_residual=self.feedback and not exact, reduces=True, exact=exact)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         relative = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-8}[self.dtype]

@@ -6,35 +6,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from gradcomp.compress import bounds
 from gradcomp.compress.base import Coded, Traits
-from gradcomp.compress.blocks import check_levels
-from gradcomp.compress.bounds import (
-    ANY_LAYER,
-    Distortion,
-    check_feedback_around,
-    of_drawn_sign,
-    of_extremes,
-    of_magnitudes,
-    of_mean_sign,
-    of_moved_extremes,
-    worst_of,
-)
+from gradcomp.compress.bounds import ANY_LAYER, Distortion
+from gradcomp.compress.checks import check_flag, check_whole, check_word
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.core.plan import Level
+from gradcomp.core.plan import MOST_BLOCKS, Level
+from gradcomp.kernels import segments
 from gradcomp.kernels.codec import Codec, Table
-from gradcomp.kernels.segments import (
-    L2,
-    LINF,
-    MINMAX,
-    MINMAX_LEAST_BYTES,
-    MINMAX_LEAST_ERROR,
-    MINMAX_SHIFT,
-)
 
-_ALLOCATIONS = {"bucket": MINMAX_LEAST_BYTES, "bytes": MINMAX_LEAST_ERROR}
-_KINDS = {"minmax": MINMAX, "l2": L2, "linf": LINF}
+_ALLOCATIONS = {"bucket": segments.MINMAX_LEAST_BYTES, "bytes": segments.MINMAX_LEAST_ERROR}
+_KINDS = {"minmax": segments.MINMAX, "l2": segments.L2, "linf": segments.LINF}
 _ROUNDINGS = ("stochastic", "nearest", "shift")
 
 
@@ -99,18 +83,16 @@ class Quantize(Coded):
     allocate: str | None = None
 
     def __post_init__(self) -> None:
-        check_levels(self.bits, "bits", _check_bits)
-        size = self.bucket_size
-        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size < 2**31:
-            raise ConfigError(f"bucket_size must be a whole number of at least 1, got {self.bucket_size!r}")
-        if self.scaling not in _KINDS:
-            raise ConfigError(f"scaling must be one of {', '.join(_KINDS)}, got {self.scaling!r}")
-        if self.rounding not in _ROUNDINGS:
-            raise ConfigError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {self.rounding!r}")
+        if isinstance(self.bits, tuple) and not 2 <= len(self.bits) <= MOST_BLOCKS:
+            raise ConfigError(f"bits by block must be 2 to {MOST_BLOCKS} numbers, got {len(self.bits)}")
+        for bits in self.bits if isinstance(self.bits, tuple) else (self.bits,):
+            check_whole("bits", bits, 1, 8)
+        check_whole("bucket_size", self.bucket_size, 1, 2**31 - 1)
+        check_word("scaling", self.scaling, _KINDS)
+        check_word("rounding", self.rounding, _ROUNDINGS)
+        check_flag("feedback", self.feedback, or_none=True)
         if self.rounding == "shift" and self.scaling != "minmax":
             raise ConfigError(f"rounding=shift needs scaling=minmax, got {self.scaling!r}")
-        if self.feedback is not None and not isinstance(self.feedback, bool):
-            raise ConfigError(f"feedback must be true, false or none, got {self.feedback!r}")
         if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
         if self.allocate is not None:
@@ -119,28 +101,28 @@ class Quantize(Coded):
             if self.scaling != "minmax" or self.rounding != "stochastic":
                 raise ConfigError(f"allocate={self.allocate} needs scaling=minmax and rounding=stochastic")
         if self.traits.keeps_residual:
-            check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
+            bounds.check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         """Bound the error by the steps and the values that share a scale; of several numbers of bits the worst."""
         numbers = set(self.bits) if isinstance(self.bits, tuple) else {self.bits}
-        return worst_of([self._distortion(bits, layer) for bits in sorted(numbers)])
+        return bounds.worst_of([self._distortion(bits, layer) for bits in sorted(numbers)])
 
     def _distortion(self, bits: int, layer: LayerSpec) -> Distortion:
         elements, nearest = min(self.bucket_size, layer.size), self.rounding == "nearest"
         if bits == 1 and nearest:
-            return of_mean_sign(elements)
+            return bounds.of_mean_sign(elements)
         if self.rounding == "shift":
-            return of_moved_extremes((1 << bits) - 1, elements)
+            return bounds.of_moved_extremes((1 << bits) - 1, elements)
         if self.scaling == "minmax":
-            uniform = of_extremes((1 << bits) - 1, elements, nearest=nearest)
+            uniform = bounds.of_extremes((1 << bits) - 1, elements, nearest=nearest)
             # A bucket may take one bit; a layer's error is at most 1/4 over 1/6 times that of uniform bits.
             return uniform if self.allocate is None else Distortion(1.5 * uniform.bound, True, 2.0)
         if bits == 1:
-            return of_drawn_sign(elements, l2=self.scaling == "l2")
+            return bounds.of_drawn_sign(elements, l2=self.scaling == "l2")
         s = (1 << (bits - 1)) - 1
         levels = [i / s for i in range(1, s + 1)]
-        return of_magnitudes(levels, elements, l2=self.scaling == "l2", nearest=nearest)
+        return bounds.of_magnitudes(levels, elements, l2=self.scaling == "l2", nearest=nearest)
 
     @cached_property
     def traits(self) -> Traits:
@@ -151,19 +133,14 @@ class Quantize(Coded):
         if self.allocate is not None:
             return Codec(_ALLOCATIONS[self.allocate], stochastic=True)
         if self.rounding == "shift":
-            return Codec(MINMAX_SHIFT, stochastic=True)
+            return Codec(segments.MINMAX_SHIFT, stochastic=True)
         return Codec(_KINDS[self.scaling], self.rounding == "stochastic")
 
     def fill(self, table: Table, level: Level) -> None:
-        _check_bits(level)
+        check_whole("bits", level, 1, 8)
         table["level"] = level
         table["bucket_size"] = self.bucket_size
 
     def cut_elements(self, layer: LayerSpec) -> int:
         """Return the bucket size, so that no cut changes a scale."""
         return self.bucket_size
-
-
-def _check_bits(bits: Level) -> None:
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= 8:
-        raise ConfigError(f"bits must be a whole number from 1 to 8, got {bits!r}")

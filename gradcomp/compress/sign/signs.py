@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from gradcomp.compress.base import Traits
 from gradcomp.compress.bounds import Distortion, of_mean_sign
-from gradcomp.compress.quantise.bucketed import WHOLE_LAYER, Bucketed, check_bucket_size, check_feedback
+from gradcomp.compress.checks import check_flag, check_number, check_whole
+from gradcomp.compress.quantise.bucketed import WHOLE_LAYER, Bucketed
 from gradcomp.compress.registry import register
-from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Codec, Table
 from gradcomp.kernels.segments import ONEBIT, SIGN, VOTE
@@ -29,8 +29,8 @@ class SignAndMeans(Bucketed):
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        check_bucket_size(self.bucket_size)
-        check_feedback(self.feedback)
+        check_whole("bucket_size", self.bucket_size, 1, WHOLE_LAYER, or_none=True)
+        check_flag("feedback", self.feedback)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         return of_mean_sign(min(self.bucket_size or WHOLE_LAYER, layer.size))
@@ -112,10 +112,8 @@ class Signum(Bucketed):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        check_bucket_size(self.bucket_size)
-        number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
-        if not number or not 0.0 <= self.momentum < 1.0:
-            raise ConfigError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        check_whole("bucket_size", self.bucket_size, 1, WHOLE_LAYER, or_none=True)
+        check_number("momentum", self.momentum, "[0, 1)")
 
     @cached_property
     def traits(self) -> Traits:

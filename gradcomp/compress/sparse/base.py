@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Coded, Compressor, Traits
 from gradcomp.compress.bounds import ANY_LAYER, Distortion, check_feedback_around
+from gradcomp.compress.checks import check_flag, check_number, check_word
 from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather
 from gradcomp.compress.quantise.cast import Cast
 from gradcomp.compress.registry import from_string
@@ -26,12 +27,6 @@ from gradcomp.kernels.step import StepContext
 
 #: Only zeros are below this magnitude.
 LEAST_MAGNITUDE: Final = np.finfo(np.float32).smallest_subnormal
-
-
-def check_density(density: Level) -> None:
-    """Raise ConfigError unless the density is in (0, 1]."""
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0.0 < density <= 1.0:
-        raise ConfigError(f"density must be in (0, 1], got {density!r}")
 
 
 def elements_at(density: float | npt.NDArray[np.float64], lengths: Sizes) -> Sizes:
@@ -51,11 +46,11 @@ class ByDensity(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_density(self.density)
+        check_number("density", self.density, "(0, 1]")
 
     def fill(self, table: Table, level: Level) -> None:
         """Write k, the number of elements to select, into the column of the level."""
-        check_density(level)
+        check_number("density", level, "(0, 1]")
         assert isinstance(level, int | float), "checked"
         table["level"] = elements_at(float(level), table["length"].astype(np.int64))
         table["bucket_size"] = 1
@@ -106,19 +101,15 @@ class Sparse(Compressor):
             or (self.values.traits.keeps_residual and self.values.traits.residual_decay != 1)
         ):
             raise ConfigError(f"values must be a cast or a quantiser, got {self.values!r}")
-        if self.indices not in CODINGS:
-            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {self.indices!r}")
-        if not isinstance(self.feedback, bool):
-            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
+        check_word("indices", self.indices, CODINGS)
+        check_flag("feedback", self.feedback)
         if self.feedback:
             name, remedy = f"values=[{self.values.to_string()}]", "Use more bits, or values=[one_bit]"
             check_feedback_around(name, self.values.distortion(ANY_LAYER), remedy)
 
     def distortion_of_largest(self, count: int, layer: LayerSpec) -> Distortion:
         """Bound the loss if the ``count`` largest elements are sent, which hold at least count / n of the energy."""
-        coded = self.values.distortion(replace(layer, shape=(count,)))
-        if coded is None:
-            coded = Distortion(0.0)
+        coded = self.values.distortion(replace(layer, shape=(count,))) or Distortion(0.0)
         bound = max(coded.bound, 1.0 - count / max(layer.size, 1) * (1.0 - coded.bound))
         return Distortion(bound, selects=coded.bears_feedback)
 
@@ -186,20 +177,15 @@ class Sparse(Compressor):
                 work()
                 return flags, used
             used = form.begin(chosen.counts, view)
-            key = factors, context.draw if form.draws else None, chosen.counts.tobytes(), _masked(group)
+            # Where momentum is masked, keep_errors writes to it.
+            masked = group.inputs["gradient"].tobytes() if group.compressor.traits.masks_momentum else b""
+            key = factors, context.draw if form.draws else None, chosen.counts.tobytes(), masked
             replayed_calls.run(key, (group.inputs, view), work)
             return flags, used
 
-        by_kernels = self.by_kernels and form.fixed
-        begin = select if apart else None
+        by_kernels, begin = self.by_kernels and form.fixed, select if apart else None
         reply = yield Gather(form.max_bytes, write, form.fixed, by_kernels, begin)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
-
-
-def _masked(group: Group) -> bytes:
-    """Return the addresses of masked momentum as part of a key, because :func:`keep_errors` writes there."""
-    found: bytes = group.inputs["gradient"].tobytes() if group.compressor.traits.masks_momentum else b""
-    return found
 
 
 def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
@@ -218,17 +204,15 @@ def scatter_payloads(
     form: SparseFormat, group: Group, context: StepContext, payloads: list[Bytes], flags: Bytes
 ) -> Bytes:
     """Decode every rank's payload and write the mean to the outputs; return the rows that are not finite."""
-    arrived = group.scratch.once("arrived", lambda: _Arrived.of(form, len(payloads)))
+    arrived = group.scratch.once("arrived", lambda: _Arrived(form, len(payloads)))
     own, table = arrived.flags, group.table
 
     def work() -> None:
         for rank, payload in enumerate(payloads):
-            form.decode(payload, arrived.selection(rank), rank)
-        indices.scatter_mean(
-            *(table, own, arrived.offsets, arrived.counts, arrived.indices, arrived.values),
-            divisor=context.divisor,
-            scale=context.unscale,
-        )
+            into = Selection(arrived.offsets[rank], arrived.counts[rank], arrived.indices, arrived.values)
+            form.decode(payload, into, rank)
+        places = arrived.offsets, arrived.counts, arrived.indices, arrived.values
+        indices.scatter_mean(table, own, *places, divisor=context.divisor, scale=context.unscale)
 
     own[:] = flags
     if form.device is HOST:
@@ -240,27 +224,13 @@ def scatter_payloads(
     return own
 
 
-@dataclass(eq=False)
 class _Arrived:
     """Hold the selections of all ranks, one after the other. ``flags``: of the rows of their mean."""
 
-    offsets: Sizes
-    counts: Sizes
-    indices: npt.NDArray[np.uint32]
-    values: Floats
-    flags: Bytes
-
-    @staticmethod
-    def of(form: SparseFormat, world: int) -> _Arrived:
+    def __init__(self, form: SparseFormat, world: int) -> None:
         limits, total = form.limits, int(form.limits.sum())
-        offsets = np.cumsum(limits) - limits + total * np.arange(world)[:, None]
-        return _Arrived(
-            offsets,
-            np.empty_like(offsets),
-            form.device.array(world * total, np.uint32),
-            form.device.array(world * total, np.float32),
-            np.zeros(len(limits), dtype=np.uint8),
-        )
-
-    def selection(self, rank: int) -> Selection:
-        return Selection(self.offsets[rank], self.counts[rank], self.indices, self.values)
+        self.offsets: Sizes = np.cumsum(limits) - limits + total * np.arange(world)[:, None]
+        self.counts = np.empty_like(self.offsets)
+        self.indices: npt.NDArray[np.uint32] = form.device.array(world * total, np.uint32)
+        self.values: Floats = form.device.array(world * total, np.float32)
+        self.flags = np.zeros(len(limits), dtype=np.uint8)

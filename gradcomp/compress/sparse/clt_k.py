@@ -9,20 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from gradcomp.compress.base import Traffic, Traits, zeros
+from gradcomp.compress.checks import check_flag, check_whole, check_word
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Message, Reply
 from gradcomp.compress.registry import register
+from gradcomp.compress.sparse import payload
 from gradcomp.compress.sparse.drawn import Summed
-from gradcomp.compress.sparse.payload import (
-    CODINGS,
-    KEPT,
-    IndexFormat,
-    KeptIndices,
-    Selection,
-    elements_for,
-    mark_of,
-    sent_by,
-)
-from gradcomp.core.errors import ConfigError
+from gradcomp.compress.sparse.payload import CODINGS, KEPT, IndexFormat, KeptIndices, Selection
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin
 from gradcomp.kernels import selection
@@ -94,12 +86,9 @@ class CLTk(Summed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.indices not in CODINGS:
-            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {self.indices!r}")
-        if not isinstance(self.feedback, bool):
-            raise ConfigError(f"feedback must be true or false, got {self.feedback!r}")
-        if isinstance(self.refresh, bool) or not isinstance(self.refresh, int) or self.refresh < 1:
-            raise ConfigError(f"refresh must be a whole number of at least 1, got {self.refresh!r}")
+        check_word("indices", self.indices, CODINGS)
+        check_flag("feedback", self.feedback)
+        check_whole("refresh", self.refresh)
 
     @cached_property
     def traits(self) -> Traits:
@@ -108,7 +97,8 @@ class CLTk(Summed):
 
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
         """Return the fields of the base, and with ``refresh`` the one that keeps indices."""
-        size = elements_for(self.sent_of(layer))
+        count = self.sent_of(layer)
+        size = 2 * count + 1 if count else 0  # see KeptIndices
         kept = {KEPT: (size, zeros(size))} if self.refresh > 1 else {}
         return {**super().fields(layer, seed), **kept}
 
@@ -151,7 +141,7 @@ class CLTk(Summed):
         leader, rider = self.leader(context), rider or Rider()
         flags = np.zeros(len(group.table), dtype=np.uint8)
         kept, stays = None, False
-        mark = mark_of(context.draw.step // self.refresh)
+        mark = payload.mark_of(context.draw.step // self.refresh)
         if self.refresh > 1 and context.fields is not None:
             kept = group.scratch.once("kept", lambda: KeptIndices.of(group, chosen))
             stays = kept.load(group, context, mark, chosen)
@@ -173,7 +163,7 @@ class CLTk(Summed):
         else:
             length = rider.nbytes if stays else rider.nbytes + most
             reply = yield Broadcast(length, write, leader, fixed=stays or not form.deflated)
-            with sent_by(leader):
+            with payload.sent_by(leader):
                 if len(reply.data) < rider.nbytes:
                     raise ValueError(
                         f"{len(reply.data)} bytes, fewer than the {rider.nbytes} in front of the indices"
@@ -189,17 +179,10 @@ class CLTk(Summed):
 
 def _select(group: Group, context: StepContext, flags: Bytes, chosen: Selection) -> None:
     """Select the largest |p| on the leader; write p to the next residuals."""
+    # Zeros are selected too, because other ranks' elements at these indices need not be 0.
+    factors = context.factors(len(group.table))
     selection.select_top(
-        group.inputs,
-        flags,
-        context.factors(len(group.table)),
-        chosen.counts,
-        chosen.offsets,
-        chosen.indices,
-        chosen.values,
-        chosen.counts,
-        decay=context.decay,
-        zeros=True,  # other ranks' elements at these indices need not be 0
+        group.inputs, flags, factors, chosen.counts, *chosen.arrays, decay=context.decay, zeros=True
     )
 
 

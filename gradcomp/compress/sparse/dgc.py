@@ -8,9 +8,10 @@ from functools import cached_property
 import numpy as np
 
 from gradcomp.compress.base import Compressor, Traits, check_momentum_factor
+from gradcomp.compress.checks import check_flag, check_number, check_whole
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.registry import register
-from gradcomp.compress.sparse.threshold import EstimatedThreshold, Floats, is_number
+from gradcomp.compress.sparse.threshold import EstimatedThreshold, Floats
 from gradcomp.compress.wrappers.momentum import LocalClip, MomentumCorrection
 from gradcomp.compress.wrappers.schedule import DensitySchedule
 from gradcomp.core.errors import ConfigError
@@ -61,16 +62,12 @@ class DGC(EstimatedThreshold):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_momentum_factor(self.momentum_factor, "the momentum factor")
-        if not isinstance(self.mask, bool):
-            raise ConfigError(f"mask must be true or false, got {self.mask!r}")
-        if not is_number(self.sample) or not 0.0 < self.sample <= 1.0:
-            raise ConfigError(f"sample must be in (0, 1], got {self.sample!r}")
-        steps = self.warmup_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ConfigError(f"warmup_steps must be a whole number of at least 0, got {steps!r}")
-        if 0 < steps < len(self._warmup_levels):
+        check_flag("mask", self.mask)
+        check_number("sample", self.sample, "(0, 1]")
+        check_whole("warmup_steps", self.warmup_steps, 0)
+        if 0 < self.warmup_steps < (least := len(self._warmup_levels)):
             raise ConfigError(
-                f"a warm-up through {len(self._warmup_levels)} densities needs at least as many steps, got {steps}"
+                f"a warm-up through {least} densities needs at least as many steps, got {self.warmup_steps}"
             )
         self.dense(Identity())  # raises for what the wrappers refuse
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Traits
 from gradcomp.compress.bounds import Distortion
+from gradcomp.compress.checks import check_flag
 from gradcomp.compress.messages import Bytes, Exchange, Sum
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import ByDensity, keep_errors
@@ -20,7 +21,6 @@ from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels import indices, selection
-from gradcomp.kernels import selection as selection_module
 from gradcomp.kernels.codec import Draw, Group, Sizes, Table
 from gradcomp.kernels.philox import strata
 from gradcomp.kernels.step import StepContext
@@ -76,12 +76,7 @@ class Summed(ByDensity):
         reply = yield Sum(len(chosen.values), write)
         flags = reply.flags.copy()
         indices.scatter_values(
-            group.table,
-            flags,
-            chosen.offsets,
-            chosen.counts,
-            chosen.indices,
-            reply.data,
+            *(group.table, flags, chosen.offsets, chosen.counts, chosen.indices, reply.data),
             divisor=context.divisor,
             scale=context.unscale,
         )
@@ -107,12 +102,10 @@ def random_indices(
         Where each row's indices begin, and the indices of all rows.
     """
     offsets = np.cumsum(counts) - counts
-    indices = np.empty(int(counts.sum()), dtype=np.uint32)
+    drawn = np.empty(int(counts.sum()), dtype=np.uint32)
     layers = np.ascontiguousarray(layers)
-    selection_module.draw_indices(
-        lengths, counts, layers, offsets, indices, seed=seed, step=step, rank=INDEX_RANK
-    )
-    return offsets, indices
+    selection.draw_indices(lengths, counts, layers, offsets, drawn, seed=seed, step=step, rank=INDEX_RANK)
+    return offsets, drawn
 
 
 def random_blocks(
@@ -131,8 +124,8 @@ def random_blocks(
     # Index j of all rows is j - offset among those, and start + j - offset - wrapped after them.
     shifts = np.stack((-offsets, starts - wrapped - offsets), axis=1).reshape(-1)
     pieces = np.stack((wrapped, counts - wrapped), axis=1).reshape(-1)
-    indices = np.arange(int(counts.sum())) + np.repeat(shifts, pieces)
-    return offsets, indices.astype(np.uint32)
+    drawn = np.arange(int(counts.sum())) + np.repeat(shifts, pieces)
+    return offsets, drawn.astype(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -149,10 +142,8 @@ class Drawn(Summed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.scaled, bool):
-            raise ConfigError(f"scaled must be true or false, got {self.scaled!r}")
-        if self.feedback is not None and not isinstance(self.feedback, bool):
-            raise ConfigError(f"feedback must be true, false or none, got {self.feedback!r}")
+        check_flag("scaled", self.scaled)
+        check_flag("feedback", self.feedback, or_none=True)
         if self.scaled and self.feedback:
             raise ConfigError(
                 "feedback of scaled values grows without bound, because more is sent than there is: use one of the two"
@@ -161,9 +152,8 @@ class Drawn(Summed):
     @cached_property
     def traits(self) -> Traits:
         """Return a residual as ``feedback`` says; by default there is one unless ``scaled``."""
-        return Traits(
-            keeps_residual=not self.scaled if self.feedback is None else self.feedback, contributes=True
-        )
+        keeps = not self.scaled if self.feedback is None else self.feedback
+        return Traits(keeps_residual=keeps, contributes=True)
 
     @abstractmethod
     def draw(self, table: Table, draw: Draw) -> Indices:
@@ -262,8 +252,7 @@ class RandomBlock(Drawn):
 
     def draw(self, table: Table, draw: Draw) -> Indices:
         """Draw one block of each layer."""
-        lengths = table["length"].astype(np.int64)
-        return random_blocks(lengths, self.limits(table), table["layer"], draw.seed, draw.step)[1]
+        return random_blocks(_lengths(table), self.limits(table), table["layer"], draw.seed, draw.step)[1]
 
     def weights(self, table: Table) -> Floats:
         """Return n / k for all elements of a layer."""

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import SHARED, Coded
-from gradcomp.core.errors import ConfigError, StateError, WireFormatError
+from gradcomp.compress.messages import Bytes, Floats
+from gradcomp.core.errors import StateError, WireFormatError
 from gradcomp.kernels import indices as kernel
 from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Draw, Group, Sizes, Table
@@ -21,8 +22,6 @@ from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 from gradcomp.kernels.step import StepContext
 
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.uint32]
 
 #: Index codings by name. ``auto`` takes, row by row, the one with the fewest bytes. ``deflate`` does not use its entry.
@@ -57,18 +56,17 @@ class Selection:
     values: Floats
     device: Device = HOST
 
+    @property
+    def arrays(self) -> tuple[Sizes, Indices, Floats, Sizes]:
+        """Return the last arguments of the kernels that select."""
+        return self.offsets, self.indices, self.values, self.counts
+
     @staticmethod
     def allocate(limits: Sizes, device: Device = HOST) -> Selection:
         """Allocate memory for up to ``limits[i]`` elements of row i; ``counts`` begin as ``limits``."""
-        ends = np.cumsum(limits)
-        total = int(ends[-1]) if len(ends) else 0
-        return Selection(
-            ends - limits,
-            limits.copy(),
-            device.array(total, np.uint32),
-            device.array(total, np.float32),
-            device,
-        )
+        ends, total = np.cumsum(limits), int(limits.sum())
+        flat = device.array(total, np.uint32), device.array(total, np.float32)
+        return Selection(ends - limits, limits.copy(), *flat, device)
 
 
 class IndexFormat:
@@ -79,8 +77,6 @@ class IndexFormat:
     """
 
     def __init__(self, lengths: Sizes, coding: str) -> None:
-        if coding not in CODINGS:
-            raise ConfigError(f"indices must be one of {', '.join(CODINGS)}, got {coding!r}")
         self.lengths = lengths
         self.deflated = coding == "deflate"
         self._coding = CODINGS[coding]
@@ -103,11 +99,10 @@ class IndexFormat:
         """Return coding and bytes of every row, cached because counts are mostly those of the call before."""
         key = counts.tobytes()
         if self._last is None or self._last[0] != key:
-            codings = (
-                kernel.smallest_coding(self.lengths, counts)
-                if self._coding is None
-                else np.full(len(counts), self._coding, dtype=np.int32)
-            )
+            if self._coding is None:
+                codings = kernel.smallest_coding(self.lengths, counts)
+            else:
+                codings = np.full(len(counts), self._coding, dtype=np.int32)
             self._last = key, codings, kernel.index_bytes(codings, self.lengths, counts)
         return self._last[1:]
 
@@ -156,13 +151,7 @@ class SparseFormat:
     """
 
     def __init__(
-        self,
-        table: Table,
-        limits: Sizes,
-        fixed: bool,
-        indices: str,
-        values: Coded,
-        device: Device = HOST,
+        self, table: Table, limits: Sizes, fixed: bool, indices: str, values: Coded, device: Device = HOST
     ) -> None:
         self._indices = IndexFormat(table["length"].astype(np.int64), indices)
         self.device = HOST if self._indices.deflated else device
@@ -268,10 +257,9 @@ def _differences(chosen: Selection) -> npt.NDArray[np.uint32]:
     """Return each index minus the one before it in its row, or minus -1 for the first, so that none is 0."""
     places = places_of(chosen)
     picked = chosen.indices[places].astype(np.int64)
-    first = np.zeros(len(picked), dtype=np.bool_)
+    before = np.concatenate(([-1], picked))[:-1]
     begins = np.cumsum(chosen.counts) - chosen.counts
-    first[begins[chosen.counts > 0]] = True
-    before = np.where(first, -1, np.concatenate(([-1], picked[:-1])))
+    before[begins[chosen.counts > 0]] = -1
     return (picked - before).astype("<u4")
 
 
@@ -289,9 +277,7 @@ def _inflate(stream: Bytes, nbytes: int) -> npt.NDArray[np.int64]:
     At most one byte more is inflated, whatever the stream contains.
     """
     inflater = zlib.decompressobj()
-    data = inflater.decompress(
-        stream.tobytes(), nbytes + 1
-    )  # one byte more than fits, to notice a longer stream
+    data = inflater.decompress(stream.tobytes(), nbytes + 1)  # one more, to notice a longer stream
     if len(data) != nbytes or not inflater.eof or inflater.unused_data:
         raise ValueError(f"the deflated indices do not hold {nbytes} bytes")
     return np.frombuffer(data, dtype="<u4").astype(np.int64)
@@ -308,11 +294,6 @@ def _add_up(differences: npt.NDArray[np.int64], into: Selection, lengths: Sizes)
     if (found >= np.repeat(lengths, counts)).any():
         raise ValueError("an index is out of range")
     into.indices[places_of(into)] = found.astype(np.uint32)
-
-
-def elements_for(count: int) -> int:
-    """Return how many elements the field has for a layer with ``count`` indices: a mark, and two halves of each."""
-    return 2 * count + 1 if count else 0
 
 
 def mark_of(period: int) -> int:
@@ -388,23 +369,13 @@ def narrow(chosen: Selection, counts: Sizes) -> Selection:
     if ((counts < 0) | (counts > chosen.counts)).any():
         raise ValueError(f"counts {counts} are not in 0..{chosen.counts}")
     narrowed = Selection.allocate(counts)
-    room = np.empty(len(chosen.values), dtype=np.float32)
+    unused = np.empty(len(chosen.values), dtype=np.float32)
     table = np.zeros(len(counts), dtype=SEGMENT)
     table["length"], table["dtype"] = chosen.counts, FLOAT32
     table["gradient"] = chosen.values.ctypes.data + 4 * chosen.offsets
-    table["next_residual"] = room.ctypes.data + 4 * chosen.offsets
-    selection.select_top(
-        table,
-        np.zeros(len(table), dtype=np.uint8),
-        np.ones(len(table), dtype=np.float32),
-        narrowed.counts,
-        narrowed.offsets,
-        narrowed.indices,
-        narrowed.values,
-        narrowed.counts,
-        decay=1.0,
-        zeros=True,
-    )
+    table["next_residual"] = unused.ctypes.data + 4 * chosen.offsets
+    flags, factors = np.zeros(len(table), dtype=np.uint8), np.ones(len(table), dtype=np.float32)
+    selection.select_top(table, flags, factors, narrowed.counts, *narrowed.arrays, decay=1.0, zeros=True)
     # The kernel's indices are positions among the selected elements of a row.
     narrowed.indices[:] = chosen.indices[narrowed.indices + np.repeat(chosen.offsets, counts)]
     return narrowed

@@ -1,4 +1,4 @@
-"""Compressors that send all elements above a threshold: Threshold, RedSync and SIDCo."""
+"""Compressors that send all elements above a threshold: Threshold, RedSync, SIDCo, and by bins AdaComp."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.bounds import Distortion
+from gradcomp.compress.checks import check_number, check_positive, check_whole, check_word, is_number
 from gradcomp.compress.messages import Bytes
 from gradcomp.compress.registry import register
-from gradcomp.compress.sparse.base import LEAST_MAGNITUDE, ByDensity, Sparse, check_density, elements_at
+from gradcomp.compress.sparse.base import LEAST_MAGNITUDE, ByDensity, Sparse, elements_at
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -36,24 +37,19 @@ _LARGEST_RATIO = 1e6
 _EXPONENTIAL = 1e-9
 
 
-def is_number(value: object) -> bool:
-    """Return whether a field holds a number; a bool is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
-class EstimatedThreshold(ByDensity, Sparse):
-    """Base of the compressors with S = {i: |p_i| >= t}, where t is chosen for about k = round(density n) elements.
+class AboveThreshold(Sparse):
+    """Base of the compressors with S = {i: |p_i| >= t}.
 
     If these are more than ``limits``, the largest of them are sent (ties to the lower index). Elements of 0 are not
-    selected, whatever the threshold; a row that is not finite selects nothing. The level is the density.
+    selected, whatever the threshold; a row that is not finite selects nothing.
     """
 
     by_kernels = True
 
     @abstractmethod
     def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
-        """Return every row's threshold: p lies in its next residual and is finite; ``wanted`` is k."""
+        """Return every row's threshold: p lies in its next residual and is finite; ``wanted`` is the level."""
 
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """Select what reaches the threshold; a row that is not finite sends nothing."""
@@ -65,9 +61,12 @@ class EstimatedThreshold(ByDensity, Sparse):
         thresholds[finite] = self.thresholds(rows, rows["level"].astype(np.int64), context.draw.step)
         thresholds = np.maximum(thresholds, LEAST_MAGNITUDE)
         limits = group.scratch.once("limits", lambda: self.limits(group.table))
-        selection.select_above(
-            table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts
-        )
+        selection.select_above(table, thresholds, limits, *chosen.arrays)
+
+
+@dataclass(frozen=True)
+class EstimatedThreshold(ByDensity, AboveThreshold):
+    """Base of the compressors whose threshold is chosen for about k = round(density n) elements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +93,7 @@ class Tails:
 
 @register("threshold")
 @dataclass(frozen=True)
-class Threshold(Sparse):
+class Threshold(AboveThreshold):
     """Send every element of magnitude lambda or more; the data decide how many these are.
 
     S = {i : |p_i| >= ``threshold``}, with lambda = ``threshold`` in units of the gradient, without loss scale. Of a
@@ -114,7 +113,6 @@ class Threshold(Sparse):
     """
 
     level_field: ClassVar[str | None] = "threshold"
-    by_kernels = True
 
     threshold: float = 0.01
     capacity: float = 1.0
@@ -122,7 +120,7 @@ class Threshold(Sparse):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_threshold(self.threshold)
-        check_density(self.capacity)
+        check_number("density", self.capacity, "(0, 1]")
 
     def fill(self, table: Table, level: Level) -> None:
         """Write the bits of the threshold as float32 into the column of the level."""
@@ -133,24 +131,14 @@ class Threshold(Sparse):
     def limits(self, table: Table) -> Sizes:
         return elements_at(self.capacity, table["length"].astype(np.int64))
 
-    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
-        """Select all elements from the threshold on; a row that is not finite sends nothing."""
-        table = group.inputs
-        selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
-        thresholds = np.where(flags, np.float32(np.nan), table["level"].astype(np.int32).view(np.float32))
-        limits = group.scratch.once("limits", lambda: self.limits(table))
-        selection.select_above(
-            table, thresholds, limits, chosen.offsets, chosen.indices, chosen.values, chosen.counts
-        )
+    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+        """Read the thresholds from the column of the level."""
+        return table["level"].astype(np.int32).view(np.float32)
 
 
 def _check_threshold(threshold: Level) -> None:
     with np.errstate(all="ignore"):
-        if (
-            isinstance(threshold, bool)
-            or not isinstance(threshold, int | float)
-            or not 0 < np.float32(threshold) < np.inf
-        ):
+        if not is_number(threshold) or not 0 < np.float32(threshold) < np.inf:  # type: ignore[arg-type]
             raise ConfigError(f"threshold must be a positive float32, got {threshold!r}")
 
 
@@ -178,8 +166,7 @@ class RedSync(EstimatedThreshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_number(self.tolerance) or not 0.0 < self.tolerance < np.inf:
-            raise ConfigError(f"tolerance must be positive, got {self.tolerance!r}")
+        check_positive("tolerance", self.tolerance)
 
     def distortion(self, layer: LayerSpec) -> Distortion:
         """Return the bound for the k largest elements, because at least those are sent."""
@@ -247,12 +234,8 @@ class SIDCo(EstimatedThreshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.stages, bool) or not isinstance(self.stages, int) or self.stages < 1:
-            raise ConfigError(f"stages must be a whole number of at least 1, got {self.stages!r}")
-        if self.distribution not in DISTRIBUTIONS:
-            raise ConfigError(
-                f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {self.distribution!r}"
-            )
+        check_whole("stages", self.stages)
+        check_word("distribution", self.distribution, DISTRIBUTIONS)
 
     def limits(self, table: Table) -> Sizes:
         most: Sizes = np.minimum(2 * super().limits(table), table["length"])
@@ -292,3 +275,54 @@ class SIDCo(EstimatedThreshold):
         sigma = mu * (ratio + 1) / 2
         pareto: Doubles = sigma / xi * np.expm1(-xi * np.log(share))
         return pareto
+
+
+@register("adacomp")
+@dataclass(frozen=True)
+class AdaComp(Sparse):
+    """Send the elements that another gradient like this one would make the largest of their bin; no density is chosen.
+
+    G = p = g + e;  H = G + g;  S = {i: |H_i| >= max |G| over the bin of i, and that is not 0}, where bins are
+    ``bin_size`` consecutive elements. The data decide how many these are: few where residuals are large, and none of a
+    bin that holds only zeros. If they are more than ceil(limit n) elements of a layer, or than one per bin if that is
+    more, the largest |G| are sent (without a residual, as in the first step, every element of at least half its bin's
+    largest magnitude qualifies).
+
+    The paper sends the sign of G times the layer's mean of the bins' maxima. Here values travel as ``values`` says:
+    exactly by default; ``OneBit()`` is closest to the paper, with means per sign instead of the means of maxima.
+
+    Wire: at most ceil(limit n) values and coded indices, or one per bin if that is more, and their count (4 bytes per
+    layer): one round, or two where a payload grows.
+    State: a residual per layer.
+    Errors: ConfigError for a bin without elements or a limit outside (0, 1].
+    Source: Chen et al. 2018, Algorithm 2, which Markov 2024 compares with in section 3.7.3; the paper has bins of 50
+    for convolutions and 500 for other layers. Differs: ``limit``, zeros, and the values.
+    """
+
+    by_kernels = True
+
+    bin_size: int = 500
+    limit: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("bin_size", self.bin_size)
+        check_number("limit", self.limit, "(0, 1]")
+
+    def fill(self, table: Table, level: Level) -> None:
+        table["level"], table["bucket_size"] = 1, 1
+
+    def limits(self, table: Table) -> Sizes:
+        """Return ceil(limit n), or the number of bins if that is more."""
+        lengths = table["length"].astype(np.int64)
+        bins = -(-lengths // self.bin_size)
+        most: Sizes = np.minimum(np.maximum(np.ceil(self.limit * lengths).astype(np.int64), bins), lengths)
+        return most
+
+    def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
+        """Select bin by bin; a row that is not finite sends nothing."""
+        table, by = group.inputs, context.factors(len(group.inputs))
+        selection.contribute(table, flags, by, decay=context.decay)
+        limits = group.scratch.once("limits", lambda: self.limits(group.table))
+        most = np.where(flags == 0, limits, 0)
+        selection.select_adacomp(table, by, most, *chosen.arrays, bin_size=self.bin_size)

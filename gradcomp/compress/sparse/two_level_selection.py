@@ -8,17 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.checks import check_number
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather, Sum
 from gradcomp.compress.registry import register
-from gradcomp.compress.sparse.base import (
-    ByDensity,
-    Sparse,
-    check_density,
-    elements_at,
-    keep_errors,
-    scatter_payloads,
-)
+from gradcomp.compress.sparse.base import ByDensity, Sparse, elements_at, keep_errors, scatter_payloads
 from gradcomp.compress.sparse.payload import Selection, SparseFormat
 from gradcomp.compress.sparse.topk import TopK
 from gradcomp.compress.wrappers.base import Wrapper
@@ -78,7 +72,7 @@ class TwoLevelSelection(Wrapper):
                 "two_level_selection takes a compressor that selects a share of each layer on every rank (topk, dgc, "
                 f"redsync, sidco), got {self.inner.to_string()}; wrappers go around two_level_selection"
             )
-        check_density(self.candidate)
+        check_number("density", self.candidate, "(0, 1]")
         if self.send not in (CANDIDATE, MINIMUM, DENSE):
             raise ConfigError(f"send must be candidate, minimum or dense, got {self.send!r}")
 
@@ -139,9 +133,8 @@ class TwoLevelSelection(Wrapper):
 
         reply = yield Sum(group.elements, write)
         flags = np.zeros_like(reply.flags)
-        Codec(FP32).decode(
-            group.table, reply.data.view(np.uint8), flags, divisor=context.divisor, scale=context.unscale
-        )
+        payload = reply.data.view(np.uint8)
+        Codec(FP32).decode(group.table, payload, flags, divisor=context.divisor, scale=context.unscale)
         return flags
 
     def _format(self, table: Table) -> SparseFormat:
@@ -153,9 +146,8 @@ class TwoLevelSelection(Wrapper):
 
     def wanted(self, table: Table) -> Sizes:
         """Return k_c of each row."""
-        wanted: Sizes = np.minimum(
-            elements_at(self.candidate, table["length"].astype(np.int64)), table["level"]
-        ).astype(np.int64)
+        counts = elements_at(self.candidate, table["length"].astype(np.int64))
+        wanted: Sizes = np.minimum(counts, table["level"]).astype(np.int64)
         return wanted
 
     @property
@@ -209,9 +201,8 @@ class Levels:
         _point_to(table, "gradient", first.values, first)
         table["next_residual"] = table["gradient"]  # the kernel writes the values back in place
         finite = np.zeros(len(table), dtype=np.uint8)
-        places = top.counts, top.offsets, top.indices, top.values, top.counts
         # Zeros among the selected elements may be selected again.
-        selection.select_top(table, finite, self._ones, *places, decay=1.0, zeros=True)
+        selection.select_top(table, finite, self._ones, top.counts, *top.arrays, decay=1.0, zeros=True)
 
     def candidate(self) -> Selection:
         """Return the second selection, with indices that count within layers."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from gradcomp.compress.base import Compressor, Traits, zeros
 from gradcomp.compress.bounds import ANY_LAYER, check_feedback_around
+from gradcomp.compress.checks import check_number
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Floats, Gather, Message, Reduce, Reply, Sum
 from gradcomp.compress.registry import register
 from gradcomp.compress.wrappers.base import Wrapper
@@ -54,9 +55,7 @@ class EF21(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.momentum, int | float) and not isinstance(self.momentum, bool)
-        if not number or not 0.0 <= self.momentum < 1.0:
-            raise ConfigError(f"momentum must be in [0, 1), got {self.momentum!r}")
+        check_number("momentum", self.momentum, "[0, 1)")
         own, name = self.inner.traits, self.inner.to_string()
         if isinstance(self.inner, Wrapper) or own.preconditions or self.inner.changes:
             raise ConfigError(

@@ -1,12 +1,13 @@
-"""Momentum and clipping on every rank, before compression (Lin et al. 2018)."""
+"""Error feedback, momentum and clipping on every rank, before compression."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from gradcomp.compress.base import Traits, check_momentum_factor
+from gradcomp.compress.base import Compressor, Traits, check_momentum_factor
+from gradcomp.compress.bounds import ANY_LAYER, check_feedback_around
+from gradcomp.compress.checks import check_flag, check_number, check_positive
 from gradcomp.compress.registry import register
 from gradcomp.compress.wrappers.base import Wrapper
 from gradcomp.core.errors import ConfigError
@@ -40,8 +41,7 @@ class MomentumCorrection(Wrapper):
         check_momentum_factor(self.factor, "the momentum factor")
         if not self.factor:
             raise ConfigError("a momentum factor of 0 corrects nothing: leave momentum_correction away")
-        if not isinstance(self.mask, bool):
-            raise ConfigError(f"mask must be true or false, got {self.mask!r}")
+        check_flag("mask", self.mask)
         if self.inner.traits.momentum:
             raise ConfigError(f"{self.inner.name} has momentum already: apply it once")
 
@@ -69,12 +69,7 @@ class LocalClip(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (
-            isinstance(self.max_norm, bool)
-            or not isinstance(self.max_norm, int | float)
-            or not 0 < self.max_norm < math.inf
-        ):
-            raise ConfigError(f"max_norm must be positive and finite, got {self.max_norm!r}")
+        check_positive("max_norm", self.max_norm)
         if self.inner.traits.clip_norm is not None:
             raise ConfigError(f"{self.inner.name} clips already: clip once")
 
@@ -84,3 +79,44 @@ class LocalClip(Wrapper):
 
     def cut_elements(self, layer: LayerSpec) -> int:
         return max(layer.size, 1)
+
+
+@register("error_feedback")
+@dataclass(frozen=True)
+class ErrorFeedback(Wrapper):
+    """Give ``inner`` a residual, or change how it reads the one that it has.
+
+    p_t = g_t + a_t e_t;  c_t = Q(p_t);  e_{t+1} = p_t - c_t;  a_t = ``decay``, times gamma_{t-1} / gamma_t with
+    ``follow_rate``: residuals are in units of 1 / learning rate, so what was kept back at one learning rate is worth
+    more at a lower one (Zheng et al. 2019, as Abrahamyan et al. 2021 cite it). The learning rate is that of the
+    optimizer's first group.
+
+    Biased compressors have feedback by default. Wrap the others, or wrap to set ``decay`` or ``follow_rate``.
+    State: a residual per layer, 8 bytes per element; with a decay below 1 it no longer holds all that was lost.
+    Errors: ConfigError for a decay outside [0, 1], for an ``inner`` whose result is not a mean (a vote), and for one
+    whose residual would grow (see :class:`~gradcomp.compress.bounds.Distortion`).
+    Source: Markov 2024, Algorithm 2.1; Vogels et al. 2019, Algorithm 2.
+    """
+
+    decay: float = 1.0
+    follow_rate: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("decay", self.decay, "[0, 1]")
+        if not self.inner.traits.accounts:
+            raise ConfigError(
+                f"{self.inner.name} takes no error feedback: its result is not the mean of what ranks send"
+            )
+        check_flag("follow_rate", self.follow_rate)
+        check_feedback_around(self.inner.to_string(), self.inner.distortion(ANY_LAYER))
+
+    def dense(self, exact: Compressor) -> Compressor:
+        """Return the exact compressor without feedback, because it loses nothing."""
+        return self.inner.dense(exact)
+
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(
+            self.inner.traits, keeps_residual=True, residual_decay=self.decay, follows_rate=self.follow_rate
+        )

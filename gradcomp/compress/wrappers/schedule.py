@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.checks import check_whole
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.registry import register
 from gradcomp.compress.wrappers.base import Wrapper
 from gradcomp.core.errors import ConfigError
-
-
-def _check_steps(what: str, steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"{what} must be a whole number of at least 1, got {steps!r}")
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Warmup(Scheduled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_steps("steps", self.steps)
+        check_whole("steps", self.steps)
 
     def at_step(self, step: int) -> Compressor:
         """Return the dense form, then ``inner``, whose own schedule begins when the warm-up ends."""
@@ -67,7 +63,7 @@ class DensitySchedule(Scheduled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_steps("steps_per_level", self.steps_per_level)
+        check_whole("steps_per_level", self.steps_per_level)
         if self.inner.traits.learns:
             raise ConfigError(
                 f"{self.inner.to_string()} learns at one density, so density_schedule cannot change it"

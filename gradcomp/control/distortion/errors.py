@@ -18,9 +18,8 @@ from gradcomp.compress.lowrank.spectral import BestRank, SpectralAtomo
 from gradcomp.compress.sparse.base import Sparse, elements_at
 from gradcomp.compress.sparse.clt_k import CLTk
 from gradcomp.compress.sparse.dgc import DGC
-from gradcomp.compress.sparse.global_topk import GlobalTopK
 from gradcomp.compress.sparse.payload import narrow
-from gradcomp.compress.sparse.topk import TopK
+from gradcomp.compress.sparse.topk import GlobalTopK, TopK
 from gradcomp.control.distortion import magnitudes, spectra
 from gradcomp.control.distortion.budget import Budget
 from gradcomp.control.distortion.code_errors import code_errors
