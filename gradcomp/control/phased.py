@@ -95,9 +95,9 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
     def deciding(self) -> Callable[[], Any]:
         """Returns the work of rank 0 whose result is announced."""
 
-    @abstractmethod
     def announcement(self, decision: Any) -> Doubles:
         """Converts the decision to :attr:`announced` numbers."""
+        return np.array(decision)
 
     @property
     @abstractmethod

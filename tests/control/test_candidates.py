@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from control.observed import environment_of
 
 from gradcomp import (
     Cast,
@@ -125,7 +126,7 @@ def test_layers_that_are_not_up_for_choice():
     ]
     assert policy.adjustable(layers) == [Quantize(4), None, None, None, TopK(0.01)]
     assert policy.last_change == 10
-    candidates = make_candidates(layers, policy.adjustable(layers), None, parse("sra"), Topology.one_host(2))
+    candidates = make_candidates(environment_of(layers, policy.adjustable(layers)), None)
     assert candidates.layers.tolist() == [0, 4]
     assert [len(c) for c in candidates.choices] == [7, 100]
     assert np.isinf(candidates.costs[0, 7:]).all()

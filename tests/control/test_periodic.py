@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from late import Late
 from loudest import LAYERS, Loudest, levels
 
-from gradcomp import ConfigError, PowerSGD, Quantize, StateError, TopK, Warmup
-from gradcomp.control import Decision
+from gradcomp import ConfigError, Quantize, StateError, TopK, Warmup
+from gradcomp.control import Decision, Periodic, PeriodObservations
 from gradcomp.control.measurement import share_out
 from gradcomp.testing.simulation import Simulation
-
-
-def several_steps(ranks: Simulation) -> None:
-    for _ in range(8):
-        ranks.step()
 
 
 @pytest.mark.parametrize("samples", [None, 2])
@@ -28,31 +26,14 @@ def test_plans_agree_in_every_step(world, samples):
         LAYERS, Quantize(4, 32), world, shuffle=True, delay=0.3, slice_elements=50,
         controller=Loudest(5, samples=samples), background=Late(world),
     )  # fmt: skip
-    observed = []
+    observed, versions = [], []
     for _ in range(60 if samples is None else 90):
         ranks.step().all_means()
         observed.append(tuple(levels(ranks)))
-    assert len(set(observed)) >= 4
-    assert all(plan[4] is None for plan in observed)  # float64 stays exact
-
-
-def test_200_steps_with_random_delays_on_every_rank():
-    ranks = Simulation(
-        LAYERS,
-        Quantize(4, 32, rounding="nearest"),
-        3,
-        shuffle=True,
-        delay=0.2,
-        controller=Loudest(7),
-        background=Late(1),
-    )
-    versions = []
-    for _ in range(200):
-        ranks.step()
-        levels(ranks)
         versions.append(ranks.pipelines[0].plan.version)
-    assert versions[-1] > 8
+    assert len(set(observed)) >= 4
     assert max(np.diff(versions)) == 1
+    assert all(plan[4] is None for plan in observed)  # float64 stays exact
 
 
 def test_what_ranks_see_is_the_sum_of_the_owners_gradients():
@@ -80,17 +61,17 @@ def test_what_ranks_see_is_the_sum_of_the_owners_gradients():
 
 
 def test_the_loss_scale_is_taken_out():
-    plain = Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(2))
-    scaled = Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(2))
+    plain, scaled = (Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(2)) for _ in range(2))
     for _ in range(3):
         gradients = plain.gradients()
         eight = [[np.asarray(8 * g, g.dtype) for g in rank] for rank in gradients]
         plain.step(gradients)
         scaled.step(eight, scale=8.0)
-    for a, b in zip(plain.pipelines, scaled.pipelines, strict=True):
-        assert a.controller.own_state()["sums"].keys() == b.controller.own_state()["sums"].keys()
-        for name, value in a.controller.own_state()["taken"].items():
-            np.testing.assert_allclose(value, b.controller.own_state()["taken"][name], rtol=1e-5)
+    for pair in zip(plain.pipelines, scaled.pipelines, strict=True):
+        a, b = (pipeline.controller.own_state() for pipeline in pair)
+        assert a["sums"].keys() == b["sums"].keys()
+        for name, value in a["taken"].items():
+            np.testing.assert_allclose(value, b["taken"][name], rtol=1e-5)
 
 
 def test_only_the_window_counts():
@@ -157,36 +138,35 @@ def test_proposals_are_refused():
         ranks.pipelines[0].propose(ranks.pipelines[0].plan)
 
 
-def test_work_that_fails_is_every_ranks_error():
-    @dataclass(frozen=True)
-    class Raises(Loudest):
-        name: ClassVar[str] = "raises"
+def several_steps(ranks: Simulation) -> None:
+    for _ in range(8):
+        ranks.step()
 
-        def decide(self, observed):
-            raise ConfigError("nothing to decide")
 
-    ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Raises(1))
-    with pytest.raises(ConfigError, match="nothing to decide"):
+@dataclass(frozen=True)
+class Raises(Loudest):
+    name: ClassVar[str] = "raises"
+
+    def decide(self, observed):
+        raise ConfigError("nothing to decide")
+
+
+@dataclass(frozen=True)
+class Wild(Loudest):
+    name: ClassVar[str] = "wild"
+
+    def decide(self, observed):
+        return Decision(np.full(4, 99), observed.memory)
+
+
+@pytest.mark.parametrize(
+    ("controller", "error", "words"),
+    [(Raises(1), ConfigError, "nothing to decide"), (Wild(1), StateError, "do not exist")],
+)
+def test_decisions_that_fail_or_do_not_exist_are_every_ranks_error(controller, error, words):
+    ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=controller)
+    with pytest.raises(error, match=words):
         several_steps(ranks)
-
-
-def test_choices_that_do_not_exist_are_refused():
-    @dataclass(frozen=True)
-    class Wild(Loudest):
-        name: ClassVar[str] = "wild"
-
-        def decide(self, observed):
-            return Decision(np.full(4, 99), observed.memory)
-
-    ranks = Simulation(LAYERS, Quantize(4, 32), 2, controller=Wild(1))
-    with pytest.raises(StateError, match="do not exist"):
-        several_steps(ranks)
-
-
-@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "5"])
-def test_periods_that_cannot_be(bad):
-    with pytest.raises(ConfigError, match="every_steps"):
-        Loudest(bad)
 
 
 def test_the_cap_on_memory_is_kept():
@@ -198,4 +178,19 @@ def test_the_cap_on_memory_is_kept():
 def test_layers_are_shared_out_by_size():
     owners = share_out({0: 100, 1: 60, 2: 50, 3: 0, 4: 1}, 2)
     assert owners == {0: 0, 1: 1, 2: 1, 4: 0, 3: 0}
-    assert PowerSGD(4).rank == 4
+
+
+def test_the_controller_of_the_page_takes_the_next_level_of_every_layer():
+    page = Path(__file__).resolve().parents[2] / "docs/controllers.md"
+    (code,) = re.findall(r"```python\n(@dataclass.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {one.__name__: one for one in (dataclass, Periodic, PeriodObservations, Decision)}
+    names |= {"ClassVar": ClassVar, "np": np, "__name__": __name__}
+    exec(code, names)
+    observed = SimpleNamespace(
+        candidates=SimpleNamespace(choices=[("a", "b", "c"), ("a",), ("a", "b")]),
+        current=np.array([2, 0, 0]),
+        memory=np.array([1.5]),
+    )
+    decision = names["RoundRobin"](10).decide(observed)
+    assert decision.choices.tolist() == [0, 0, 1]
+    assert decision.memory.tolist() == [1.5]

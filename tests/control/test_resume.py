@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from control.resumed import (
+    after_step,
+    check_resumed,
+    own_states,
+    resumed,
+    states_of,
+    through_files,
+    without_times,
+)
 from loudest import LAYERS, Loudest, levels
 
-from gradcomp import Quantize
+from gradcomp import Quantize, StateError
 from gradcomp.control.periodic import PeriodicRun
 from gradcomp.control.phased import Phase
-from gradcomp.exchange.checkpoint import Manifest, read_rank, write_rank
-from gradcomp.exchange.snapshot import Shared, merge, restore, snapshot
+from gradcomp.exchange.snapshot import Shared, snapshot
 from gradcomp.testing.simulation import Simulation
 
 NEAREST = Quantize(4, 32, rounding="nearest")
@@ -23,53 +28,22 @@ def job(world: int, controller=None) -> Simulation:
     return Simulation(LAYERS, NEAREST, world, controller=controller or Loudest(3), slice_elements=50)
 
 
-def through_files(states, directory):
-    """As a checkpoint holds them."""
-    directory.mkdir(exist_ok=True)
-    files = tuple(write_rank(directory, state) for state in states)
-    manifest = Manifest.from_text(Manifest(states[0].shared, files).to_text())
-    return [read_rank(directory, manifest, rank) for rank in range(len(states))]
-
-
 @pytest.mark.parametrize("controller", [Loudest(3), Loudest(3, samples=2)], ids=["sums", "samples"])
 @pytest.mark.parametrize(
     "period", [range(1, 4), range(4, 7), pytest.param(range(7, 13), marks=pytest.mark.full)], ids=str
 )
 def test_resumed_is_uninterrupted_bit_for_bit_in_every_phase(period, controller, tmp_path, monkeypatch):
-    finish = PeriodicRun.finish
-    # All but the clock.
-    monkeypatch.setattr(
-        PeriodicRun, "finish", lambda running, step: finish(running, replace(step, wire=0 * step.wire))
+    without_times(monkeypatch)
+    source = job(3, controller)
+    gradients = [source.gradients() for _ in range(period.stop + 11)]
+    whole = check_resumed(
+        lambda: job(3, controller),
+        lambda ranks, n: (after_step(ranks, ranks.step(gradients[n])), own_states(ranks)),
+        len(gradients),
+        period,
+        lambda states, at: through_files(states, tmp_path / str(at)),
     )
-
-    def after(ranks, drawn):
-        means = [mean.tobytes() for mean in ranks.step(drawn).all_means()]
-        running = [p.controller for p in ranks.pipelines]
-        shared = [json.dumps(run.shared_state()) for run in running]
-        own = [
-            {
-                (kind, name): value.tobytes()
-                for kind, values in run.own_state().items()
-                for name, value in values.items()
-            }
-            for run in running
-        ]
-        return means, levels(ranks), shared, own
-
-    whole, saved, expected = job(3, controller), {}, []
-    gradients = [whole.gradients() for _ in range(period.stop + 11)]
-    for step, drawn in enumerate(gradients):
-        if step in period:
-            states = [snapshot(p) for p in whole.pipelines]
-            saved[step] = through_files(states, tmp_path / str(step))
-        expected.append(after(whole, drawn))
     assert whole.pipelines[0].plan.version >= 2
-    for at, states in saved.items():
-        resumed = job(3, controller)
-        for pipeline, state in zip(resumed.pipelines, states, strict=True):
-            restore(pipeline, state)
-        for step in range(at, len(gradients)):
-            assert after(resumed, gradients[step]) == expected[step], f"saved before step {at}: step {step}"
 
 
 def test_the_saved_phases_are_all_of_them():
@@ -89,11 +63,10 @@ def test_what_was_gathered_goes_to_its_new_owners(world, kind):
     old, new = job(3, controller), job(world, controller)
     for _ in range(7):
         old.step()
-    states = [snapshot(p) for p in old.pipelines]
+    states = states_of(old)
     sums = {name: v for s in states for name, v in s.control[kind].items()}
     assert all(v.any() for v in sums.values())
-    for rank, pipeline in enumerate(new.pipelines):
-        restore(pipeline, merge(states, rank, world))
+    resumed(new, states)
     found = {}
     for pipeline in new.pipelines:
         mine = pipeline.controller.own_state()[kind]
@@ -109,8 +82,7 @@ def test_another_controller_is_warned_about(caplog):
     old, plain = job(2), Simulation(LAYERS, NEAREST, 2, slice_elements=50)
     for _ in range(3):
         old.step()
-    for a, b in zip(old.pipelines, plain.pipelines, strict=True):
-        restore(b, snapshot(a))
+    resumed(plain, states_of(old))
     assert "controller" in caplog.text
 
 
@@ -126,12 +98,9 @@ def test_an_older_state_has_none():
 
 def test_a_state_that_is_none_is_refused():
     running = job(2).pipelines[0].controller
-    with pytest.raises(Exception, match="not a state of"):
+    for wrong in ({"phase": "NOWHERE"}, {"phase": "CRUISE"}, {"sent": [1.0]}, {"choices": 3}):
+        with pytest.raises(StateError, match="not a state of"):
+            running.restore({**running.shared_state(), **wrong}, {})
+    with pytest.raises(StateError, match="not a state of"):
         running.restore({"phase": "NOWHERE"}, {})
-    with pytest.raises(Exception, match="not a state of"):
-        running.restore({**running.shared_state(), "phase": "CRUISE"}, {})
-    with pytest.raises(Exception, match="not a state of"):
-        running.restore({**running.shared_state(), "sent": [1.0]}, {})
-    with pytest.raises(Exception, match="not a state of"):
-        running.restore({**running.shared_state(), "choices": 3}, {})
     assert np.array_equal(running.current, running.candidates.reference)
