@@ -209,9 +209,15 @@ class AutoRun(PhasedRun[AutoState]):
         state.phase, state.begun, state.position, state.table = Phase.OBSERVE, begun, None, None
         self._rows = []
 
+    @property
+    def wants_network(self) -> bool:
+        return self.phase is Phase.PROBE
+
     def hear(self, network: Network) -> None:
+        """Receives the measurement of the link; the next step shares measurements."""
         self._state.network = network
-        super().hear(network)
+        if self.phase is Phase.PROBE:
+            self._state.phase = Phase.SHARE
 
     @property
     def _width(self) -> int:

@@ -242,8 +242,8 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
             load = Load(float(group.compressor.wire_bytes(group).sum()), 4.0 * group.elements)
             # An allreduce is predicted as a ring; gathered payloads go directly to every rank.
             scheme = Scheme("all_to_all" if isinstance(first, Gather | Broadcast) else "ring")
-            rounds, coding = _way(scheme, load, topology, network)
-            fused = [Round(sum(r.busy for r in rounds), sum(r.latency for r in rounds))] if rounds else []
+            way, coding = _way(scheme, load, topology, network)
+            fused = [Round(sum(r.busy for r in way), sum(r.latency for r in way))] if way else []
             ways.append((fused, coding))
         if parts:
             scheme = job.environment.scheme
@@ -252,7 +252,10 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
             exact = load_of(scheme, parts, len(layers))
             load = Load(exact.payload, exact.dense, ByteHeader.size(len(layers)))
             ways.append(_way(scheme, load, topology, network))
-        trips.append(Trip(layers, _side_by_side([rounds for rounds, _ in ways]), sum(c for _, c in ways)))
+        # The rounds of a bucket's groups run in lock step: bytes add up, latencies overlap.
+        together = [[r for r in rounds if r is not None] for rounds in zip_longest(*(w for w, _ in ways))]
+        rounds = tuple(Round(sum(r.busy for r in some), max(r.latency for r in some)) for some in together)
+        trips.append(Trip(layers, rounds, sum(coding for _, coding in ways)))
     return trips
 
 
@@ -267,12 +270,6 @@ def _way(scheme: Scheme, load: Load, topology: Topology, network: Network) -> tu
             known[id(flow)] = Round(busy, flow.seconds(hosts, network) - busy)
     coding = load.dense * (one.encoded / network.encode_rate + one.decoded / network.decode_rate)
     return [known[id(flow)] for flow in one.flows], coding
-
-
-def _side_by_side(ways: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
-    """Merges the rounds of a bucket's groups, which run in lock step: bytes add up, latencies overlap."""
-    together = ([r for r in rounds if r is not None] for rounds in zip_longest(*ways))
-    return tuple(Round(sum(r.busy for r in rounds), max(r.latency for r in rounds)) for rounds in together)
 
 
 # --- readiness of layers -------------------------------------------------------------------------------------

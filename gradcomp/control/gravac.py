@@ -12,17 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
+from gradcomp.compress.sparse import two_level_selection as selection
 from gradcomp.compress.sparse.base import elements_at
-from gradcomp.compress.sparse.two_level_selection import (
-    CANDIDATE,
-    DENSE,
-    GRADIENT,
-    KEPT,
-    KEPT_BY_CANDIDATE,
-    MINIMUM,
-    TOTAL,
-    select_twice,
-)
 from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Numbers, Step
 from gradcomp.control.gravac_search import Search, SearchState
 from gradcomp.control.levels import check_count, check_flag, check_number, check_word
@@ -96,7 +87,8 @@ class GraVACRun(ControllerRun):
     def observe(self, observations: Observations) -> None:
         """Sums the norms, or the squared norms, of the layers of every row."""
         by_norm = self.search.by_norm
-        names = (GRADIENT if by_norm else TOTAL, KEPT, KEPT_BY_CANDIDATE)
+        total = selection.GRADIENT if by_norm else selection.TOTAL
+        names = total, selection.KEPT, selection.KEPT_BY_CANDIDATE
         noted = [observations.of(name)[self._layers] for name in names]
         parts = [np.sqrt(squares) for squares in noted] if by_norm else noted
         sums = [np.bincount(self._row_of, part, len(self._names)).astype(np.float64) for part in parts]
@@ -156,10 +148,11 @@ class GraVACRun(ControllerRun):
         """Returns what is made once, since plans alternate between a few choices."""
         if (layer, choice) not in self._known:
             least, candidate, sent = choice
-            send = DENSE if sent == 0 else CANDIDATE if sent == candidate else MINIMUM
+            send = selection.CANDIDATE if sent == candidate else selection.MINIMUM
+            send = send if sent else selection.DENSE
             own, factors = self.environment.compressors[layer], self.search.factors
             assert own is not None, "the layer is up for choice"
-            made = select_twice(own, 1 / factors[least], 1 / factors[candidate], send)
+            made = selection.select_twice(own, 1 / factors[least], 1 / factors[candidate], send)
             name = self.environment.layers[layer].name
             self._known[layer, choice] = made, Assignment(name, made.family_string(), made.level)
         return self._known[layer, choice]

@@ -115,7 +115,9 @@ class Search:
             for row in range(len(self.sent)):
                 self._check(row)
             self._seconds, self._timed = [], []
-        self._decide()
+        gains, every = self.gains, np.arange(len(self.sent))
+        fallback = np.where(gains[every, self.minimum] >= self.epsilon, self.minimum, DENSE)
+        self.sent = np.where(gains[every, self.candidate] >= self.epsilon, self.candidate, fallback)
         return ended
 
     def _average(self, rows: Numbers, factors: Numbers, values: Doubles, weights: Doubles) -> None:
@@ -123,11 +125,6 @@ class Search:
         at = (rows, factors[rows])
         self._sums[at] = (1 - newest) * self._sums[at] + newest * values[rows]
         self._weights[at] = (1 - newest) * self._weights[at] + newest * weights[rows]
-
-    def _decide(self) -> None:
-        gains, rows = self.gains, np.arange(len(self.sent))
-        fallback = np.where(gains[rows, self.minimum] >= self.epsilon, self.minimum, DENSE)
-        self.sent = np.where(gains[rows, self.candidate] >= self.epsilon, self.candidate, fallback)
 
     def _check(self, row: int) -> None:
         """Runs lines 33 to 39 for one row."""

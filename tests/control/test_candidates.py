@@ -93,9 +93,18 @@ def test_levels_of_what_has_none():
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
-    "own", [Quantize(4), TopK(0.05), PowerSGD(3), Cast("bfloat16"), Identity()], ids=lambda c: c.name
+    ("own", "reduction"),
+    [
+        *[
+            (own, way)
+            for own in (Quantize(4), Cast("bfloat16"))
+            for way in ("sra", "ring", "parameter_server")
+        ],
+        # Gathers and sums do not take the reduction.
+        *[(own, "sra") for own in (TopK(0.05), PowerSGD(3), Identity())],
+    ],
+    ids=lambda value: getattr(value, "name", value),
 )
-@pytest.mark.parametrize("reduction", ["sra", "ring", "parameter_server"])
 def test_predicted_bytes_are_those_sent(own, world, reduction):
     layers = [LayerSpec("a", (256, 96)), LayerSpec("b", (300,)), LayerSpec("c", (40, 1000))]
     ranks = Simulation(

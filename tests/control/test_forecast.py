@@ -336,14 +336,6 @@ def decision(beta: float, alpha: float = 1e-5, world: int = 2, current: int = 0,
     return int(decide(setting_of(MODEL, world, controlled), CHOICES, current, observed, 0.05)[0])
 
 
-def test_a_fast_network_needs_none():
-    assert decision(1e-12) == 0
-
-
-def test_a_slow_one_needs_all():
-    assert decision(8e-8) == 3  # 100 Mbit/s
-
-
 def test_what_lies_between_is_chosen_between():
     found = {decision(beta) for beta in np.geomspace(1e-10, 1e-7, 40).tolist()}
     assert found == {0, 1, 2, 3}
@@ -353,7 +345,7 @@ def test_what_lies_between_is_chosen_between():
 def test_a_slower_link_never_gets_less_compression(world, alpha):
     chosen = [decision(beta, alpha, world) for beta in np.geomspace(1e-11, 1e-6, 60).tolist()]
     assert chosen == sorted(chosen)
-    assert chosen[-1] == 3
+    assert (chosen[0], chosen[-1]) == (0, 3)
 
 
 def test_from_any_choice_a_fast_network_leads_back_to_none():

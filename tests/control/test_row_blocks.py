@@ -217,12 +217,19 @@ def test_the_optimum_of_a_tiny_case():
     assert len(set(found.tolist())) > 1
 
 
-@pytest.mark.parametrize("metric", ["squared", "adam", "norm"])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 4}, {"accordion": Accordion(low=5, high=3, every_steps=4)}], ids=str
+    "options",
+    [
+        {"metric": "squared"},
+        {"metric": "adam"},
+        {"metric": "norm"},
+        {"window": 4},
+        {"accordion": Accordion(low=5, high=3, every_steps=4)},
+    ],
+    ids=str,
 )
-def test_every_form_of_it_takes_blocks(metric, options):
-    ranks, seen = decided(LGreCo(4, metric=metric, blocks=4, **options), own=Quantize(4, 16))
+def test_every_form_of_it_takes_blocks(options):
+    ranks, seen = decided(LGreCo(4, blocks=4, **options), own=Quantize(4, 16))
     assert len(seen.norm) == 4 + 4 + 3
     assert ranks.pipelines[0].plan.version > 0
 
