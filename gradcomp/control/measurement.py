@@ -148,8 +148,7 @@ class Gathering(ABC):
         """Returns true if gradients must wait for background work; with ``deterministic`` only."""
         return False
 
-    @abstractmethod
-    def range_over(self, candidates: CandidateLevels, width: int) -> None:
+    def range_over(self, candidates: CandidateLevels, width: int) -> None:  # noqa: B027  (sums do not depend on them)
         """Replaces the candidates; the table then has ``width`` columns."""
 
     @abstractmethod
@@ -208,9 +207,6 @@ class Windowed(Gathering):
         self._sums = DoubleBuffer(share.sizes, share.environment.zeros)
         self._taken: dict[int, Vector] = {}  # sums of the closed period
         super().__init__(share, self._sums.nbytes)
-
-    def range_over(self, candidates: CandidateLevels, width: int) -> None:
-        """Does nothing, since sums do not depend on the candidates."""
 
     def open(self, step: int) -> None:
         self.adding = self._first <= step < self._end  # later steps, while work is late, do not count

@@ -135,7 +135,9 @@ def test_resumed_is_uninterrupted_before_and_after():
         wide[at] = states[0].shared.control["state"].get("wide")
         return states
 
-    check_resumed(lambda: job(LGreCo(5)), step, 30, range(6, 19), noted)
+    check_resumed(
+        lambda: job(LGreCo(5)), lambda ranks, n: (step(ranks, n), ranks.state()), 30, range(6, 19), noted
+    )
     assert not wide[6]
     assert wide[18]
 
