@@ -6,8 +6,8 @@ import logging
 
 import numpy as np
 import pytest
-from control.observed import environment
-from control.resumed import after_step, check_resumed, resumed, states_of
+from control.observed import environment, environment_of
+from control.resumed import after_step, check_resumed, resumed, states_of, without_times
 from late import Late
 from loudest import levels
 
@@ -52,7 +52,8 @@ def test_a_range_of_one_level_has_no_ends():
 @pytest.mark.parametrize(("own", "low", "high"), [(Quantize(4), False, False), (TopK(0.01), True, False),
                                                   (PowerSGD(4), True, True)])  # fmt: skip
 def test_what_lies_beyond_an_end(own, low, high):
-    narrow, wide = (make_candidates(environment([6400], own), None, wide=w) for w in (False, True))
+    setting = environment_of([LayerSpec("w", (80, 80))], [own])
+    narrow, wide = (make_candidates(setting, None, wide=w) for w in (False, True))
     for k, beyond in ((0, low), (len(narrow.choices[0]) - 1, high)):
         (end,) = crowded_ends(narrow, np.array([k]))
         assert goes_on(end, narrow, wide) == beyond
@@ -128,7 +129,8 @@ def test_ranks_widen_alike_whatever_takes_how_long(world):
     assert world == 1 or min(plan[0] for plan in found) < 0.01
 
 
-def test_resumed_is_uninterrupted_before_and_after():
+def test_resumed_is_uninterrupted_before_and_after(monkeypatch):
+    without_times(monkeypatch)
     wide = {}
 
     def noted(states, at):
