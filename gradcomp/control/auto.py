@@ -13,10 +13,10 @@ import numpy as np
 
 from gradcomp.compress import Compressor, Identity
 from gradcomp.compress.policy import AUTO_CHOICES, EXACT, resolve
-from gradcomp.control import codec_speed
 from gradcomp.control.base import Controller, Doubles, Environment, Step
-from gradcomp.control.forecast import MARGIN, Observed, Rates, decide, slower
-from gradcomp.control.levels import check_count, check_positive
+from gradcomp.control.distortion.round_trip import Rates, measure_rates
+from gradcomp.control.forecast import MARGIN, Observed, decide, slower
+from gradcomp.control.levels import check_count, check_number
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Assignment, Plan, level_text, short_name
@@ -34,16 +34,6 @@ SETTLING_STEPS = 6
 _SOON = -1
 #: After a change of plan, the reports of this many steps still describe the previous plan.
 _BEHIND_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The numeric arguments of :class:`Auto`, described there."""
-
-    warmup_steps: int
-    hidden: float
-    drift: float
-    check_every: int
 
 
 @dataclass
@@ -91,15 +81,12 @@ def explain(
     milliseconds = [f"{1e3 * seconds:.1f}" for seconds in state.predicted]
     compute, exposed = (f"{1e3 * seconds:.1f}" for seconds in compute_and_exposed)
     others = ", ".join(f"{names[i]} {time}" for i, time in enumerate(milliseconds) if i != chosen)
-    alpha, beta = (
-        (network.alpha, network.beta) if between_hosts else (network.local_alpha, network.local_beta)
-    )
-    rate = 8e-9 / beta
+    alpha = network.alpha if between_hosts else network.local_alpha
+    rate = 8e-9 / (network.beta if between_hosts else network.local_beta)
     speed = f"{rate:.3g}" if rate <= _MOST_GBIT else f"above {_MOST_GBIT}"
     return (
         f"{names[chosen]}: {milliseconds[chosen]} ms a step predicted, {exposed} of them exposed"
-        f"{f', against {others}' if others else ''}; link {speed} Gbit/s, {1e3 * alpha:.2f} ms; "
-        f"compute {compute} ms"
+        f"{f', against {others}' * bool(others)}; link {speed} Gbit/s, {1e3 * alpha:.2f} ms; compute {compute} ms"
     )
 
 
@@ -125,18 +112,16 @@ class AutoRun(PhasedRun[AutoState]):
 
     PHASES = (Phase.IDLE, Phase.OBSERVE, Phase.PROBE, Phase.SHARE, Phase.DECIDE, Phase.ANNOUNCE, Phase.CRUISE)
 
-    def __init__(
-        self, name: str, compressors: Sequence[Compressor], limits: Limits, environment: Environment
-    ) -> None:
-        self.compressors, self.limits = tuple(compressors), limits
-        self._forms = [compressor.to_string() for compressor in compressors]
+    def __init__(self, controller: Auto, environment: Environment) -> None:
+        self.controller, self.compressors = controller, tuple(map(resolve, controller.choices))
+        self._forms = [compressor.to_string() for compressor in self.compressors]
         self._names = [layer.name for layer in environment.layers]
         self._has_a_choice = bool(environment.controlled) and environment.world > 1
         phase = Phase.OBSERVE if self._has_a_choice else Phase.IDLE
         begun = environment.first_step + SETTLING_STEPS  # the first observed step
         nothing: tuple[Any, ...] = (0, [], "", None, None, None, 0, None, None)
         state = AutoState(phase, begun, environment.world, self._forms[0], *nothing)
-        super().__init__(name, environment, state)
+        super().__init__(controller.name, environment, state)
         self.clock: Callable[[], float] = perf_counter
         self._rows: list[Floats] = []  # the times of the observed steps
         self._ended: float | None = None  # when the last exchange ended
@@ -182,12 +167,12 @@ class AutoRun(PhasedRun[AutoState]):
     @property
     def due(self) -> bool:
         """Returns true once enough steps were observed."""
-        return self.phase is not Phase.OBSERVE or self._step >= self._state.begun + self.limits.warmup_steps
+        enough = self._state.begun + self.controller.warmup_steps
+        return self.phase is not Phase.OBSERVE or self._step >= enough
 
     def measuring(self) -> Callable[[], list[Rates]]:
         """Returns the work that times the codec of every choice."""
-        compressors = self.compressors
-        return lambda: [codec_speed.measure_rates(c) for c in compressors]
+        return lambda: [measure_rates(compressor) for compressor in self.compressors]
 
     def watch(self, step: Step) -> bool:
         """Notes the times of an observed step, or compares step times once a choice is made."""
@@ -213,7 +198,7 @@ class AutoRun(PhasedRun[AutoState]):
             return
         state.position, state.buckets = position, len(step.ready)
         known = self._between is not None and step.seconds > 0
-        if known and step.number < state.begun + self.limits.warmup_steps:
+        if known and step.number < state.begun + self.controller.warmup_steps:
             opened = np.float64(self._between)
             times = np.concatenate([[step.seconds, opened], opened + step.ready])
             self._rows.append(times.astype(np.float32))
@@ -223,9 +208,15 @@ class AutoRun(PhasedRun[AutoState]):
         state.phase, state.begun, state.position, state.table = Phase.OBSERVE, begun, None, None
         self._rows = []
 
+    @property
+    def wants_network(self) -> bool:
+        return self.phase is Phase.PROBE
+
     def hear(self, network: Network) -> None:
+        """Receives the measurement of the link; the next step shares measurements."""
         self._state.network = network
-        super().hear(network)
+        if self.phase is Phase.PROBE:
+            self._state.phase = Phase.SHARE
 
     @property
     def _width(self) -> int:
@@ -257,15 +248,11 @@ class AutoRun(PhasedRun[AutoState]):
         assert state.table is not None, "it was shared"
         assert state.position is not None, "it was noted with the first step that was observed"
         assert state.network is not None, "it was heard before the table was shared"
-        speeds = state.table[:, columns:].min(axis=0).reshape(-1, 2).tolist()
-        observed = Observed(
-            list(state.position.values()),
-            state.table[:, 1:columns].max(axis=0).tolist(),
-            [Rates(*pair) for pair in speeds],
-            state.network,
-            self._step_seconds,
-        )
-        current, hidden = self.current, self.limits.hidden
+        rates = [Rates(*pair) for pair in state.table[:, columns:].min(axis=0).reshape(-1, 2).tolist()]
+        seconds = state.table[:, 1:columns].max(axis=0).tolist()
+        position = list(state.position.values())
+        observed = Observed(position, seconds, rates, state.network, self._step_seconds)
+        current, hidden = self.current, self.controller.hidden
         return lambda: decide(self.environment, self.compressors, current, observed, hidden)
 
     @property
@@ -278,9 +265,6 @@ class AutoRun(PhasedRun[AutoState]):
     def announced(self) -> int:
         """Returns 4 + choices: the choice, seconds computed and exposed, the link's factor, a prediction by choice."""
         return 4 + len(self.compressors)
-
-    def announcement(self, decision: list[float]) -> Doubles:
-        return np.array(decision)
 
     def apply(self, step: Step, sums: Doubles) -> bool:
         """Switches to the choice, which is later compared with the step time before it."""
@@ -310,8 +294,8 @@ class AutoRun(PhasedRun[AutoState]):
 
     def _looks(self, step: int) -> bool:
         """Returns true in steps that compare times: ``warmup_steps`` after the choice, then every ``check_every``."""
-        since = step - self._state.begun - self.limits.warmup_steps
-        return since >= 0 and since % self.limits.check_every == 0
+        since = step - self._state.begun - self.controller.warmup_steps
+        return since >= 0 and since % self.controller.check_every == 0
 
     def report(self, step: int) -> Doubles | None:
         """Returns this rank's median step time in steps in which ranks compare it."""
@@ -340,7 +324,7 @@ class AutoRun(PhasedRun[AutoState]):
         if state.before is not None:
             form, limit = state.before
             choice = self._forms.index(form)
-            if seconds > limit * (1 if choice < now else 1 + self.limits.hidden + MARGIN):
+            if seconds > limit * (1 if choice < now else 1 + self.controller.hidden + MARGIN):
                 names = names_of(self.compressors)
                 self.reason = state.reason = (
                     f"{names[choice]}: back to {1e3 * limit:.1f} ms a step, {names[now]} takes {1e3 * seconds:.1f}, "
@@ -353,7 +337,7 @@ class AutoRun(PhasedRun[AutoState]):
             state.before = None
         if state.baseline is None:
             state.baseline = seconds
-        elif abs(seconds - state.baseline) > self.limits.drift * state.baseline:
+        elif abs(seconds - state.baseline) > self.controller.drift * state.baseline:
             if self.environment.rank == 0:
                 text = "step %d: %s measures again: %.1f ms a step, %.1f after the last choice"
                 logger.info(text, step.number, self.name, 1e3 * seconds, 1e3 * state.baseline)
@@ -441,21 +425,20 @@ class Auto(Controller):
     def __post_init__(self) -> None:
         if isinstance(self.choices, str | Compressor) or not self.choices:
             raise ConfigError(
-                f"choices must be a list of one or more compressors or string forms, got {self.choices!r}"
+                f"choices must be one or more compressors or string forms, got {self.choices!r}"
             )
         resolved = tuple(map(resolve, self.choices))
         if len(set(resolved)) < len(resolved):
             raise ConfigError(f"a choice is given twice: {', '.join(c.to_string() for c in resolved)}")
         for choice in resolved:
             if choice.changes or choice.traits.preconditions:
-                raise ConfigError(
-                    f"{choice.to_string()} cannot be one of several choices: it has a schedule, momentum or clipping"
-                )
+                reason = "it has a schedule, momentum or clipping"
+                raise ConfigError(f"{choice.to_string()} cannot be one of several choices: {reason}")
         object.__setattr__(self, "choices", resolved)
         check_count("warmup_steps", self.warmup_steps)
         check_count("check_every", self.check_every)
-        check_positive("hidden", self.hidden)
-        check_positive("drift", self.drift)
+        check_number("hidden", self.hidden, positive=True)
+        check_number("drift", self.drift, positive=True)
 
     @property
     def by_times(self) -> bool:
@@ -467,5 +450,4 @@ class Auto(Controller):
             raise ConfigError(
                 f"{own[0].to_string()} has momentum or clipping, which auto would drop when it replaces the compressor"
             )
-        limits = Limits(self.warmup_steps, self.hidden, self.drift, self.check_every)
-        return AutoRun(self.name, tuple(map(resolve, self.choices)), limits, environment)
+        return AutoRun(self, environment)

@@ -29,6 +29,8 @@ from gradcomp.reduce.model import Network
 S = TypeVar("S")
 
 Doubles = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 #: Runs long work on another thread and returns a future of its result.
 Background = Callable[[Callable[[], Any]], "Future[Any]"]
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress import Compressor, PowerSGD, Quantize, TopK, from_string
 from gradcomp.compress.blocks import borders, count_for, unit_of
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.lowrank.base import LowRank, clamped_rank
-from gradcomp.compress.messages import Broadcast, Gather, Reduce
+from gradcomp.compress.messages import Broadcast, Reduce, Sum
+from gradcomp.control.base import Doubles, Environment, Mask, Numbers
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
@@ -25,9 +25,6 @@ from gradcomp.kernels.codec import Draw, Group
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.costs import cost
 from gradcomp.reduce.model import Load
-
-Doubles = npt.NDArray[np.float64]
-Numbers = npt.NDArray[np.int64]
 
 #: A level of the layer's own compressor, or a compressor of any family.
 Candidate: TypeAlias = "Level | Compressor | str"
@@ -54,25 +51,19 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
     world = topology.world
     payload = group.compressor.wire_bytes(group).astype(np.float64)
     first = next(group.compressor.exchange(group, StepContext(Draw(0, 0, 0), world)))
-    if isinstance(first, Gather):
-        gathered: Doubles = payload * (world - 1)
-        return gathered
+    sent: Doubles = payload * (world - 1)
     if isinstance(first, Reduce):
         scheme = Scheme("sra") if scheme.name == AUTO else scheme
         # The cost is linear in both, so the cost of one byte of each is enough.
-        of_payload, of_dense = (
-            float(cost(scheme, Load(*unit), topology).bytes_sent().mean())
-            for unit in ((1.0, 0.0), (0.0, 1.0))
-        )
-        sent: Doubles = of_payload * payload + of_dense * 4.0 * group.table["length"]
-        return sent
-    share = (world - 1) / world
-    if isinstance(first, Broadcast):
+        costs = (cost(scheme, Load(*unit), topology) for unit in ((1.0, 0.0), (0.0, 1.0)))
+        of_payload, of_dense = (float(one.bytes_sent().mean()) for one in costs)
+        sent = of_payload * payload + of_dense * 4.0 * group.table["length"]
+    elif isinstance(first, Broadcast):
         traffic = group.compressor.traffic(group)
-        mixed: Doubles = share * (traffic.led + traffic.gathered * world + 2.0 * traffic.summed)
-        return mixed
-    added: Doubles = 2.0 * payload * share
-    return added
+        sent = (traffic.led + traffic.gathered * world + 2.0 * traffic.summed) * ((world - 1) / world)
+    elif isinstance(first, Sum):
+        sent = 2.0 * payload * ((world - 1) / world)
+    return sent
 
 
 def bytes_of_choices(
@@ -81,8 +72,8 @@ def bytes_of_choices(
     """Returns the bytes of :func:`sent_bytes` for one layer under each choice."""
     found = np.zeros(len(choices))
     for members, group in _families(choices, layer):
-        sent = sent_bytes(group, scheme, topology)
-        found[members] = np.bincount(group.layers, sent)  # sums the blocks of a layer
+        # Counting sums the blocks of a layer.
+        found[members] = np.bincount(group.layers, sent_bytes(group, scheme, topology))
     return found
 
 
@@ -125,13 +116,13 @@ class CandidateLevels:
     costs: Doubles
     reference: Numbers
     starts: Numbers
+    _ranges: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict, init=False)
 
     @cached_property
     def items(self) -> dict[int, range]:
         """Maps layer numbers to the layer's rows."""
         firsts = np.flatnonzero(np.diff(self.layers, prepend=-1)).tolist()
-        borders = pairwise([*firsts, len(self.layers)])
-        return {int(self.layers[at]): range(at, end) for at, end in borders}
+        return {int(self.layers[at]): range(at, end) for at, end in pairwise([*firsts, len(self.layers)])}
 
     @cached_property
     def layer_of(self) -> Numbers:
@@ -143,10 +134,9 @@ class CandidateLevels:
         """Maps layer numbers to the compressor that the rows' choices make; equal levels of blocks become one level."""
         found: dict[int, Compressor] = {}
         for layer, rows in self.items.items():
-            picked = [self.choices[row][current[row]] for row in rows]
-            levels = tuple(choice.level for choice in picked)
-            same = len(set(levels)) == 1
-            found[layer] = picked[0] if same else picked[0].with_level(levels)
+            first, *rest = (self.choices[row][current[row]] for row in rows)
+            levels = (first.level, *(choice.level for choice in rest))
+            found[layer] = first if len(set(levels)) == 1 else first.with_level(levels)
         return found
 
     @property
@@ -155,7 +145,7 @@ class CandidateLevels:
         return int(self.costs.shape[1])
 
     @cached_property
-    def leaves_zeros(self) -> npt.NDArray[np.bool_]:
+    def leaves_zeros(self) -> Mask:
         """Returns a mask of the rows that have a choice which sends none of the zeros."""
         return np.array([any(map(_leaves_zeros, choices)) for choices in self.choices], dtype=np.bool_)
 
@@ -188,13 +178,28 @@ class CandidateLevels:
                 return k
         return None
 
+    def bytes_of(self, row: int) -> Doubles:
+        """Returns the bytes of every choice of a row; those of its payload if nothing is sent, as in a world of one."""
+        choices, spec = self.choices[row], self.specs[row]
+        costs = self.costs[row, : len(choices)]
+        if costs.any():
+            return costs
+        groups = (group_of([Piece(0, 0, spec.size)], [spec], [choice]) for choice in choices)
+        return np.array([float(group.compressor.wire_bytes(group).sum()) for group in groups])
+
+    def level_range(self, row: int, family: str) -> tuple[float, float]:
+        """Returns the lowest and highest level of a family, or (0, 0) if the row has none; known for equal rows."""
+        key = (id(self.choices[row]), family)
+        if key not in self._ranges:
+            levels = (choice.level for choice in self.choices[row] if _family(choice) == family)
+            numbers = [float(level) for level in levels if isinstance(level, int | float)]
+            self._ranges[key] = (min(numbers), max(numbers)) if numbers else (0.0, 0.0)
+        return self._ranges[key]
+
 
 def make_candidates(
-    layers: Sequence[LayerSpec],
-    compressors: Sequence[Compressor | None],
+    environment: Environment,
     candidates: Candidates | Callable[[LayerSpec, Compressor], Candidates] | None,
-    scheme: Scheme,
-    topology: Topology,
     *,
     wide: bool = False,
     blocks: int = 1,
@@ -208,43 +213,30 @@ def make_candidates(
     one compressor that has levels by block. Raises ConfigError for a candidate that no layer can take, an empty list,
     levels that do not include the layer's own between them, or compressors that already have levels by block.
     """
-    numbers: list[int] = []
-    specs: list[LayerSpec] = []
-    starts: list[int] = []
-    rows: list[tuple[Compressor, ...]] = []
-    sent: list[Doubles] = []
+    items: list[tuple[int, LayerSpec, tuple[Compressor, ...], Doubles, int, int]] = []
     # Layers of one shape have the same choices, borders and costs.
-    known: dict[object, tuple[tuple[Compressor, ...], list[int], list[Doubles]]] = {}
-    for number, own in enumerate(compressors):
+    known: dict[object, tuple[tuple[Compressor, ...], list[int], dict[int, Doubles]]] = {}
+    for number, (layer, own) in enumerate(zip(environment.layers, environment.compressors, strict=True)):
         if own is None:
             continue
-        layer = layers[number]
         key = (layer.shape, layer.dtype, own)
         if key not in known:
             choices = choices_of(layer, own, candidates, wide)
             at = _borders(layer, choices, blocks)
-            costs_of = {
-                size: bytes_of_choices(choices, _item(layer, size), scheme, topology)
-                for size in set(np.diff(at).tolist())
-            }
-            known[key] = (choices, at, [costs_of[size] for size in np.diff(at).tolist()])
-        choices, at, costs_by_item = known[key]
-        numbers += [number] * len(costs_by_item)
-        specs += [_item(layer, size) for size in np.diff(at).tolist()]
-        starts += at[:-1]
-        rows += [choices] * len(costs_by_item)
-        sent += costs_by_item
-    costs = np.full((len(rows), max(map(len, rows), default=1)), np.inf)
+            items_by_size = {size: _item(layer, size) for size in np.diff(at).tolist()}
+            where = environment.scheme, environment.topology
+            costs = {size: bytes_of_choices(choices, one, *where) for size, one in items_by_size.items()}
+            known[key] = (choices, at, costs)
+        choices, at, costs = known[key]
+        for start, end in pairwise(at):
+            size = end - start
+            items.append((number, _item(layer, size), choices, costs[size], choices.index(own), start))
+    numbers, specs, rows, sent, reference, starts = zip(*items, strict=True) if items else [()] * 6
+    table = np.full((len(rows), max(map(len, rows), default=1)), np.inf)
     for row, of_choices in enumerate(sent):
-        costs[row, : len(of_choices)] = of_choices
-    return CandidateLevels(
-        np.array(numbers, dtype=np.int64),
-        tuple(specs),
-        tuple(rows),
-        costs,
-        np.array([row.index(compressors[i]) for i, row in zip(numbers, rows, strict=True)], dtype=np.int64),
-        np.array(starts, dtype=np.int64),
-    )
+        table[row, : len(of_choices)] = of_choices
+    layers, own_choices, begins = (np.array(c, dtype=np.int64) for c in (numbers, reference, starts))
+    return CandidateLevels(layers, specs, rows, table, own_choices, begins)
 
 
 def _borders(layer: LayerSpec, choices: Sequence[Compressor], blocks: int) -> list[int]:
@@ -266,8 +258,7 @@ def choices_of(
     wide: bool = False,
 ) -> tuple[Compressor, ...]:
     """Returns one layer's choices in the order given; its own compressor comes last if it was not among them."""
-    if isinstance(own.level, tuple):
-        raise ConfigError(f"a controller chooses between single levels per layer, got {own.to_string()}")
+    _check_single(own)
     if candidates is None:
         levels: Candidates = default_levels(own, wide)
     elif callable(candidates):
@@ -288,11 +279,13 @@ def choices_of(
         sent_exactly |= exact
     choices.setdefault(own)
     for choice in choices:
-        if isinstance(choice.level, tuple):
-            raise ConfigError(
-                f"a controller chooses between single levels per layer, got {choice.to_string()}"
-            )
+        _check_single(choice)
     return tuple(choices)
+
+
+def _check_single(choice: Compressor) -> None:
+    if isinstance(choice.level, tuple):
+        raise ConfigError(f"a controller chooses between single levels per layer, got {choice.to_string()}")
 
 
 def resolve(own: Compressor, candidate: Candidate) -> Compressor:
@@ -308,9 +301,7 @@ def hybrid_levels(layer: LayerSpec) -> list[Candidate]:
     The references are 4 bits, and TopK 1% and PowerSGD of rank 4 for convolutions or TopK 10% and rank 32 for matrices.
     """
     densities, ranks = _HYBRID_CONVOLUTIONS if len(layer.shape) > 2 else _HYBRID_MATRICES
-    found: list[Candidate] = [Quantize(bits) for bits in _HYBRID_BITS]
-    found += [TopK(density) for density in densities]
-    return [*found, *(PowerSGD(rank) for rank in ranks)]
+    return [*map(Quantize, _HYBRID_BITS), *map(TopK, densities), *map(PowerSGD, ranks)]
 
 
 def default_levels(own: Compressor, wide: bool = False) -> list[Candidate]:
@@ -318,7 +309,10 @@ def default_levels(own: Compressor, wide: bool = False) -> list[Candidate]:
 
     ``wide`` ranges are [D/4, 4 D] for ranks; for densities they also have [D/100, D/10] in steps of D/100; others stay.
     """
-    level, knob = own.level, _knob(own)
+    level, inner = own.level, own
+    while (below := getattr(inner, "inner", None)) is not None:
+        inner = below
+    knob = inner.level_field
     if knob in ("bits", "rank"):
         assert isinstance(level, int), "a number of bits, or a rank, is whole"
         times = 4 if wide and knob == "rank" else 2
@@ -331,13 +325,6 @@ def default_levels(own: Compressor, wide: bool = False) -> list[Candidate]:
     if found := own.alternatives():
         return list(found)
     raise ConfigError(f"there is no default range of levels for {own.to_string()}: give levels=")
-
-
-def _knob(compressor: Compressor) -> str | None:
-    inner = compressor
-    while (below := getattr(inner, "inner", None)) is not None:
-        inner = below
-    return inner.level_field
 
 
 def _possible(own: Compressor, level: Level) -> bool:
@@ -392,12 +379,11 @@ def crowded_ends(candidates: CandidateLevels, current: Numbers) -> list[End]:
     """
     elements: dict[str, int] = {}
     at: dict[tuple[str, bool], list[int]] = {}
-    ranges = _Ranges(candidates)
     for row, k in enumerate(current.tolist()):
-        chosen, size = candidates.choices[row][k], candidates.specs[row].size
+        chosen = candidates.choices[row][k]
         family = _family(chosen)
-        elements[family] = elements.get(family, 0) + size
-        least, most = ranges.of(row, family)
+        elements[family] = elements.get(family, 0) + candidates.specs[row].size
+        least, most = candidates.level_range(row, family)
         for low, level in ((True, least), (False, most)):
             if least < most and chosen.level == level:
                 at.setdefault((family, low), []).append(row)
@@ -411,31 +397,11 @@ def crowded_ends(candidates: CandidateLevels, current: Numbers) -> list[End]:
 
 def goes_on(end: End, candidates: CandidateLevels, wider: CandidateLevels) -> bool:
     """Returns true if some layer at this end has a level beyond it in its ``wider`` range."""
-    here, there = _Ranges(candidates), _Ranges(wider)
-    side = 0 if end.low else 1
     for row in end.rows.tolist():
-        inner, outer = here.of(row, end.family)[side], there.of(row, end.family)[side]
-        if outer < inner if end.low else outer > inner:
+        (low, high), (lowest, highest) = (c.level_range(row, end.family) for c in (candidates, wider))
+        if lowest < low if end.low else highest > high:
             return True
     return False
-
-
-class _Ranges:
-    """The lowest and highest level of a family among a row's choices, computed once for layers of one shape."""
-
-    def __init__(self, candidates: CandidateLevels) -> None:
-        self._choices = candidates.choices
-        self._found: dict[tuple[int, str], tuple[float, float]] = {}
-
-    def of(self, row: int, family: str) -> tuple[float, float]:
-        """Returns the lowest and highest level, or (0, 0) if the row has no level of the family."""
-        choices = self._choices[row]
-        key = (id(choices), family)
-        if key not in self._found:
-            levels = [c.level for c in choices if _family(c) == family]
-            numbers = [float(level) for level in levels if isinstance(level, int | float)]
-            self._found[key] = (min(numbers), max(numbers)) if numbers else (0.0, 0.0)
-        return self._found[key]
 
 
 def _family(compressor: Compressor) -> str:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress import Compressor, Identity
 from gradcomp.compress.groups import Piece, by_family, group_of, pack
 from gradcomp.compress.messages import Broadcast, Gather, Reduce
 from gradcomp.compress.policy import EXACT
-from gradcomp.control.base import Environment
-from gradcomp.core.layers import LayerSpec
+from gradcomp.control.base import Doubles, Environment
+from gradcomp.control.distortion.round_trip import Rates
 from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
@@ -23,21 +22,11 @@ from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import Part
 from gradcomp.reduce.costs import cheapest, cost, load_of
 from gradcomp.reduce.header import ByteHeader
-from gradcomp.reduce.model import Cost, Load, Network
-
-Doubles = npt.NDArray[np.float64]
+from gradcomp.reduce.model import Load, Network
 
 #: A change must shorten the predicted step by more than this fraction of it.
 MARGIN = 0.02
 _MOST_FACTOR, _HALVINGS = 4.0, 12  # 12 halvings determine the factor to 0.1%
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Speeds of a compressor: bytes of float32 that it encodes, and decodes, a second."""
-
-    encode: float
-    decode: float
 
 
 @dataclass(frozen=True)
@@ -59,25 +48,26 @@ class Trip:
 
 @dataclass(frozen=True)
 class Job:
-    """The exchange of a step, and the ranks that take part in it.
+    """The exchange of a step. The layers that ``environment`` controls take the choice; the others are exact.
 
     ``order``: the exchanged layers, in the order in which exchange buckets are filled. ``ready``: by layer, seconds
-    from the end of the last exchange until every rank has its gradient. ``controlled``: the layers that take the
-    choice; the others are exact.
+    from the end of the last exchange until every rank has its gradient.
     """
 
-    layers: Sequence[LayerSpec]
+    environment: Environment
     order: Sequence[int]
     ready: Doubles
-    controlled: frozenset[int]
-    slice_elements: int
-    scheme: Scheme
-    topology: Topology
 
     @property
     def compute(self) -> float:
         """Returns the seconds of a step that exchanges nothing."""
         return max((float(self.ready[i]) for i in self.order), default=0.0)
+
+    def buckets(self, choice: Compressor) -> list[list[Piece]]:
+        """Returns the pieces of layers in each exchange bucket that the choice makes."""
+        compressors = assignment(self.environment, choice)
+        layers, most = self.environment.layers, self.environment.slice_elements
+        return pack(layers, compressors, self.order, frozenset(), most)
 
 
 @dataclass(frozen=True)
@@ -174,18 +164,9 @@ def decide(
 
 def observed_job(environment: Environment, current: Compressor, observed: Observed) -> Job:
     """Returns the job that was observed under the current choice, with the times at which its gradients were ready."""
-    order = order_of(observed.position)
-    job = Job(
-        environment.layers,
-        order,
-        np.zeros(len(environment.layers)),
-        frozenset(environment.controlled),
-        environment.slice_elements,
-        environment.scheme,
-        environment.topology,
-    )
-    here = pack(job.layers, assignment(job, current), order, frozenset(), job.slice_elements)
-    ready = layer_readiness(here, len(job.layers), observed.seconds[0], observed.seconds[1:])
+    layers = len(environment.layers)
+    job = Job(environment, order_of(observed.position), np.zeros(layers))
+    ready = layer_readiness(job.buckets(current), layers, observed.seconds[0], observed.seconds[1:])
     return replace(job, ready=ready)
 
 
@@ -232,57 +213,55 @@ def choose(forecasts: Sequence[Forecast], compute: float, current: int, hidden: 
 # --- collectives of a step ------------------------------------------------------------------------------------
 
 
-def assignment(job: Job, choice: Compressor) -> list[Compressor]:
+def assignment(environment: Environment, choice: Compressor) -> list[Compressor]:
     """Returns every layer's compressor; layers that are not controlled are exact, as a policy assigns them."""
     exact = EXACT if choice.traits.reduces else Identity()
     return [
-        choice if i in job.controlled else Identity() if layer.dtype == "float64" else exact
-        for i, layer in enumerate(job.layers)
+        choice if own is not None else Identity() if layer.dtype == "float64" else exact
+        for layer, own in zip(environment.layers, environment.compressors, strict=True)
     ]
 
 
 def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> list[Trip]:
     """Returns the exchange buckets that the choice makes, in order."""
-    compressors = assignment(job, choice)
-    buckets = pack(job.layers, compressors, job.order, frozenset(), job.slice_elements)
-    context = StepContext(Draw(0, 0, 0), job.topology.world)
+    specs, topology = job.environment.layers, job.environment.topology
+    compressors = assignment(job.environment, choice)
+    context = StepContext(Draw(0, 0, 0), topology.world)
     network = replace(network, encode_rate=rates.encode, decode_rate=rates.decode)
     trips = []
-    for pieces in buckets:
+    for pieces in job.buckets(choice):
         layers = tuple(dict.fromkeys(piece.layer for piece in pieces))
         parts: list[Part] = []
         ways: list[tuple[list[Round], float]] = []
-        for members in by_family(pieces, job.layers, compressors):
-            group = group_of(members, job.layers, compressors)
+        for members in by_family(pieces, specs, compressors):
+            group = group_of(members, specs, compressors)
             first = next(group.compressor.exchange(group, context))
             if isinstance(first, Reduce):
                 parts.append(Part(first.codec, group, np.zeros(len(group.table), dtype=np.int64)))
                 continue
             load = Load(float(group.compressor.wire_bytes(group).sum()), 4.0 * group.elements)
-            several = isinstance(first, Gather | Broadcast)
             # An allreduce is predicted as a ring; gathered payloads go directly to every rank.
-            rounds, coding = _way(
-                cost(_ALL_TO_ALL if several else _RING, load, job.topology), load, job, network
-            )
-            fused = [Round(sum(r.busy for r in rounds), sum(r.latency for r in rounds))] if rounds else []
+            scheme = Scheme("all_to_all" if isinstance(first, Gather | Broadcast) else "ring")
+            way, coding = _way(scheme, load, topology, network)
+            fused = [Round(sum(r.busy for r in way), sum(r.latency for r in way))] if way else []
             ways.append((fused, coding))
         if parts:
-            scheme = job.scheme
+            scheme = job.environment.scheme
             if scheme.name == AUTO:
-                scheme = cheapest(parts, len(layers), job.topology, network)
+                scheme = cheapest(parts, len(layers), topology, network)
             exact = load_of(scheme, parts, len(layers))
             load = Load(exact.payload, exact.dense, ByteHeader.size(len(layers)))
-            ways.append(_way(cost(scheme, load, job.topology), load, job, network))
-        trips.append(Trip(layers, _side_by_side([rounds for rounds, _ in ways]), sum(c for _, c in ways)))
+            ways.append(_way(scheme, load, topology, network))
+        # The rounds of a bucket's groups run in lock step: bytes add up, latencies overlap.
+        together = [[r for r in rounds if r is not None] for rounds in zip_longest(*(w for w, _ in ways))]
+        rounds = tuple(Round(sum(r.busy for r in some), max(r.latency for r in some)) for some in together)
+        trips.append(Trip(layers, rounds, sum(coding for _, coding in ways)))
     return trips
 
 
-_RING, _ALL_TO_ALL = Scheme("ring"), Scheme("all_to_all")
-
-
-def _way(one: Cost, load: Load, job: Job, network: Network) -> tuple[list[Round], float]:
+def _way(scheme: Scheme, load: Load, topology: Topology, network: Network) -> tuple[list[Round], float]:
     """Returns the rounds on the wire and the seconds of coding, as ``costs.predict`` adds them up."""
-    hosts = np.asarray(job.topology.hosts)
+    one, hosts = cost(scheme, load, topology), np.asarray(topology.hosts)
     bare = replace(network, alpha=0.0, local_alpha=0.0)
     known: dict[int, Round] = {}  # a ring repeats one flow, which is predicted once
     for flow in one.flows:
@@ -291,14 +270,6 @@ def _way(one: Cost, load: Load, job: Job, network: Network) -> tuple[list[Round]
             known[id(flow)] = Round(busy, flow.seconds(hosts, network) - busy)
     coding = load.dense * (one.encoded / network.encode_rate + one.decoded / network.decode_rate)
     return [known[id(flow)] for flow in one.flows], coding
-
-
-def _side_by_side(ways: Sequence[Sequence[Round]]) -> tuple[Round, ...]:
-    """Merges the rounds of a bucket's groups, which run in lock step: bytes add up, latencies overlap."""
-    together = zip_longest(*ways)
-    return tuple(
-        Round(sum(r.busy for r in rounds if r), max(r.latency for r in rounds if r)) for rounds in together
-    )
 
 
 # --- readiness of layers -------------------------------------------------------------------------------------

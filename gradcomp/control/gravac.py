@@ -10,25 +10,16 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress import Compressor
+from gradcomp.compress.sparse import two_level_selection as selection
 from gradcomp.compress.sparse.base import elements_at
-from gradcomp.compress.sparse.two_level_selection import (
-    CANDIDATE,
-    DENSE,
-    GRADIENT,
-    KEPT,
-    KEPT_BY_CANDIDATE,
-    MINIMUM,
-    TOTAL,
-    select_twice,
-)
-from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Step
-from gradcomp.control.gravac_search import Numbers, Search, SearchState
-from gradcomp.control.levels import check_count
+from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Numbers, Step
+from gradcomp.control.gravac_search import Search, SearchState
+from gradcomp.control.levels import check_count, check_flag, check_number, check_word
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Assignment, Plan
+from gradcomp.core.vectors import Floats
 from gradcomp.kernels.step import Observations
 
 logger = logging.getLogger("gradcomp")
@@ -47,11 +38,6 @@ _TIMES = 2
 
 #: theta_min, theta_c and the sent factor, as indices of factors.
 Choice = tuple[int, int, int]
-
-#: Rules by which candidate factors grow.
-POLICIES = ("exponential", "geometric")
-#: Definitions of the gain.
-GAINS = (NORM, ENERGY)
 
 
 @dataclass
@@ -82,14 +68,12 @@ class GraVACRun(ControllerRun):
         names = self._layer_names = [environment.layers[i].name for i in self._layers.tolist()]
         self._names = names if per_layer else [MODEL]
         self._row_of = np.arange(len(names)) if per_layer else np.zeros(len(names), dtype=np.int64)
-        self._compressors: dict[tuple[int, Choice], Compressor] = {}
-        self._assignments: dict[tuple[int, Choice], Assignment] = {}
+        self._known: dict[tuple[int, Choice], tuple[Compressor, Assignment]] = {}
         self._ended = False  # true if a window ended with the last step
         self._in_force = False  # true once the plan has the current choices
         self._seconds = 0.0  # seconds of the last iteration but one, on this rank; 0 if not known
-        self._untimed: list[
-            Numbers | None
-        ] = []  # factors that the last two iterations sent, None if they do not count
+        # The factors that the last two iterations sent, None if they do not count.
+        self._untimed: list[Numbers | None] = []
         self._vector: Doubles = np.zeros(0)
         self._choose()  # raises ConfigError for layers with another compressor
 
@@ -103,11 +87,11 @@ class GraVACRun(ControllerRun):
     def observe(self, observations: Observations) -> None:
         """Sums the norms, or the squared norms, of the layers of every row."""
         by_norm = self.search.by_norm
-        names = (GRADIENT if by_norm else TOTAL, KEPT, KEPT_BY_CANDIDATE)
+        total = selection.GRADIENT if by_norm else selection.TOTAL
+        names = total, selection.KEPT, selection.KEPT_BY_CANDIDATE
         noted = [observations.of(name)[self._layers] for name in names]
-        noted = [np.sqrt(squares) for squares in noted] if by_norm else noted
-        rows = len(self._names)
-        sums = [np.bincount(self._row_of, part, rows).astype(np.float64) for part in noted]
+        parts = [np.sqrt(squares) for squares in noted] if by_norm else noted
+        sums = [np.bincount(self._row_of, part, len(self._names)).astype(np.float64) for part in parts]
         self._vector = np.concatenate([[self._seconds, float(self._seconds > 0)], *sums])
 
     def contribution(self, step: int) -> Doubles | None:
@@ -126,14 +110,11 @@ class GraVACRun(ControllerRun):
         self._untimed = [*self._untimed, self.search.sent if self.search.taken else None][-2:]
         least, candidate = self.search.minimum.copy(), self.search.candidate.copy()
         before = self.search.sent
-        ended = self._ended = self.search.step(*step.sums[_TIMES:].reshape(3, -1))
-        if ended:
+        self._ended = self.search.step(*step.sums[_TIMES:].reshape(3, -1))
+        if self._ended:
             self.reason = self._account(step.number, least, candidate)
-        changed = not self._in_force or not (
-            np.array_equal(before, self.search.sent)
-            and np.array_equal(least, self.search.minimum)
-            and np.array_equal(candidate, self.search.candidate)
-        )
+        now = self.search.minimum, self.search.candidate, self.search.sent
+        changed = not self._in_force or not np.array_equal((least, candidate, before), now)
         self._in_force = True
         if changed:
             self._choose()
@@ -143,10 +124,8 @@ class GraVACRun(ControllerRun):
         """Describes the result of a window for the first row, and counts the others."""
         search = self.search
         gains, factors = search.gains[0], search.factors
-        measured = [
-            f"{factors[k]:g}x {search.throughput[0, k]:.4g}"
-            for k in np.flatnonzero(~np.isnan(search.throughput[0])).tolist()
-        ]
+        speeds = zip(factors, search.throughput[0].tolist(), strict=True)
+        measured = [f"{factor:g}x {speed:.4g}" for factor, speed in speeds if not math.isnan(speed)]
         more = f", and {len(self._names) - 1} more" if len(self._names) > 1 else ""
         return (
             f"window ends at step {step}: {self._names[0]}{more}: "
@@ -161,34 +140,28 @@ class GraVACRun(ControllerRun):
         search = self.search
         columns = (search.minimum.tolist(), search.candidate.tolist(), search.sent.tolist())
         by_row: list[Choice] = list(zip(*columns, strict=True))
-        self._chosen = [by_row[row] for row in self._row_of.tolist()]
-        self.choices = {
-            layer: self._compressor(layer, choice)
-            for layer, choice in zip(self._layers.tolist(), self._chosen, strict=True)
-        }
+        rows = zip(self._layers.tolist(), self._row_of.tolist(), strict=True)
+        self._chosen = {layer: self._made(layer, by_row[row]) for layer, row in rows}
+        self.choices = {layer: compressor for layer, (compressor, _) in self._chosen.items()}
 
-    def _compressor(self, layer: int, choice: Choice) -> Compressor:
-        """Returns a compressor that is made once, since plans alternate between a few choices."""
-        if (layer, choice) not in self._compressors:
+    def _made(self, layer: int, choice: Choice) -> tuple[Compressor, Assignment]:
+        """Returns what is made once, since plans alternate between a few choices."""
+        if (layer, choice) not in self._known:
             least, candidate, sent = choice
-            send = DENSE if sent == 0 else CANDIDATE if sent == candidate else MINIMUM
+            send = selection.CANDIDATE if sent == candidate else selection.MINIMUM
+            send = send if sent else selection.DENSE
             own, factors = self.environment.compressors[layer], self.search.factors
             assert own is not None, "the layer is up for choice"
-            self._compressors[layer, choice] = select_twice(
-                own, 1 / factors[least], 1 / factors[candidate], send
-            )
-        return self._compressors[layer, choice]
+            made = selection.select_twice(own, 1 / factors[least], 1 / factors[candidate], send)
+            name = self.environment.layers[layer].name
+            self._known[layer, choice] = made, Assignment(name, made.family_string(), made.level)
+        return self._known[layer, choice]
 
     def plan(self, before: Plan) -> Plan:
         """Returns the same plan as the base class, from assignments that are made once."""
         rows = list(before.assignments)
-        for layer, choice in zip(self._layers.tolist(), self._chosen, strict=True):
-            if (layer, choice) not in self._assignments:
-                compressor = self._compressor(layer, choice)
-                self._assignments[layer, choice] = Assignment(
-                    rows[layer].layer, compressor.family_string(), compressor.level
-                )
-            rows[layer] = self._assignments[layer, choice]
+        for layer, (_, assignment) in self._chosen.items():
+            rows[layer] = assignment
         return Plan(before.version + 1, tuple(rows))
 
     # -- accounts ----------------------------------------------------------------------------------------------
@@ -229,7 +202,7 @@ class GraVACRun(ControllerRun):
         gain = NORM if self.search.by_norm else None
         return GraVACState(self.search.state(self._names), untimed, self._in_force, self._layer_names, gain)
 
-    def own_state(self) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
+    def own_state(self) -> dict[str, dict[str, Floats]]:
         """Returns the seconds of the last iteration but one."""
         return {_SECONDS: {self._layer_names[0]: np.array([self._seconds], dtype=np.float32)}}
 
@@ -244,18 +217,14 @@ class GraVACRun(ControllerRun):
         search, there = saved.search, saved.gain or ENERGY
         if there != here:
             if self.environment.rank == 0:
-                logger.warning(
-                    "%s: the checkpoint's gains are by %s, but gain=%r is set: gains begin anew",
-                    self.name,
-                    there,
-                    here,
-                )
+                text = "%s: the checkpoint's gains are by %s, but gain=%r is set: gains begin anew"
+                logger.warning(text, self.name, there, here)
             search = replace(search, rows={name: row.without_gains() for name, row in search.rows.items()})
         try:
             self.search.restore(self._names, search)
         except ValueError as error:
             raise StateError(f"not a state of {self.name}: {error!r}") from error
-        numbers = {factor: k for k, factor in enumerate(self.search.factors)}
+        numbers = self.search.numbers
         self._untimed = [
             np.array([numbers[one[name]] for name in self._names], dtype=np.int64)
             if one is not None and one.keys() == set(self._names) and set(one.values()) <= numbers.keys()
@@ -334,9 +303,7 @@ class GraVAC(Controller):
 
     def __post_init__(self) -> None:
         for name in ("minimum", "maximum", "epsilon", "omega"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"{name} must be a finite number, got {value!r}")
+            check_number(name, getattr(self, name))
         if self.minimum < 1:
             raise ConfigError(f"minimum is a compression factor of at least 1, got {self.minimum!r}")
         if self.maximum < self.minimum:
@@ -346,12 +313,9 @@ class GraVAC(Controller):
         check_count("window", self.window)
         if self.omega < 0:
             raise ConfigError(f"omega must not be negative, got {self.omega!r}")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
-        if self.gain not in GAINS:
-            raise ConfigError(f"gain must be one of {', '.join(GAINS)}, got {self.gain!r}")
-        if not isinstance(self.per_layer, bool):
-            raise ConfigError(f"per_layer must be true or false, got {self.per_layer!r}")
+        check_word("policy", self.policy, ("exponential", "geometric"))
+        check_word("gain", self.gain, (NORM, ENERGY))
+        check_flag("per_layer", self.per_layer)
 
     @property
     def by_times(self) -> bool:
@@ -369,15 +333,7 @@ class GraVAC(Controller):
     def begin(self, environment: Environment) -> ControllerRun:
         rows = len(environment.controlled) if self.per_layer else 1
         factors = (1.0, *(factor for factor in self.candidates if factor > 1))
-        first = factors.index(float(self.minimum))
-        search = Search(
-            factors,
-            first,
-            environment.world,
-            rows,
-            epsilon=self.epsilon,
-            window=self.window,
-            omega=self.omega,
-            by_norm=self.gain == NORM,
-        )
+        first, by_norm = factors.index(float(self.minimum)), self.gain == NORM
+        rules = self.epsilon, self.window, self.omega, by_norm
+        search = Search(factors, first, environment.world, rows, *rules)
         return GraVACRun(self.name, environment, search, self.per_layer)

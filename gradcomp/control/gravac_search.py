@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-Doubles = npt.NDArray[np.float64]
-Numbers = npt.NDArray[np.int64]
+from gradcomp.control.base import Doubles, Numbers
 
 #: The index of the factor 1.
 DENSE = 0
@@ -47,6 +45,7 @@ class SearchState:
     rows: dict[str, RowState]
 
 
+@dataclass(eq=False)
 class Search:
     """Independent searches, one per row: a row is the model, or one of its layers.
 
@@ -56,22 +55,16 @@ class Search:
     the steps that sent factor k; ``throughput[row, k]`` is T, NaN if not known.
     """
 
-    def __init__(
-        self,
-        factors: Sequence[float],
-        first: int,
-        world: int,
-        rows: int,
-        *,
-        epsilon: float,
-        window: int,
-        omega: float,
-        by_norm: bool,
-    ) -> None:
-        self.factors = tuple(factors)
-        self.world = world
-        self.epsilon, self.window, self.omega = epsilon, window, omega
-        self.by_norm = by_norm
+    factors: tuple[float, ...]
+    first: InitVar[int]
+    world: int
+    rows: InitVar[int]
+    epsilon: float
+    window: int
+    omega: float
+    by_norm: bool
+
+    def __post_init__(self, first: int, rows: int) -> None:
         self.minimum: Numbers = np.full(rows, first, dtype=np.int64)
         self.candidate: Numbers = self.minimum.copy()
         self.sent: Numbers = np.full(rows, DENSE, dtype=np.int64)
@@ -122,7 +115,9 @@ class Search:
             for row in range(len(self.sent)):
                 self._check(row)
             self._seconds, self._timed = [], []
-        self._decide()
+        gains, every = self.gains, np.arange(len(self.sent))
+        fallback = np.where(gains[every, self.minimum] >= self.epsilon, self.minimum, DENSE)
+        self.sent = np.where(gains[every, self.candidate] >= self.epsilon, self.candidate, fallback)
         return ended
 
     def _average(self, rows: Numbers, factors: Numbers, values: Doubles, weights: Doubles) -> None:
@@ -130,11 +125,6 @@ class Search:
         at = (rows, factors[rows])
         self._sums[at] = (1 - newest) * self._sums[at] + newest * values[rows]
         self._weights[at] = (1 - newest) * self._weights[at] + newest * weights[rows]
-
-    def _decide(self) -> None:
-        gains, rows = self.gains, np.arange(len(self.sent))
-        fallback = np.where(gains[rows, self.minimum] >= self.epsilon, self.minimum, DENSE)
-        self.sent = np.where(gains[rows, self.candidate] >= self.epsilon, self.candidate, fallback)
 
     def _check(self, row: int) -> None:
         """Runs lines 33 to 39 for one row."""
@@ -160,9 +150,8 @@ class Search:
 
     def state(self, names: Sequence[str]) -> SearchState:
         """Returns rows by name and factors by value, of the factors that were sent or measured."""
-        return SearchState(
-            self.taken, list(self._seconds), {name: self._row(i) for i, name in enumerate(names)}
-        )
+        rows = {name: self._row(i) for i, name in enumerate(names)}
+        return SearchState(self.taken, list(self._seconds), rows)
 
     def _row(self, row: int) -> RowState:
         factors = self.factors
@@ -177,12 +166,17 @@ class Search:
             [(factors[k], steps[k], sums[k], weights[k], throughput[k]) for k in known],
         )
 
+    @property
+    def numbers(self) -> dict[float, int]:
+        """Returns the indices of factors."""
+        return {factor: k for k, factor in enumerate(self.factors)}
+
     def restore(self, names: Sequence[str], saved: SearchState) -> None:
         """Continues from a saved state. Rows that are new, or that have factors which do not exist here, start anew.
 
         Raises ValueError, before anything changes, if windows have different lengths.
         """
-        numbers = {factor: k for k, factor in enumerate(self.factors)}
+        numbers = self.numbers
         rows = {row: saved.rows[name] for row, name in enumerate(names) if name in saved.rows}
         if any(len(one.timed) != len(saved.seconds) for one in rows.values()):
             raise ValueError("the rows' windows have different lengths")

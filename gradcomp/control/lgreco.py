@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
-from gradcomp.control.base import Doubles, Environment
+from gradcomp.control.base import Doubles, Environment, Numbers
 from gradcomp.control.candidates import (
     HYBRID,
     CandidateLevels,
@@ -19,8 +19,15 @@ from gradcomp.control.candidates import (
     make_candidates,
     resolve,
 )
-from gradcomp.control.levels import check_count, check_levels, check_positive
-from gradcomp.control.observations import Decision, Numbers, PeriodObservations
+from gradcomp.control.levels import (
+    Decision,
+    PeriodObservations,
+    check_count,
+    check_flag,
+    check_levels,
+    check_number,
+    check_word,
+)
 from gradcomp.control.periodic import Periodic
 from gradcomp.control.two_levels import NEVER, Accordion, remembered
 from gradcomp.core.errors import ConfigError
@@ -34,9 +41,6 @@ logger = logging.getLogger("gradcomp")
 _MEMORY = 0.5
 #: Weight of the common coefficient in that of each layer, relative to the mean layer's own times.
 _PULL = 0.1
-#: Sums by layer from which the coefficients are fitted; other objectives keep two, the number in older checkpoints.
-_SUMS = {"time": 5}
-
 #: Steps of a period whose errors are averaged, unless the user says otherwise.
 _SAMPLES = 4
 
@@ -44,9 +48,6 @@ _MOST_BUCKETS = 10**6
 
 #: Least steps of the budget per row if layers are divided into blocks, since each row's error is rounded up to a step.
 _STEPS_PER_BLOCK = 16
-
-_OBJECTIVES = ("bytes", "time", "position")
-_METRICS = ("norm", "squared", "adam")
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class LGreCo(Periodic):
     """
 
     name: ClassVar[str] = "lgreco"
+    tells_ends: ClassVar[bool] = True
 
     every_steps: int = 100
     levels: Candidates | None = None
@@ -127,21 +129,15 @@ class LGreCo(Periodic):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_levels(self.levels)
-        check_positive("alpha", self.alpha)
-        check_count("buckets", self.buckets)
-        if self.buckets > _MOST_BUCKETS:
-            raise ConfigError(f"buckets must be at most {_MOST_BUCKETS}, got {self.buckets!r}")
-        check_count("blocks", self.blocks)
-        if self.blocks > MOST_BLOCKS:
-            raise ConfigError(f"blocks must be at most {MOST_BLOCKS}, got {self.blocks!r}")
-        if self.objective not in _OBJECTIVES:
-            raise ConfigError(f"objective must be one of {', '.join(_OBJECTIVES)}, got {self.objective!r}")
-        if self.metric is not None and self.metric not in _METRICS:
-            raise ConfigError(f"metric must be one of {', '.join(_METRICS)}, got {self.metric!r}")
+        check_number("alpha", self.alpha, positive=True)
+        check_count("buckets", self.buckets, most=_MOST_BUCKETS)
+        check_count("blocks", self.blocks, most=MOST_BLOCKS)
+        check_word("objective", self.objective, ("bytes", "time", "position"))
+        if self.metric is not None:
+            check_word("metric", self.metric, ("norm", "squared", "adam"))
         if self.accordion is not None and not isinstance(self.accordion, Accordion):
             raise ConfigError(f"accordion must be an Accordion, got {self.accordion!r}")
-        if not isinstance(self.widen, bool):
-            raise ConfigError(f"widen must be true or false, got {self.widen!r}")
+        check_flag("widen", self.widen)
 
     @property
     def sampled(self) -> int:
@@ -173,10 +169,6 @@ class LGreCo(Periodic):
         """Returns the wide ranges if ``widen`` is set and the ranges are default ones."""
         return self._ranges(environment, wide=True) if self.widen and self.levels is None else None
 
-    @property
-    def tells_ends(self) -> bool:
-        return True
-
     def _ranges(self, environment: Environment, wide: bool) -> CandidateLevels:
         rule = self.accordion
 
@@ -189,15 +181,8 @@ class LGreCo(Periodic):
                 return [*self.levels, *ends]
             return [resolve(end, found) for end in ends for found in default_levels(end, wide)]
 
-        return make_candidates(
-            environment.layers,
-            environment.compressors,
-            self.levels if rule is None else candidates,
-            environment.scheme,
-            environment.topology,
-            wide=wide,
-            blocks=self.blocks,
-        )
+        given = self.levels if rule is None else candidates
+        return make_candidates(environment, given, wide=wide, blocks=self.blocks)
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """Returns norms of the last period (:data:`NEVER` at first), sums for the time coefficients, and a flag.
@@ -209,7 +194,8 @@ class LGreCo(Periodic):
 
     @property
     def _sums(self) -> int:
-        return _SUMS.get(self.objective, 2)
+        """Returns the sums by layer for the time coefficients; other objectives keep two, as in older checkpoints."""
+        return 5 if self.objective == "time" else 2
 
     def decide(self, observed: PeriodObservations) -> Decision:
         """Solves the program over the rows that had a gradient."""
@@ -246,9 +232,8 @@ class LGreCo(Periodic):
         squares: Doubles = observed.errors**2
         if self.metric == "adam":
             sizes = np.array([spec.size for spec in observed.candidates.specs], dtype=np.float64)
-            squares *= (np.sqrt(np.maximum(sizes, 1)) / np.where(observed.silent, 1.0, observed.norm))[
-                :, None
-            ]
+            inverse = np.sqrt(np.maximum(sizes, 1)) / np.where(observed.silent, 1.0, observed.norm)
+            squares *= inverse[:, None]
         return squares
 
     def _solve(self, errors: Doubles, allowed: Doubles, costs: Doubles) -> Numbers | None:
@@ -269,16 +254,8 @@ class LGreCo(Periodic):
         rule, candidates = self.accordion, observed.candidates
         if rule is None:
             return candidates.reference
-        own = [
-            choices[k] for choices, k in zip(candidates.choices, candidates.reference.tolist(), strict=True)
-        ]
-        low, high = (
-            np.array(
-                [c.index(resolve(o, level)) for c, o in zip(candidates.choices, own, strict=True)],
-                dtype=np.int64,
-            )
-            for level in (rule.low, rule.high)
-        )
+        own = [(c, c[k]) for c, k in zip(candidates.choices, candidates.reference.tolist(), strict=True)]
+        low, high = ([c.index(resolve(o, level)) for c, o in own] for level in (rule.low, rule.high))
         return np.where(rule.critical(before, observed), low, high)
 
     def _weights(self, observed: PeriodObservations, fits: Doubles) -> Doubles:

@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress.lowrank.base import LowRank
-from gradcomp.control.base import Doubles, Environment, at_once
+from gradcomp.control.base import Doubles, Environment, Mask, Numbers, at_once
 from gradcomp.control.candidates import CandidateLevels
+from gradcomp.control.distortion import energies
 from gradcomp.control.distortion.code_errors import block_errors
 from gradcomp.control.distortion.errors import errors
-from gradcomp.control.observations import Numbers
 from gradcomp.core.state import DoubleBuffer
-from gradcomp.core.vectors import LINE, Floats, HostVector, Vector, Zeros, host_zeros
+from gradcomp.core.vectors import LINE, Floats, HostVector, Vector
 from gradcomp.kernels import dispatch, selection
 from gradcomp.kernels.codec import Table
 from gradcomp.kernels.segments import SEGMENT
@@ -49,52 +48,6 @@ def share_out(sizes: Mapping[int, int], world: int) -> dict[int, int]:
     return owners
 
 
-class Accumulators:
-    """Sums the rank's own gradients in one float32 row per layer that it owns: a_t = a_{t-1} + scale g_t.
-
-    ``sizes`` has the number of elements by layer number, 0 for a layer that another rank owns. ``zeros`` allocates the
-    rows. They take 8 bytes per element, since a step that is not accepted must not count.
-    """
-
-    def __init__(self, sizes: Sequence[int], zeros: Zeros = host_zeros) -> None:
-        self._zeros = zeros
-        self._sizes = list(sizes)
-        self._own = np.array([size > 0 for size in sizes], dtype=np.bool_)
-        self._rows = DoubleBuffer(self._sizes, zeros)
-
-    @property
-    def nbytes(self) -> int:
-        return self._rows.nbytes
-
-    def add(self, table: Table, layers: npt.NDArray[np.int64], scale: float) -> None:
-        """Adds the gradients at the addresses in the table to the rows that this rank owns."""
-        own = self._own[layers]
-        if not own.any():
-            return
-        table, layers = table[own], layers[own]
-        table["residual"] = self._rows.read_addresses(layers, table["start"])
-        table["next_residual"] = self._rows.write_addresses(layers, table["start"])
-        flags = np.zeros(len(table), dtype=np.uint8)
-        factors = np.full(len(table), scale, dtype=np.float32)
-        selection.contribute(table, flags, factors, decay=1.0)
-
-    def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """Makes the sums of the last step final, for the layers that some rank had."""
-        self._rows.commit(present & self._own)
-
-    def take(self) -> dict[int, Vector]:
-        """Returns the sums by layer, which then belong to the caller; new sums begin at zero."""
-        rows, self._rows = self._rows, DoubleBuffer(self._sizes, self._zeros)
-        return {layer: rows.vector(layer) for layer in np.flatnonzero(self._own).tolist()}
-
-    def value(self, layer: int) -> Floats:
-        """Returns a read-only view of a layer's sum."""
-        return self._rows.value(layer)
-
-    def set(self, layer: int, values: Floats) -> None:
-        self._rows.set(layer, values)
-
-
 def measure(
     candidates: CandidateLevels, sums: Mapping[int, Vector], width: int, seed: int, memory_bytes: int | None
 ) -> Doubles:
@@ -115,13 +68,12 @@ def measure(
             deviation = np.sqrt(np.maximum(square / sizes - mean * mean, 0.0))
         table[rows, :COLUMNS] = np.stack([np.sqrt(square), mean, deviation], axis=1)
         if width > COLUMNS:
-            table[rows, COLUMNS : COLUMNS + len(choices)] = (
-                errors(choices, spec, values, seed, memory_bytes=memory_bytes)
-                if len(rows) == 1
-                else block_errors(
-                    choices, replace(spec, shape=(values.size,)), values, starts, seed, memory_bytes
-                )
-            )
+            if len(rows) == 1:
+                lost = errors(choices, spec, values, seed, memory_bytes=memory_bytes)
+            else:
+                whole = replace(spec, shape=(values.size,))
+                lost = block_errors(choices, whole, values, starts, seed, memory_bytes)
+            table[rows, COLUMNS : COLUMNS + len(choices)] = lost
         if width > COLUMNS + candidates.width and candidates.leaves_zeros[rows.start]:
             table[rows, -1] = np.sqrt(np.count_nonzero(values.read()))
     return table
@@ -138,14 +90,12 @@ def _moments(vectors: Sequence[Vector], begins: Sequence[Numbers]) -> list[tuple
     ends = np.cumsum([len(starts) for starts in begins])[:-1]
     device = dispatch.on_device(vectors[0].address)
     if device is not None:
-        found: Doubles = device.moments(table)
-        means, squares = found[:, 0] / table["length"], found[:, 1].copy()
+        sums, squares = device.moments(table).T
+        means = sums / table["length"]
     else:
-        squares = np.zeros(len(table))
-        selection.squares(table, squares)
-        means = np.concatenate(
-            [_means(v.read(), at, sizes) for v, at, sizes in zip(vectors, begins, lengths, strict=True)]
-        )
+        squares = energies(table)
+        parts = zip(vectors, begins, lengths, strict=True)
+        means = np.concatenate([_means(v.read(), at, sizes) for v, at, sizes in parts])
     return list(zip(np.split(means, ends), np.split(squares, ends), strict=True))
 
 
@@ -182,46 +132,41 @@ class Gathering(ABC):
     ELEMENT_BYTES: ClassVar[int]
     TITLE: ClassVar[str]
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
-        #: True if this step's gradients are wanted.
-        self.adding = False
+    #: The columns of the rows that a checkpoint holds; None if it holds none.
+    columns: int | None = None
+    #: True if this step's gradients are wanted.
+    adding = False
 
-    @property
-    def columns(self) -> int | None:
-        """Returns the columns of the rows that a checkpoint holds; None if it holds none."""
-        return None
+    def __init__(self, share: Share, nbytes: int) -> None:
+        self.share = share
+        self._own = np.array([size > 0 for size in share.sizes], dtype=np.bool_)
+        #: The bytes that measuring may take besides the gathered values, or None if there is no limit.
+        self.left = None if share.memory_bytes is None else max(share.memory_bytes - nbytes, 0)
 
     @property
     def overdue(self) -> bool:
         """Returns true if gradients must wait for background work; with ``deterministic`` only."""
         return False
 
-    @property
-    def left(self) -> int | None:
-        """Returns the bytes that measuring may take, or None if there is no limit."""
-        cap = self.share.memory_bytes
-        return None if cap is None else max(cap - self.nbytes, 0)
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Returns the memory of the gathered values."""
-
-    @abstractmethod
-    def range_over(self, candidates: CandidateLevels, width: int) -> None:
+    def range_over(self, candidates: CandidateLevels, width: int) -> None:  # noqa: B027  (sums do not depend on them)
         """Replaces the candidates; the table then has ``width`` columns."""
 
     @abstractmethod
     def open(self, step: int) -> None:
         """Opens a step, ``step`` steps after the period began. Commits before it are final."""
 
-    @abstractmethod
     def add(self, table: Table, layers: Numbers, scale: float) -> None:
         """Receives the gradients of a group, and residuals if there are any; it may change the table."""
+        own = self._own[layers]
+        if own.any():
+            self._add_own(table[own], layers[own], np.full(np.count_nonzero(own), scale, dtype=np.float32))
 
     @abstractmethod
-    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+    def _add_own(self, table: Table, layers: Numbers, scales: Floats) -> None:
+        """Receives the gradients of a group's layers that this rank owns."""
+
+    @abstractmethod
+    def commit(self, present: Mask) -> None:
         """Accepts the step for the layers that some rank had."""
 
     @abstractmethod
@@ -246,47 +191,44 @@ class Gathering(ABC):
 
 
 class Windowed(Gathering):
-    """Sums gradients over the last ``window`` steps of a period.
+    """Sums the rank's own gradients over the last ``window`` steps of a period: a_t = a_{t-1} + scale g_t.
 
     Source: Markov et al. 2024, section 4, "System Implementation".
 
-    It takes 8 bytes per element, and as many again while the sums of the closed period are measured.
+    It takes 8 bytes per element, since a step that is not accepted must not count, and as many again while the sums of
+    the closed period are measured.
     """
 
     ELEMENT_BYTES = 8
     TITLE = "sums of gradients"
 
     def __init__(self, share: Share, every: int, window: int) -> None:
-        super().__init__(share)
         self._first, self._end = max(every - window, 0), every
-        self._sums = Accumulators(share.sizes, share.environment.zeros)
+        self._sums = DoubleBuffer(share.sizes, share.environment.zeros)
         self._taken: dict[int, Vector] = {}  # sums of the closed period
-
-    @property
-    def nbytes(self) -> int:
-        return self._sums.nbytes
-
-    def range_over(self, candidates: CandidateLevels, width: int) -> None:
-        """Does nothing, since sums do not depend on the candidates."""
+        super().__init__(share, self._sums.nbytes)
 
     def open(self, step: int) -> None:
         self.adding = self._first <= step < self._end  # later steps, while work is late, do not count
 
-    def add(self, table: Table, layers: Numbers, scale: float) -> None:
-        """Adds the gradients without their residuals."""
-        self._sums.add(table, layers, scale)
+    def _add_own(self, table: Table, layers: Numbers, scales: Floats) -> None:
+        """Adds the gradients, without their residuals, to the sums."""
+        table["residual"] = self._sums.read_addresses(layers, table["start"])
+        table["next_residual"] = self._sums.write_addresses(layers, table["start"])
+        selection.contribute(table, np.zeros(len(table), dtype=np.uint8), scales, decay=1.0)
 
-    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+    def commit(self, present: Mask) -> None:
         if self.adding:
-            self._sums.commit(present)
+            self._sums.commit(present & self._own)
 
     def close(self) -> None:
         """Takes the sums; those of the next period begin at zero."""
-        self._taken = self._sums.take()
+        self._taken = {layer: self._sums.vector(layer) for layer in self.share.own.values()}
+        self._sums = DoubleBuffer(self.share.sizes, self.share.environment.zeros)
 
     def measuring(self) -> Callable[[], Doubles]:
-        taken, left = self._taken, self.left
-        return lambda: self.share.measure(taken, left)
+        taken = self._taken
+        return lambda: self.share.measure(taken, self.left)
 
     def drop(self) -> None:
         self._taken = {}
@@ -349,29 +291,20 @@ class Sampled(Gathering):
     TITLE = "samples of gradients"
 
     def __init__(self, share: Share, every: int, samples: int) -> None:
-        super().__init__(share)
         self._every, self._steps = every, np.array(sample_steps(every, samples))
         padded = [-(-size // LINE) * LINE for size in share.sizes]
         self._begins = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
         self._arena = share.environment.zeros(int(self._begins[-1]))
-        self._own = np.array([size > 0 for size in share.sizes], dtype=np.bool_)
+        super().__init__(share, 4 * int(self._begins[-1]))
         self._heard = np.zeros(len(share.sizes), dtype=np.bool_)  # layers whose sample is in the arena
         self._committed = False
         self._due = self._last = 0  # samples of the period that are due, and that have been taken
         # The work that reads the arena.
         self._work: Future[Floats] = at_once(lambda: np.zeros(0, dtype=np.float32))
 
-    @property
-    def nbytes(self) -> int:
-        return 4 * int(self._begins[-1])
-
-    @property
-    def columns(self) -> int:
-        return self._width
-
     def range_over(self, candidates: CandidateLevels, width: int) -> None:
         """Replaces the candidates. The table starts anew, since its errors are those of other choices."""
-        self._width = width
+        self.columns = width
         self._layers, self._items = candidates.layers, candidates.items
         self._with_residual = np.zeros(len(self.share.sizes), dtype=np.bool_)
         self._with_residual[candidates.layers] = [
@@ -381,7 +314,8 @@ class Sampled(Gathering):
         self._closed: Future[Floats] | None = None
 
     def _nothing(self) -> Future[Floats]:
-        rows = np.zeros((len(self._layers), _COUNT + self._width), dtype=np.float32)
+        assert self.columns is not None, "candidates come before steps"
+        rows = np.zeros((len(self._layers), _COUNT + self.columns), dtype=np.float32)
         return at_once(lambda: rows)
 
     @property
@@ -397,20 +331,19 @@ class Sampled(Gathering):
         due = self._last < self._due and step < self._every  # later steps, while work is late, do not count
         self.adding = due and (self.share.environment.deterministic or self._work.done())
 
-    def add(self, table: Table, layers: Numbers, scale: float) -> None:
+    def _add_own(self, table: Table, layers: Numbers, scales: Floats) -> None:
         """Copies the gradients, with residuals for layers whose choices are all of low rank."""
-        own = self._own[layers] & (table["gradient"] != 0)
-        if not own.any():
+        given = table["gradient"] != 0
+        if not given.any():
             return
-        table, layers = table[own], layers[own]
+        table, layers, scales = table[given], layers[given], scales[given]
         table["residual"][~self._with_residual[layers]] = 0
         places = 4 * (self._begins[layers] + table["start"].astype(np.int64))
         table["next_residual"] = np.uint64(self._arena.address) + places.astype(np.uint64)
-        flags = np.zeros(len(table), dtype=np.uint8)
-        selection.contribute(table, flags, np.full(len(table), scale, dtype=np.float32), decay=1.0)
+        selection.contribute(table, np.zeros(len(table), dtype=np.uint8), scales, decay=1.0)
         self._heard[layers] = True
 
-    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+    def commit(self, present: Mask) -> None:
         """Makes the sample count."""
         if self.adding:
             self._heard &= present
@@ -420,11 +353,10 @@ class Sampled(Gathering):
         if not self._committed:
             return
         self._committed, self._last = False, self._due
-        layers = np.flatnonzero(self._heard).tolist()
-        sample: dict[int, Vector] = {
-            i: self._arena.part(int(self._begins[i]), int(self._begins[i]) + self.share.sizes[i])
-            for i in layers
-        }
+        sample: dict[int, Vector] = {}
+        for i in np.flatnonzero(self._heard).tolist():
+            begin = int(self._begins[i])
+            sample[i] = self._arena.part(begin, begin + self.share.sizes[i])
         before, measure, left = self._current, self.share.measure, self.left
         heard = np.flatnonzero(self._heard[self._layers])
         self._current = self._work = self.share.environment.background(
@@ -439,12 +371,7 @@ class Sampled(Gathering):
     def measuring(self) -> Callable[[], Doubles]:
         """Returns work that waits for the last sample and returns the table."""
         closed = self._closed or self._nothing()  # a rank without layers has no closed table after a resume
-
-        def table() -> Doubles:
-            found: Doubles = closed.result()[:, _COUNT:].astype(np.float64)
-            return found
-
-        return table
+        return lambda: closed.result()[:, _COUNT:].astype(np.float64)
 
     def drop(self) -> None:
         self._closed = None
@@ -453,11 +380,9 @@ class Sampled(Gathering):
         """Returns, by layer, the number of samples taken and its rows; waits for the sample that is being measured."""
         self._measure_committed()
         kinds = {"sampled": self._current, **({} if self._closed is None else {"measured": self._closed})}
+        own, last = self.share.own.items(), np.float32(self._last)
         return {
-            kind: {
-                name: np.append(np.float32(self._last), rows.result()[self._items[layer]])
-                for name, layer in self.share.own.items()
-            }
+            kind: {name: np.append(last, rows.result()[self._items[layer]]) for name, layer in own}
             for kind, rows in kinds.items()
         }
 
@@ -466,7 +391,7 @@ class Sampled(Gathering):
         self._current, self._closed = self._nothing(), self._nothing()
         found = 0
         for name, layer in self.share.own.items():
-            items, width = self._items[layer], _COUNT + self._width
+            items, width = self._items[layer], self._current.result().shape[1]
             size = 1 + len(items) * width
             if (value := fitting(held, "sampled", name, size)) is not None:
                 self._last, self._current.result()[items] = int(value[0]), value[1:].reshape(-1, width)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import thread_time
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Step
+from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Mask, Numbers, Step
 from gradcomp.control.candidates import CandidateLevels, Candidates, crowded_ends, goes_on, make_candidates
-from gradcomp.control.levels import check_count
+from gradcomp.control.levels import Decision, PeriodObservations, check_count
 from gradcomp.control.measurement import (
     COLUMNS,
     Gathering,
@@ -26,7 +25,6 @@ from gradcomp.control.measurement import (
     measure,
     share_out,
 )
-from gradcomp.control.observations import Decision, Numbers, PeriodObservations
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Level
@@ -79,13 +77,8 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         self.controller = controller
         self.candidates = candidates = controller.candidate_levels(environment)
         self._numbers = {environment.layers[i].name: i for i in candidates.items}
-        state = PeriodicState(
-            Phase.GATHER,
-            environment.first_step,
-            {},
-            controller.begin_memory(candidates),
-            np.zeros(len(self._numbers)),
-        )
+        memory, sent = controller.begin_memory(candidates), np.zeros(len(self._numbers))
+        state = PeriodicState(Phase.GATHER, environment.first_step, {}, memory, sent)
         super().__init__(controller.name, environment, state)
         self.current = candidates.reference.copy()
         self.choose()
@@ -100,23 +93,21 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         environment, controller, candidates = self.environment, self.controller, self.candidates
         sizes = {i: environment.layers[i].size for i in candidates.items}
         owners = share_out(sizes, environment.world)
-        kind = Sampled if controller.sampled else Windowed
-        self._check_memory(sizes, owners, kind)
+        kind, cap = Sampled if controller.sampled else Windowed, controller.memory_bytes
+        loads = [0] * environment.world
+        for layer, rank in owners.items():
+            loads[rank] += kind.ELEMENT_BYTES * sizes[layer]
+        if cap is not None and max(loads) > cap:
+            raise ConfigError(
+                f"{controller.name}: {kind.TITLE} take {max(loads)} bytes on a rank, memory_bytes allows "
+                f"{cap}; allow more, or exclude large layers"
+            )
         own = {name: i for name, i in self._numbers.items() if owners[i] == environment.rank and sizes[i]}
         gathers = set(own.values())
-        share = Share(
-            environment,
-            own,
-            [sizes[i] if i in gathers else 0 for i in range(len(environment.layers))],
-            lambda values, left: self._timed("measure", lambda: self._measure(values, left)),
-            controller.memory_bytes,
-        )
+        sizes_here = [sizes[i] if i in gathers else 0 for i in range(len(environment.layers))]
+        share = Share(environment, own, sizes_here, self._measure_timed, cap)
         every = controller.every_steps
-        gathering = (
-            Sampled(share, every, controller.sampled)
-            if controller.sampled
-            else Windowed(share, every, controller.window or every)
-        )
+        gathering = kind(share, every, controller.sampled or controller.window or every)
         gathering.range_over(candidates, self._width)
         self._state.columns = gathering.columns
         return gathering
@@ -127,19 +118,6 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         if not self.controller.needs_errors:
             return COLUMNS
         return COLUMNS + self.candidates.width + int(self.candidates.leaves_zeros.any())
-
-    def _check_memory(
-        self, sizes: Mapping[int, int], owners: Mapping[int, int], kind: type[Gathering]
-    ) -> None:
-        cap = self.controller.memory_bytes
-        loads = [0] * self.environment.world
-        for layer, rank in owners.items():
-            loads[rank] += kind.ELEMENT_BYTES * sizes[layer]
-        if cap is not None and max(loads) > cap:
-            raise ConfigError(
-                f"{self.controller.name}: {kind.TITLE} take {max(loads)} bytes on a rank, memory_bytes allows "
-                f"{cap}; allow more, or exclude large layers"
-            )
 
     # -- gather ------------------------------------------------------------------------------------------------
 
@@ -172,7 +150,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         self.spent[what] += thread_time() - began
         return result
 
-    def commit(self, present: npt.NDArray[np.bool_]) -> None:
+    def commit(self, present: Mask) -> None:
         self._gathering.commit(present)
 
     def finish(self, step: Step) -> bool:
@@ -198,6 +176,9 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     def measuring(self) -> Callable[[], Doubles]:
         return self._gathering.measuring()
 
+    def _measure_timed(self, values: Mapping[int, Vector], left: int | None) -> Doubles:
+        return self._timed("measure", lambda: self._measure(values, left))
+
     def _measure(self, values: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
         return measure(self.candidates, values, self._width, self.environment.seed, memory_bytes)
 
@@ -217,18 +198,15 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             state.phase = Phase.GATHER
             return False
         wire, sent = sums[table.size : -1][layer_of], state.sent[layer_of]
-        about = [wire, sent, step.position[layers].astype(np.float64)]
+        about = np.stack([wire, sent, step.position[layers].astype(np.float64)], axis=1)
         losses = np.minimum(table[:, COLUMNS:], _ENDLESS)
         if self.controller.needs_errors:
             losses[:, : self.candidates.width][np.isinf(self.candidates.costs)] = _ENDLESS
         rate, before = float(sums[-1]), state.rate_before
         fall = max(1.0 - rate / before, 0.0) if rate and before else 0.0
         state.rate_before = rate or None
-        state.seen = SavedObservations(
-            step.number,
-            np.concatenate([table[:, :COLUMNS], np.stack(about, axis=1), losses], axis=1),
-            fall or None,
-        )
+        saved = np.concatenate([table[:, :COLUMNS], about, losses], axis=1)
+        state.seen = SavedObservations(step.number, saved, fall or None)
         self._wire, state.sent = np.zeros_like(self._wire), np.zeros_like(state.sent)
         return True
 
@@ -246,21 +224,9 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             losses = seen.table[:, _SAVED : _SAVED + width]
             losses = np.where(losses >= _ENDLESS, np.inf, losses)
             nonzero = seen.table[:, -1] ** 2 if seen.table.shape[1] > _SAVED + width else None
-        return PeriodObservations(
-            seen.step,
-            self.candidates,
-            norm,
-            mean,
-            deviation,
-            losses,
-            wire,
-            sent,
-            position.astype(np.int64),
-            self.current,
-            self._state.memory,
-            seen.rate_fall or 0.0,
-            nonzero,
-        )
+        moments = norm, mean, deviation, losses, wire, sent, position.astype(np.int64)
+        fall, memory = seen.rate_fall or 0.0, self._state.memory
+        return PeriodObservations(seen.step, self.candidates, *moments, self.current, memory, fall, nonzero)
 
     def deciding(self) -> Callable[[], Decision]:
         """Returns the work that applies the controller's rule."""
@@ -278,9 +244,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         limits = [len(choices) for choices in self.candidates.choices]
         good = len(decision.choices) == len(limits) and len(decision.memory) == len(self._state.memory)
         if not good or any(not 0 <= k < n for k, n in zip(decision.choices.tolist(), limits, strict=True)):
-            raise StateError(
-                f"{self.controller.name} decided on choices that do not exist: {decision.choices!r}"
-            )
+            raise StateError(f"{self.name} decided on choices that do not exist: {decision.choices!r}")
         self.reason = decision.reason
         return np.concatenate([decision.choices.astype(np.float64), decision.memory])
 
@@ -315,16 +279,18 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     def _range_over(self, wide: bool) -> None:
         """Switches to wide ranges or back, keeping the current choices that the new ranges have."""
         wider = self._wider if wide else None
-        before = [
-            choices[k] for choices, k in zip(self.candidates.choices, self.current.tolist(), strict=True)
-        ]
+        choices, before = self.candidates.choices, self.current.tolist()
         self.candidates = wider or self.controller.candidate_levels(self.environment)
         self._state.wide = True if wider else None
-        for row, reference in enumerate(self.candidates.reference.tolist()):
-            found = self.candidates.find(row, before[row].family_string(), before[row].level)
-            self.current[row] = reference if found is None else found
+        for row, k in enumerate(before):
+            self._keep(row, choices[row][k].family_string(), choices[row][k].level)
         self._gathering.range_over(self.candidates, self._width)
         self._state.columns = self._gathering.columns
+
+    def _keep(self, row: int, family: str, level: Level) -> None:
+        """Makes this the current choice of a row if it is one of its choices, else the reference."""
+        found = self.candidates.find(row, family, level)
+        self.current[row] = self.candidates.reference[row] if found is None else found
 
     def choose(self) -> None:
         """Sets :attr:`choices` to the current ones."""
@@ -346,28 +312,23 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         if len(saved.sent) != len(saved.choices):
             raise StateError(f"not a state of {self.name}: bytes of {len(saved.sent)} layers")
         # With other blocks a memory has another length, on all ranks.
-        same = len(saved.memory) == self.announced - len(self.current)
+        same = len(saved.memory) == len(self._state.memory)
         names = self._numbers
-        memory = saved.memory if same else self.controller.begin_memory(self.candidates)
         sent = dict(zip(saved.choices, saved.sent.tolist(), strict=True))
-        counted = np.array([sent.get(name, 0.0) for name in names])
-        self._state = PeriodicState(
-            Phase.GATHER,
-            saved.begun,
-            {},
-            memory,
-            counted,
+        self._state = replace(
+            self._state,
+            phase=Phase.GATHER,
+            begun=saved.begun,
+            memory=saved.memory if same else self.controller.begin_memory(self.candidates),
+            sent=np.array([sent.get(name, 0.0) for name in names]),
             rate=saved.rate,
             rate_before=saved.rate_before,
-            wide=self._state.wide,
-            columns=self._state.columns,
         )
         if bool(saved.wide) != bool(self._state.wide):
             self._range_over(bool(saved.wide))
         for at, (name, layer) in enumerate(names.items()):
             for row in self.candidates.items[layer]:
-                found = self.candidates.find(row, *saved.choices[name]) if name in saved.choices else None
-                self.current[row] = self.candidates.reference[row] if found is None else found
+                self._keep(row, *saved.choices.get(name, ("", None)))
             self._wire[at] = own.get("wire", {}).get(name, self._wire[at : at + 1]).reshape(-1)[0]
         self.choose()
         gathered = self._gathering.resume(own)
@@ -408,6 +369,9 @@ class Periodic(Controller):
     ``samples`` are given.
     """
 
+    #: True if the log reports that most elements are at an end of their range.
+    tells_ends: ClassVar[bool] = False
+
     every_steps: int
     window: int | None = field(default=None, kw_only=True)
     samples: int | None = field(default=None, kw_only=True)
@@ -444,13 +408,7 @@ class Periodic(Controller):
 
     def candidate_levels(self, environment: Environment) -> CandidateLevels:
         """Returns the choices of every controlled layer."""
-        return make_candidates(
-            environment.layers,
-            environment.compressors,
-            self.candidates(),
-            environment.scheme,
-            environment.topology,
-        )
+        return make_candidates(environment, self.candidates())
 
     def wider_levels(self, environment: Environment) -> CandidateLevels | None:
         """Returns wider choices, which replace these once most elements are at an end of their range.
@@ -458,11 +416,6 @@ class Periodic(Controller):
         Controllers that keep their ranges return None.
         """
         return None
-
-    @property
-    def tells_ends(self) -> bool:
-        """Returns true if the log reports that most elements are at an end of their range."""
-        return False
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         """Returns the ``memory`` of the first decision; its length never changes."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from gradcomp.control.base import ControllerRun, Doubles, Environment, Step
 from gradcomp.core.errors import StateError
-from gradcomp.reduce.model import Network
 
 
 class Phase(enum.Enum):
@@ -95,9 +94,9 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
     def deciding(self) -> Callable[[], Any]:
         """Returns the work of rank 0 whose result is announced."""
 
-    @abstractmethod
     def announcement(self, decision: Any) -> Doubles:
         """Converts the decision to :attr:`announced` numbers."""
+        return np.array(decision)
 
     @property
     @abstractmethod
@@ -140,15 +139,6 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
         elif self.phase in _DECIDING and self.environment.rank == 0:
             self._work = self.environment.background(self.deciding())
         return self._work
-
-    @property
-    def wants_network(self) -> bool:
-        return self.phase is Phase.PROBE
-
-    def hear(self, network: Network) -> None:
-        """Receives the measurement of the link; the next step shares measurements."""
-        if self.phase is Phase.PROBE:
-            self._state.phase = Phase.SHARE
 
     @property
     def ready(self) -> bool:

@@ -9,31 +9,16 @@ from gradcomp.compress import from_string
 from gradcomp.compress.registry import OF_CONTROLLERS, registered
 from gradcomp.control.auto import Auto
 from gradcomp.control.base import Controller
-from gradcomp.control.bayes import Bayes
 from gradcomp.control.gravac import GraVAC
-from gradcomp.control.grouped import KMeans, Linear
+from gradcomp.control.grouped import Bayes, KMeans, Linear
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.schedule import FixedPlan, Schedule
 from gradcomp.control.two_levels import Accordion, AdaQS
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.strings import Form, arguments_of, build, head_of, hint, hinted, split, value_of
 
-BUILT_IN: tuple[type[Controller], ...] = (
-    LGreCo,
-    GraVAC,
-    Accordion,
-    KMeans,
-    Linear,
-    Bayes,
-    AdaQS,
-    Schedule,
-    FixedPlan,
-    Auto,
-)
-
-#: Fields that hold a path, whose slashes do not separate values.
-_PATHS = frozenset({"plan"})
-
+BUILT_IN: tuple[type[Controller], ...]
+BUILT_IN = (LGreCo, GraVAC, Accordion, KMeans, Linear, Bayes, AdaQS, Schedule, FixedPlan, Auto)
 
 #: Examples in error messages, of controllers that have no default for ``every_steps``.
 _SHOWN = {kind.name: f"{kind.name}:every_steps=500" for kind in (KMeans, Linear, Bayes)}
@@ -65,8 +50,9 @@ def _parse(text: str) -> Controller:
         raise ConfigError(f"unknown controller {text!r}; known: {', '.join(sorted(known))}")
     kind = known[name]
     fields = {f.name for f in dataclasses.fields(kind)}
+    # A plan may be a path, whose slashes do not separate values.
     arguments = arguments_of(
-        text, rest, fields, lambda key, value: value if key in _PATHS else value_of(value, _nested)
+        text, rest, fields, lambda key, value: value if key == "plan" else value_of(value, _nested)
     )
     return build(kind, text, arguments)
 

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,10 +52,10 @@ class Timetable(ControllerRun):
         """Switches to the choices of the next step."""
         number = step.number + 1 - self.environment.first_step
         before, self.choices = self.choices, self._at(number)
-        changed = self.choices != before
-        if changed:
-            self.reason = f"step {number} of the controller"
-        return changed
+        if self.choices == before:
+            return False
+        self.reason = f"step {number} of the controller"
+        return True
 
     @property
     def state(self) -> TimetableState:
@@ -115,14 +115,11 @@ class Schedule(Controller):
 
     def begin(self, environment: Environment) -> ControllerRun:
         """Returns a run, once every step's entries are checked."""
-        return Timetable(
-            self.name,
-            environment,
-            {
-                step: choices_by_name(self._entries(step), environment, f"{self.name}, step {step}")
-                for step in self.steps
-            },
-        )
+        changes = {
+            step: choices_by_name(self._entries(step), environment, f"{self.name}, step {step}")
+            for step in self.steps
+        }
+        return Timetable(self.name, environment, changes)
 
     def to_string(self) -> str:
         """Returns the name with the steps in their order and the choices in string form."""
@@ -155,7 +152,7 @@ def entries_of(mapping: Mapping[Any, Any], what: str) -> tuple[Entry, ...]:
     return tuple(Entry(name, checked(choice, f"{what}, {name!r}")) for name, choice in mapping.items())
 
 
-def choices_by_name(entries: tuple[Entry, ...], environment: Environment, what: str) -> dict[int, Compressor]:
+def choices_by_name(entries: Sequence[Entry], environment: Environment, what: str) -> dict[int, Compressor]:
     """Maps layer numbers to compressors: the first matching entry decides; layers without one are left out.
 
     Raises ConfigError for impossible levels and for entries that match no controlled layer, all of them at once. If no
@@ -165,9 +162,8 @@ def choices_by_name(entries: tuple[Entry, ...], environment: Environment, what: 
     names = list(own) or [layer.name for layer in environment.layers]
     unmatched = [entry.pattern for entry in entries if not any(map(entry.matches, names))]
     if unmatched:
-        raise ConfigError(
-            f"{what}: no controlled layer matches {'; '.join(_with_closest(p, names) for p in unmatched)}"
-        )
+        shown = "; ".join(_with_closest(pattern, names) for pattern in unmatched)
+        raise ConfigError(f"{what}: no controlled layer matches {shown}")
     choices: dict[int, Compressor] = {}
     for name, (number, compressor) in own.items():
         entry = next((entry for entry in entries if entry.matches(name)), None)
@@ -215,9 +211,8 @@ class FixedPlan(Controller):
         if isinstance(plan, str | os.PathLike):
             plan = _parsed(plan)
         if isinstance(plan, Plan):
-            entries = tuple(
-                Entry(a.layer, at_level(a.compressor, a.level), exactly=True) for a in plan.assignments
-            )
+            rows = ((a.layer, at_level(a.compressor, a.level)) for a in plan.assignments)
+            entries = tuple(Entry(layer, choice, exactly=True) for layer, choice in rows)
         elif isinstance(plan, Mapping):
             entries = entries_of(plan, self.name)
         else:
@@ -226,21 +221,19 @@ class FixedPlan(Controller):
 
     def begin(self, environment: Environment) -> ControllerRun:
         """Returns a run whose choices apply before the controller's first step."""
-        entries = self.entries
-        exact = {
-            layer.name
-            for layer, c in zip(environment.layers, environment.compressors, strict=True)
-            if c is None
-        }
-        for entry in entries:
-            if entry.exactly and entry.pattern in exact:
-                assert isinstance(entry.choice, Compressor), "plans hold compressors"
-                if not entry.choice.traits.exact:
-                    raise ConfigError(
-                        f"{self.name}: layer {entry.pattern!r} is not controlled and is sent exactly, but the plan "
-                        f"says {entry.choice.to_string()}"
-                    )
-        rest = tuple(entry for entry in entries if not (entry.exactly and entry.pattern in exact))
+        pairs = zip(environment.layers, environment.compressors, strict=True)
+        exact = {layer.name for layer, compressor in pairs if compressor is None}
+        rest = []
+        for entry in self.entries:
+            if not (entry.exactly and entry.pattern in exact):
+                rest.append(entry)
+                continue
+            assert isinstance(entry.choice, Compressor), "plans hold compressors"
+            if not entry.choice.traits.exact:
+                raise ConfigError(
+                    f"{self.name}: layer {entry.pattern!r} is not controlled and is sent exactly, but the plan "
+                    f"says {entry.choice.to_string()}"
+                )
         return Timetable(self.name, environment, {0: choices_by_name(rest, environment, self.name)})
 
     def to_string(self) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress import Compressor
-from gradcomp.control.base import ControllerRun, Doubles, Environment
+from gradcomp.control.base import ControllerRun, Doubles, Environment, Mask
 from gradcomp.control.candidates import Candidate, CandidateLevels, make_candidates, resolve
-from gradcomp.control.levels import bytes_of, check_positive, checked, keeping_silent
-from gradcomp.control.observations import Decision, PeriodObservations
+from gradcomp.control.levels import Decision, PeriodObservations, check_number, checked
 from gradcomp.control.periodic import Periodic, PeriodicRun
 from gradcomp.core.errors import ConfigError
 
@@ -57,10 +55,8 @@ class TwoLevels(Periodic):
         """
         begin = checked(self.start, "start")
         own = [None if c is None else resolve(c, begin) for c in environment.compressors]
-        candidates = make_candidates(
-            environment.layers, own, self.candidates(), environment.scheme, environment.topology
-        )
-        sent = [bytes_of(candidates, row) for row in range(len(candidates.choices))]
+        candidates = make_candidates(replace(environment, compressors=own), self.candidates())
+        sent = [candidates.bytes_of(row) for row in range(len(candidates.choices))]
         if sum(s[0] for s in sent) < sum(s[-1] for s in sent):
             raise ConfigError(
                 f"{self.name}: low compression, {self.low!r}, sends fewer bytes than high compression, {self.high!r}: "
@@ -75,14 +71,13 @@ class TwoLevels(Periodic):
         return running
 
 
-def critical(previous: Doubles, now: Doubles, eta: float) -> npt.NDArray[np.bool_]:
+def critical(previous: Doubles, now: Doubles, eta: float) -> Mask:
     """Returns a mask that is true where | ||g_prev|| - ||g_now|| | / ||g_prev|| >= eta.
 
     It is also true where there is no previous norm yet (:data:`NEVER`).
     """
     change = np.abs(previous - now)
-    mask: npt.NDArray[np.bool_] = (previous < 0) | ((change >= eta * previous) & (change > 0))
-    return mask
+    return (previous < 0) | ((change >= eta * previous) & (change > 0))
 
 
 def remembered(previous: Doubles, now: Doubles) -> Doubles:
@@ -134,8 +129,8 @@ class Accordion(TwoLevels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("eta", self.eta)
-        check_positive("rate_fall", self.rate_fall)
+        check_number("eta", self.eta, positive=True)
+        check_number("rate_fall", self.rate_fall, positive=True)
         if self.rate_fall > 1:
             raise ConfigError(
                 f"rate_fall is a fraction of the learning rate, at most 1, got {self.rate_fall!r}"
@@ -149,22 +144,19 @@ class Accordion(TwoLevels):
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         return np.full(len(candidates.layers), NEVER)
 
-    def critical(self, previous: Doubles, observed: PeriodObservations) -> npt.NDArray[np.bool_]:
+    def critical(self, previous: Doubles, observed: PeriodObservations) -> Mask:
         """Returns a mask of the rows whose period is critical."""
-        fell = observed.rate_fall >= self.rate_fall
-        return critical(previous, observed.norm, self.eta) | fell
+        return critical(previous, observed.norm, self.eta) | (observed.rate_fall >= self.rate_fall)
 
     def decide(self, observed: PeriodObservations) -> Decision:
         """Chooses low compression for layers in a critical period."""
         mask = self.critical(observed.memory, observed)
         high = np.array([len(choices) - 1 for choices in observed.candidates.choices], dtype=np.int64)
-        choices = keeping_silent(observed, np.where(mask, 0, high))
+        choices = observed.keeping_silent(np.where(mask, 0, high))
         count = int((mask & ~observed.silent).sum())
-        return Decision(
-            choices,
-            remembered(observed.memory, observed.norm),
-            f"{count} of {len(choices)} layers are critical, the learning rate fell by {observed.rate_fall:.0%}",
-        )
+        fall = f"the learning rate fell by {observed.rate_fall:.0%}"
+        reason = f"{count} of {len(choices)} layers are critical, {fall}"
+        return Decision(choices, remembered(observed.memory, observed.norm), reason)
 
 
 @dataclass(frozen=True)
@@ -207,9 +199,9 @@ class AdaQS(TwoLevels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        factor = self.factor
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1:
-            raise ConfigError(f"factor must be between 0 and 1, got {factor!r}")
+        check_number("factor", self.factor, positive=True)
+        if self.factor >= 1:
+            raise ConfigError(f"factor must be between 0 and 1, got {self.factor!r}")
         self.candidates()
 
     @property
@@ -240,6 +232,6 @@ class AdaQS(TwoLevels):
         ratio = np.divide(np.abs(observed.mean), observed.deviation, out=np.zeros(len(known)), where=known)
         before = observed.memory
         fallen = known & (before > 0) & (ratio <= self.factor * before)
-        choices = keeping_silent(observed, np.maximum(observed.current - fallen, 0))
+        choices = observed.keeping_silent(np.maximum(observed.current - fallen, 0))
         memory = np.where(fallen | (known & (before <= 0)), ratio, before)
         return Decision(choices, memory, f"{int(fallen.sum())} of {len(choices)} layers have more noise")

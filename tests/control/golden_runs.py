@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from control.resumed import resumed
 
 from gradcomp import LayerSpec, Quantize, TopK
 from gradcomp.compress.policy import Automatic
-from gradcomp.control import codec_speed, controller_from_string
-from gradcomp.control.forecast import Rates
+from gradcomp.control import auto, controller_from_string
+from gradcomp.control.distortion.round_trip import Rates
 from gradcomp.core.topology import Topology
-from gradcomp.exchange.snapshot import Snapshot, restore, snapshot
+from gradcomp.exchange.snapshot import Snapshot, snapshot
 from gradcomp.reduce.model import Network
 from gradcomp.testing.simulation import Simulation
 
@@ -98,6 +99,20 @@ class Background:
         return future
 
 
+def drawn(ranks: Simulation, step: int, era_steps: int) -> list[list[Any]]:
+    """Gradients whose norms, order and noise change by era; the large layer is always quiet."""
+    era = step // era_steps
+    gradients = ranks.gradients(absent=[3] if step % 5 == 2 and len(ranks.layers) > 3 else [])
+    for rank in gradients:
+        for i, gradient in enumerate(rank):
+            if gradient is not None and gradient.size:
+                norm = 4.0 ** ((i + era) % 3) if i < 5 else 0.01 * 3 ** (era % 2)
+                noise = gradient / np.linalg.norm(gradient.astype(np.float32))
+                mean = (0.1 if era % 2 else 1.0) / np.sqrt(gradient.size)
+                gradient[:] = (norm * (noise + mean)).astype(gradient.dtype)
+    return gradients
+
+
 def _fix_clock(run: Any) -> None:
     """What the clock shows is a function of step and rank; from step 30 on steps take longer."""
     finish, begin, rank = run.finish, run.begin, run.environment.rank
@@ -139,15 +154,7 @@ class Run:
             for run in self.runs:
                 run.hear(Network(1e-6, 1e-6 if number < 30 else 3e-9, 1e9, 1e9))
         self.ranks.drawn = number
-        gradients = self.ranks.gradients(absent=[3] if number % 5 == 2 and len(self.ranks.layers) > 3 else [])
-        era = number // 12
-        for rank in gradients:
-            for i, gradient in enumerate(rank):
-                if gradient is not None and gradient.size:
-                    norm = 4.0 ** ((i + era) % 3) if i < 5 else 0.01 * 3 ** (era % 2)
-                    noise = gradient / np.linalg.norm(gradient.astype(np.float32))
-                    mean = (0.1 if era % 2 else 1.0) / np.sqrt(gradient.size)
-                    gradient[:] = (norm * (noise + mean)).astype(gradient.dtype)
+        gradients = drawn(self.ranks, number, 12)
         self.means = self.ranks.step(gradients).all_means()
 
     def plan(self) -> list[list[Any]]:
@@ -169,8 +176,7 @@ class Run:
 
     def resume(self, states: list[Snapshot]) -> None:
         """Go on from a checkpoint."""
-        for pipeline, state in zip(self.ranks.pipelines, states, strict=True):
-            restore(pipeline, state)
+        resumed(self.ranks, states)
         self.background.step = states[0].shared.step
 
 
@@ -233,7 +239,7 @@ def fixed_rates(compressor: Any) -> Rates:
 
 def main() -> None:
     """Write the file."""
-    codec_speed.measure_rates = fixed_rates
+    auto.measure_rates = fixed_rates
     golden = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.is_file() else {}
     for name in sys.argv[1:] or CASES:
         moments = {}

@@ -12,15 +12,18 @@ from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 
 
-def specs(sizes: Sequence[int]) -> list[LayerSpec]:
-    """Matrices where the size allows one."""
-    return [LayerSpec(f"l{i}", (size // 8, 8) if size % 8 == 0 else (size,)) for i, size in enumerate(sizes)]
-
-
 def environment(sizes: Sequence[int], own: Compressor | None = None, world: int = 2) -> Environment:
-    """All layers under one compressor, 4 bits by default."""
-    compressors = [own or Quantize(4, 64)] * len(sizes)
-    return Environment(specs(sizes), compressors, 0, Topology.one_host(world), Scheme("sra"))
+    """Layers of these sizes, matrices where the size allows one, all under one compressor, 4 bits by default."""
+    layers = [
+        LayerSpec(f"l{i}", (size // 8, 8) if size % 8 == 0 else (size,)) for i, size in enumerate(sizes)
+    ]
+    return environment_of(layers, [own or Quantize(4, 64)] * len(sizes), world)
+
+
+def environment_of(
+    layers: Sequence[LayerSpec], compressors: Sequence[Compressor | None], world: int = 2
+) -> Environment:
+    return Environment(layers, compressors, 0, Topology.one_host(world), Scheme("sra"))
 
 
 def seen_by(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from dataclasses import replace
@@ -10,17 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from batch import on_ranks
+from control.resumed import after_step, check_resumed, plan_of, resumed, states_of, through_files
 from late import Late
 
 from gradcomp import ConfigError, LayerSpec, Policy, Quantize, StateError, Warmup
 from gradcomp.compress.policy import AUTO_CHOICES, Automatic, as_policy
-from gradcomp.control import codec_speed
+from gradcomp.control import auto
 from gradcomp.control.auto import SETTLING_STEPS, Auto, AutoRun
-from gradcomp.control.forecast import Rates
+from gradcomp.control.distortion import round_trip
+from gradcomp.control.distortion.round_trip import Rates
 from gradcomp.control.phased import Phase
 from gradcomp.core.topology import Topology
-from gradcomp.exchange.checkpoint import Manifest, read_rank, write_rank
-from gradcomp.exchange.snapshot import merge, restore, snapshot
+from gradcomp.exchange.snapshot import snapshot
 from gradcomp.reduce.model import Network
 from gradcomp.testing.simulation import Simulation
 
@@ -65,17 +65,13 @@ def times(monkeypatch) -> Times:
 
     monkeypatch.setattr(AutoRun, "begin", timed_begin)
     monkeypatch.setattr(AutoRun, "finish", timed_finish)
-    monkeypatch.setattr(codec_speed, "measure_rates", lambda c: Rates(SPEEDS[c.name], SPEEDS[c.name]))
+    monkeypatch.setattr(auto, "measure_rates", lambda c: Rates(SPEEDS[c.name], SPEEDS[c.name]))
     return shown
 
 
 def job(controller: Auto | None = None, world: int = 2, **options) -> Simulation:
-    topology = Topology(tuple(range(world)))
-    policy = Automatic()
-    return Simulation(
-        LAYERS, policy, world, controller=controller or Auto(warmup_steps=4, check_every=10), topology=topology,
-        **options,
-    )  # fmt: skip
+    topology, controller = Topology(tuple(range(world))), controller or Auto(warmup_steps=4, check_every=10)
+    return Simulation(LAYERS, Automatic(), world, controller=controller, topology=topology, **options)
 
 
 def step(ranks: Simulation, times: Times, gradients=None):
@@ -88,8 +84,7 @@ def step(ranks: Simulation, times: Times, gradients=None):
         for one in running:
             one.hear(network)
     outcome = ranks.step(gradients)
-    plans = {p.plan.to_json() for p in ranks.pipelines}
-    assert len(plans) == 1
+    plan_of(ranks)
     return outcome
 
 
@@ -106,9 +101,8 @@ def run(ranks: Simulation, times: Times, count: int) -> None:
 
 
 def phase(ranks: Simulation) -> Phase:
-    phases = {p.controller.phase for p in ranks.pipelines}
-    assert len(phases) == 1
-    return phases.pop()
+    (found,) = {p.controller.phase for p in ranks.pipelines}
+    return found
 
 
 # --- decisions ----------------------------------------------------------------------------------------------
@@ -116,9 +110,9 @@ def phase(ranks: Simulation) -> Phase:
 
 def test_it_starts_without_compression(times):
     ranks = job()
-    assert travels(ranks) == ["none"] * 4
-    run(ranks, times, SETTLING_STEPS + 4)
-    assert travels(ranks) == ["none"] * 4
+    for _ in range(SETTLING_STEPS + 4):
+        assert travels(ranks) == ["none"] * 4
+        step(ranks, times)
     assert times.asked == 0
 
 
@@ -146,13 +140,10 @@ def test_every_rank_knows_why(times):
     times.beta, times.step = 16e-8, 0.01498
     ranks = job()
     run(ranks, times, 20)
-    reasons = {p.controller.reason for p in ranks.pipelines}
-    assert len(reasons) == 1
-    reason = reasons.pop()
+    (reason,) = {p.controller.reason for p in ranks.pipelines}
     # The slowest rank computes for 5 + 6 ms.
-    assert float(re.search(r"link (\S+) Gbit/s, 0.00 ms; compute 11.0 ms", reason)[1]) == pytest.approx(
-        0.1, rel=1e-2
-    )
+    link = re.search(r"link (\S+) Gbit/s, 0.00 ms; compute 11.0 ms", reason)
+    assert float(link[1]) == pytest.approx(0.1, rel=1e-2)
     assert reason.startswith("quantize 4 bits: 1")
     assert "exposed, against none 1" in reason
     assert ranks.pipelines[0].controller.state.predicted[3] == pytest.approx(0.0111, rel=0.05)
@@ -170,14 +161,14 @@ def test_a_decision_that_changes_nothing_is_logged_too(times, caplog):
 
 def test_uncompressed_means_are_those_of_none(times):
     times.beta = 1e-12
-    auto = job(world=3)
+    chosen = job(world=3)
     plain = Simulation(LAYERS, Policy("none"), 3)
     for _ in range(20):
         gradients = plain.gradients()
         expected = plain.step(gradients).all_means()
-        found = step(auto, times, gradients).all_means()
+        found = step(chosen, times, gradients).all_means()
         assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
-    assert [p.plan.assignments for p in auto.pipelines] == [p.plan.assignments for p in plain.pipelines]
+    assert [p.plan.assignments for p in chosen.pipelines] == [p.plan.assignments for p in plain.pipelines]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -286,17 +277,12 @@ def test_a_choice_that_turns_out_slower_is_taken_back(times):
     assert travels(ranks)[0] == "quantize 4"
     run_under(ranks, times, 8, under)
     assert travels(ranks) == ["none"] * 4
-    reasons = {p.controller.reason for p in ranks.pipelines}
-    assert reasons == {
-        f"none: back to 20.0 ms a step, quantize 4 bits takes 25.0, {predicted(ranks, 3)} were predicted"
-    }
+    (reason,) = {p.controller.reason for p in ranks.pipelines}
+    predicted = f"{1e3 * ranks.pipelines[0].controller.state.predicted[3]:.1f}"
+    assert reason == f"none: back to 20.0 ms a step, quantize 4 bits takes 25.0, {predicted} were predicted"
     run_under(ranks, times, 60, under)
     assert travels(ranks) == ["none"] * 4
     assert (ranks.pipelines[0].controller.state.decisions, times.asked) == (1, 1)
-
-
-def predicted(ranks: Simulation, choice: int) -> str:
-    return f"{1e3 * ranks.pipelines[0].controller.state.predicted[choice]:.1f}"
 
 
 def test_one_that_is_no_slower_stays(times):
@@ -330,38 +316,22 @@ def test_what_comes_back_slower_has_another_reason(times):
 # --- state --------------------------------------------------------------------------------------------------
 
 
-def through_files(states, directory):
-    """As a checkpoint holds them."""
-    files = tuple(write_rank(directory, state) for state in states)
-    manifest = Manifest.from_text(Manifest(states[0].shared, files).to_text())
-    return [read_rank(directory, manifest, rank) for rank in range(len(states))]
+def test_resumed_is_uninterrupted_bit_for_bit(times, tmp_path):
+    source = job(world=3)
+    gradients = [source.gradients() for _ in range(60)]
 
+    def numbered(ranks, number):
+        times.step, times.beta = (0.010, 1e-6) if number < 26 else (0.020, 3e-9)
+        return after_step(ranks, step(ranks, times, gradients[number]))
 
-@pytest.mark.parametrize("at", [1, 7, 9, 10, 11, 12, 13, 14, 16, 21, 30, 35])
-def test_resumed_is_uninterrupted_bit_for_bit(at, times, tmp_path):
-    whole, first, second = job(world=3), job(world=3), job(world=3)
-    gradients = [whole.gradients() for _ in range(60)]
-
-    def conditions(number: int) -> None:
-        times.step = 0.010 if number < 26 else 0.020
-        times.beta = 1e-6 if number < 26 else 3e-9
-
-    for number in range(at):
-        conditions(number)
-        step(first, times, gradients[number])
-    for pipeline, state in zip(
-        second.pipelines, through_files([snapshot(p) for p in first.pipelines], tmp_path), strict=True
-    ):
-        restore(pipeline, state)
-    for number, drawn in enumerate(gradients):
-        conditions(number)
-        expected = step(whole, times, drawn).all_means()
-        if number >= at:
-            found = step(second, times, drawn).all_means()
-            assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
-            assert travels(second) == travels(whole)
-            for a, b in zip(second.pipelines, whole.pipelines, strict=True):
-                assert json.dumps(a.controller.shared_state()) == json.dumps(b.controller.shared_state())
+    moments = (1, 7, 9, 10, 11, 12, 13, 14, 16, 21, 30, 35)
+    whole = check_resumed(
+        lambda: job(world=3),
+        numbered,
+        60,
+        moments,
+        lambda states, at: through_files(states, tmp_path / str(at)),
+    )
     assert whole.pipelines[0].controller.state.decisions == 2
     assert whole.pipelines[0].plan.version == 2
 
@@ -380,9 +350,7 @@ def test_the_saved_phases_are_all_of_them(times):
 def test_among_other_ranks_the_choice_is_kept_and_measured_anew(times, at, world):
     old, new = job(), job(world=world)
     run(old, times, at)
-    states = [snapshot(p) for p in old.pipelines]
-    for rank, pipeline in enumerate(new.pipelines):
-        restore(pipeline, merge(states, rank, world))
+    resumed(new, states_of(old))
     assert travels(new) == travels(old)
     asked = times.asked
     run(new, times, SETTLING_STEPS + 4 + 6)
@@ -393,14 +361,10 @@ def test_among_other_ranks_the_choice_is_kept_and_measured_anew(times, at, world
 def test_a_choice_that_is_no_more_gives_way_to_the_first(times):
     old, new = job(), job(Auto(("none", "bf16"), warmup_steps=3))
     run(old, times, 30)
-    for running, saved in zip(
-        [p.controller for p in new.pipelines],
-        [p.controller.shared_state() for p in old.pipelines],
-        strict=True,
-    ):
-        running.restore(saved, {})
-        assert running.current == 0
-        assert running.phase is Phase.OBSERVE
+    running = new.pipelines[0].controller
+    running.restore(old.pipelines[0].controller.shared_state(), {})
+    assert running.current == 0
+    assert running.phase is Phase.OBSERVE
 
 
 @pytest.mark.parametrize("phase_name", [p.name for p in AutoRun.PHASES])
@@ -413,21 +377,13 @@ def test_a_state_with_nothing_in_it_begins_anew(times, phase_name):
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"phase": "NOWHERE"},
-        {"phase": "GATHER"},
-        {"begun": "x"},
-        {"network": {"alpha": 1}},
-        {"position": 3},
-        {"table": "t"},
-    ],
-)
+    [{"phase": "NOWHERE"}, {"phase": "GATHER"}, {"begun": "x"}, {"network": {"alpha": 1}}, {"position": 3},
+     {"table": "t"}, None],
+)  # fmt: skip
 def test_a_state_that_is_none_is_refused(times, wrong):
     running = job().pipelines[0].controller
     with pytest.raises(StateError, match="not a state of auto"):
-        running.restore({**running.shared_state(), **wrong}, {})
-    with pytest.raises(StateError, match="not a state of auto"):
-        running.restore({}, {})
+        running.restore({} if wrong is None else {**running.shared_state(), **wrong}, {})
 
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -458,16 +414,17 @@ def test_momentum_must_not_come_and_go():
         Simulation(LAYERS, Policy("dgc:density=0.01"), 2, controller=Auto())
 
 
-@pytest.mark.parametrize("name", ["warmup_steps", "check_every"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "5", None])
-def test_steps_that_cannot_be(name, value):
-    with pytest.raises(ConfigError, match=name):
-        Auto(**{name: value})
+BAD_STEPS, BAD_SHARES = (0, 1.5, True, "5", None), (0, -0.1, float("nan"), float("inf"), True, "0.1", None)
 
 
-@pytest.mark.parametrize("name", ["hidden", "drift"])
-@pytest.mark.parametrize("value", [0, -0.1, float("nan"), float("inf"), True, "0.1", None])
-def test_shares_that_cannot_be(name, value):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in ("warmup_steps", "check_every") for value in BAD_STEPS],
+        *[(name, value) for name in ("hidden", "drift") for value in BAD_SHARES],
+    ],
+)
+def test_numbers_that_cannot_be(name, value):
     with pytest.raises(ConfigError, match=name):
         Auto(**{name: value})
 
@@ -486,8 +443,8 @@ def test_shares_that_cannot_be(name, value):
 def test_rates_are_measured_of_any_compressor(text, monkeypatch):
     from gradcomp.compress import from_string
 
-    monkeypatch.setattr(codec_speed, "_REPEATS", 1)
-    found = codec_speed.measure_rates(from_string(text))
+    monkeypatch.setattr(round_trip, "_REPEATS", 1)
+    found = round_trip.measure_rates(from_string(text))
     assert 1e5 < found.encode < 1e13
     assert 1e5 < found.decode < 1e13
 

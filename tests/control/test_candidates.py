@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from control.observed import environment_of
 
 from gradcomp import (
     Cast,
@@ -92,9 +93,18 @@ def test_levels_of_what_has_none():
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(
-    "own", [Quantize(4), TopK(0.05), PowerSGD(3), Cast("bfloat16"), Identity()], ids=lambda c: c.name
+    ("own", "reduction"),
+    [
+        *[
+            (own, way)
+            for own in (Quantize(4), Cast("bfloat16"))
+            for way in ("sra", "ring", "parameter_server")
+        ],
+        # Gathers and sums do not take the reduction.
+        *[(own, "sra") for own in (TopK(0.05), PowerSGD(3), Identity())],
+    ],
+    ids=lambda value: getattr(value, "name", value),
 )
-@pytest.mark.parametrize("reduction", ["sra", "ring", "parameter_server"])
 def test_predicted_bytes_are_those_sent(own, world, reduction):
     layers = [LayerSpec("a", (256, 96)), LayerSpec("b", (300,)), LayerSpec("c", (40, 1000))]
     ranks = Simulation(
@@ -125,7 +135,7 @@ def test_layers_that_are_not_up_for_choice():
     ]
     assert policy.adjustable(layers) == [Quantize(4), None, None, None, TopK(0.01)]
     assert policy.last_change == 10
-    candidates = make_candidates(layers, policy.adjustable(layers), None, parse("sra"), Topology.one_host(2))
+    candidates = make_candidates(environment_of(layers, policy.adjustable(layers)), None)
     assert candidates.layers.tolist() == [0, 4]
     assert [len(c) for c in candidates.choices] == [7, 100]
     assert np.isinf(candidates.costs[0, 7:]).all()

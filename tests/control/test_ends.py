@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from copy import deepcopy
 
 import numpy as np
 import pytest
-from control.observed import environment, specs
+from control.observed import environment, environment_of
+from control.resumed import after_step, check_resumed, resumed, states_of, without_times
 from late import Late
 from loudest import levels
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.control.candidates import crowded_ends, default_levels, goes_on, make_candidates
-from gradcomp.core.scheme import parse
-from gradcomp.core.topology import Topology
-from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec("sparse", (100, 100)), LayerSpec("dense", (40, 40))]
-
-
-def candidates_of(sizes, own, given=None):
-    return make_candidates(specs(sizes), [own] * len(sizes), given, parse("sra"), Topology.one_host(2))
 
 
 def test_wide_ranges():
@@ -37,7 +29,7 @@ def test_wide_ranges():
 
 def test_an_end_is_crowded_by_more_than_half_of_the_elements():
     # Three layers, of which the last has as many elements as the others together.
-    candidates = candidates_of([400, 400, 800], Quantize(4))
+    candidates = make_candidates(environment([400, 400, 800]), None)
     last = len(candidates.choices[0]) - 1
     assert crowded_ends(candidates, np.array([1, 1, 0])) == []
     (low,) = crowded_ends(candidates, np.array([0, 1, 0]))
@@ -48,20 +40,20 @@ def test_an_end_is_crowded_by_more_than_half_of_the_elements():
 
 def test_families_are_looked_at_one_by_one():
     given = [2, 4, 8, "topk:density=0.01", "topk:density=0.1"]
-    candidates = candidates_of([400, 400, 80], Quantize(4), given)
+    candidates = make_candidates(environment([400, 400, 80]), given)
     (end,) = crowded_ends(candidates, np.array([1, 1, 4]))
     assert (end.family, end.low, end.rows.tolist()) == ("topk", False, [2])
 
 
 def test_a_range_of_one_level_has_no_ends():
-    assert crowded_ends(candidates_of([400], Quantize(4), [4]), np.array([0])) == []
+    assert crowded_ends(make_candidates(environment([400]), [4]), np.array([0])) == []
 
 
 @pytest.mark.parametrize(("own", "low", "high"), [(Quantize(4), False, False), (TopK(0.01), True, False),
                                                   (PowerSGD(4), True, True)])  # fmt: skip
 def test_what_lies_beyond_an_end(own, low, high):
-    layers, world = [LayerSpec("w", (80, 80))], Topology.one_host(2)
-    narrow, wide = (make_candidates(layers, [own], None, parse("sra"), world, wide=w) for w in (False, True))
+    setting = environment_of([LayerSpec("w", (80, 80))], [own])
+    narrow, wide = (make_candidates(setting, None, wide=w) for w in (False, True))
     for k, beyond in ((0, low), (len(narrow.choices[0]) - 1, high)):
         (end,) = crowded_ends(narrow, np.array([k]))
         assert goes_on(end, narrow, wide) == beyond
@@ -82,21 +74,23 @@ def job(controller, world: int = 2, **options) -> Simulation:
     return Simulation(LAYERS, TopK(0.1), world, controller=controller, **options)
 
 
+def step(ranks: Simulation, number: int):
+    outcome = after_step(ranks, ranks.step(gradients(number, ranks.size)))
+    assert len(set(outcome[-1])) == 1
+    return outcome
+
+
 def run(controller, steps: int = 40, world: int = 2, **options):
-    """Plans after every step, and the ranks."""
+    """Levels after every step, and the ranks."""
     ranks = job(controller, world, **options)
-    return go_on(ranks, 0, steps), ranks
+    return go_on(ranks, steps), ranks
 
 
-def go_on(ranks: Simulation, first: int, last: int, saved: dict | None = None) -> list:
-    """Plans after every step; checkpoints of the moment before it are put into ``saved``."""
+def go_on(ranks: Simulation, steps: int) -> list:
     found = []
-    for step in range(first, last):
-        if saved is not None:
-            saved[step] = deepcopy([snapshot(p) for p in ranks.pipelines])
-        ranks.step(gradients(step, ranks.size)).all_means()
+    for number in range(steps):
+        step(ranks, number)
         found.append(levels(ranks))
-        assert len({json.dumps(p.controller.shared_state()) for p in ranks.pipelines}) == 1
     return found
 
 
@@ -107,9 +101,8 @@ def test_densities_widen_once_and_the_log_says_so(caplog):
     assert sparse[0] == 0.1
     assert sparse.index(0.01) < sparse.index(min(sparse))
     assert min(sparse) < 0.01
-    assert (
-        caplog.text.count("of the elements under topk have the lowest level of their range: ranges are") == 1
-    )
+    line = "of the elements under topk have the lowest level of their range: ranges are"
+    assert caplog.text.count(line) == 1
     assert all(p.controller.state.wide for p in ranks.pipelines)
 
 
@@ -136,43 +129,33 @@ def test_ranks_widen_alike_whatever_takes_how_long(world):
     assert world == 1 or min(plan[0] for plan in found) < 0.01
 
 
-def test_resumed_is_uninterrupted_before_and_after():
-    whole, saved = job(LGreCo(5)), {}
-    expected = go_on(whole, 0, 30, saved)
-    wide = [saved[step][0].shared.control["state"].get("wide") for step in range(30)]
+def test_resumed_is_uninterrupted_before_and_after(monkeypatch):
+    without_times(monkeypatch)
+    wide = {}
+
+    def noted(states, at):
+        wide[at] = states[0].shared.control["state"].get("wide")
+        return states
+
+    check_resumed(
+        lambda: job(LGreCo(5)), lambda ranks, n: (step(ranks, n), ranks.state()), 30, range(6, 19), noted
+    )
     assert not wide[6]
     assert wide[18]
-    for stop in range(6, 19):
-        resumed = job(LGreCo(5))
-        for pipeline, state in zip(resumed.pipelines, saved[stop], strict=True):
-            restore(pipeline, state)
-        assert go_on(resumed, stop, 30) == expected[stop:], f"saved before step {stop}"
-        assert resumed.state() == whole.state()
 
 
 def test_a_run_that_has_widened_goes_back_to_a_checkpoint_of_before():
-    ranks = Simulation(LAYERS, TopK(0.1), 2, controller=LGreCo(5))
-    early = [snapshot(p) for p in ranks.pipelines]
-    for step in range(30):
-        ranks.step(gradients(step, 2))
+    ranks = job(LGreCo(5))
+    early = states_of(ranks)
+    go_on(ranks, 30)
     assert ranks.pipelines[0].controller.state.wide
-    for pipeline, state in zip(ranks.pipelines, early, strict=True):
-        restore(pipeline, state)
-    found = []
-    for step in range(40):
-        ranks.step(gradients(step, 2))
-        found.append(levels(ranks))
-    assert found == run(LGreCo(5))[0]
+    assert go_on(resumed(ranks, early), 40) == run(LGreCo(5))[0]
 
 
 def test_without_widening_a_wide_checkpoint_goes_on_in_the_narrow_range():
     _, wide = run(LGreCo(5))
-    narrow = Simulation(LAYERS, TopK(0.1), 2, controller=LGreCo(5, widen=False))
-    for a, b in zip(wide.pipelines, narrow.pipelines, strict=True):
-        restore(b, snapshot(a))
-    for step in range(12):
-        narrow.step(gradients(step, 2))
-    assert levels(narrow)[0] == 0.01
+    narrow = resumed(job(LGreCo(5, widen=False)), states_of(wide))
+    assert go_on(narrow, 12)[-1][0] == 0.01
     assert narrow.pipelines[0].controller.state.wide is None
 
 

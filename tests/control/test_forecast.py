@@ -53,16 +53,13 @@ def link(beta: float, alpha: float = 0.0) -> Network:
 
 
 def job_of(layers, ready, *, world=2, slice_elements=1 << 20, controlled=None, scheme="sra") -> Job:
-    everyone = frozenset(range(len(layers)))
-    return Job(
-        layers,
-        list(reversed(range(len(layers)))),
-        np.array(ready, dtype=float),
-        everyone if controlled is None else frozenset(controlled),
-        slice_elements,
-        Scheme(scheme),
-        apart(world),
-    )
+    setting = setting_of(layers, world, controlled, scheme, slice_elements)
+    return Job(setting, list(reversed(range(len(layers)))), np.array(ready, dtype=float))
+
+
+def setting_of(layers, world=2, controlled=None, scheme="sra", slice_elements=1 << 20) -> Environment:
+    compressors = [Quantize(4) if controlled is None or i in controlled else None for i in range(len(layers))]
+    return Environment(layers, compressors, 0, apart(world), Scheme(scheme), slice_elements=slice_elements)
 
 
 # --- by hand ------------------------------------------------------------------------------------------------
@@ -92,7 +89,8 @@ def test_one_coded_bucket_takes_what_the_reduction_costs():
 )
 def test_any_reduction_among_any_hosts(scheme, cheapest):
     topology, network = Topology((0, 0, 1, 1)), Network(1e-4, 1e-6, math.inf, math.inf, 1e-6, 1e-11)
-    job = replace(job_of([LayerSpec("w", (1 << 16,))], [0.0]), scheme=Scheme(scheme), topology=topology)
+    job = job_of([LayerSpec("w", (1 << 16,))], [0.0], scheme=scheme)
+    job = replace(job, environment=replace(job.environment, topology=topology))
     (trip,) = plan_trips(job, Quantize(4), ENDLESS, network)
     load = Load((1 << 15) + 8 * (1 << 7), 4 << 16, ByteHeader.size(1))
     expected = predict(Scheme(cheapest), load, topology, network)
@@ -156,10 +154,10 @@ def test_free_communication_leaves_the_coding():
 
 def test_excluded_layers_ride_along_exactly():
     layers = [LayerSpec("w", (4096,)), LayerSpec("b", (16,)), LayerSpec("d", (8,), "float64")]
-    job = job_of(layers, [0, 0, 0], controlled=[0])
-    assert assignment(job, Quantize(4)) == [Quantize(4), EXACT, Identity()]
-    assert assignment(job, Identity()) == [Identity()] * 3
-    assert assignment(job, TopK(0.01)) == [TopK(0.01), Identity(), Identity()]
+    setting = setting_of(layers, controlled=[0])
+    assert assignment(setting, Quantize(4)) == [Quantize(4), EXACT, Identity()]
+    assert assignment(setting, Identity()) == [Identity()] * 3
+    assert assignment(setting, TopK(0.01)) == [TopK(0.01), Identity(), Identity()]
 
 
 # --- against the pipeline ---------------------------------------------------------------------------------------
@@ -259,12 +257,15 @@ def test_it_is_when_the_pipelines_last_collective_ends(choice, world, scheme, sl
         order = [4, 3, 2, 1, 0]
         ready = np.zeros(5)
         ready[order] = np.sort(random.random(5)) * 0.2
-        job = Job(LSTM, order, ready, frozenset({0, 1, 3}), slice_elements, Scheme(scheme), apart(world))
+        setting = setting_of(LSTM, world, {0, 1, 3}, scheme, slice_elements)
+        job = Job(setting, order, ready)
         chosen = from_string(choice)
         trips = plan_trips(job, chosen, ENDLESS, link(beta, alpha))
         complete = [max(ready[i] for i in trip.layers) for trip in trips]
         expected = last_end(complete, [trip.rounds for trip in trips])
-        found = run(LSTM, assignment(job, chosen), order, ready, world, alpha, beta, slice_elements, scheme)
+        found = run(
+            LSTM, assignment(setting, chosen), order, ready, world, alpha, beta, slice_elements, scheme
+        )
         # Chunks are cut at quantisation buckets here, and evenly there; sums carry votes.
         assert expected == pytest.approx(found, rel=0.03, abs=1e-4)
 
@@ -315,11 +316,6 @@ def test_the_least_that_hides_it(forecasts, current, chosen):
     assert choose(forecasts, 1.0, current, 0.05) == chosen
 
 
-def setting_of(layers, world=2, controlled=None) -> Environment:
-    compressors = [Quantize(4) if controlled is None or i in controlled else None for i in range(len(layers))]
-    return Environment(layers, compressors, 0, apart(world), Scheme("sra"), slice_elements=1 << 20)
-
-
 MODEL = [
     LayerSpec(f"layer{i}", (n,))
     for i, n in enumerate((60_000, 300_000, 1_500_000, 1_500_000, 2_000_000, 9000))
@@ -340,14 +336,6 @@ def decision(beta: float, alpha: float = 1e-5, world: int = 2, current: int = 0,
     return int(decide(setting_of(MODEL, world, controlled), CHOICES, current, observed, 0.05)[0])
 
 
-def test_a_fast_network_needs_none():
-    assert decision(1e-12) == 0
-
-
-def test_a_slow_one_needs_all():
-    assert decision(8e-8) == 3  # 100 Mbit/s
-
-
 def test_what_lies_between_is_chosen_between():
     found = {decision(beta) for beta in np.geomspace(1e-10, 1e-7, 40).tolist()}
     assert found == {0, 1, 2, 3}
@@ -357,7 +345,7 @@ def test_what_lies_between_is_chosen_between():
 def test_a_slower_link_never_gets_less_compression(world, alpha):
     chosen = [decision(beta, alpha, world) for beta in np.geomspace(1e-11, 1e-6, 60).tolist()]
     assert chosen == sorted(chosen)
-    assert chosen[-1] == 3
+    assert (chosen[0], chosen[-1]) == (0, 3)
 
 
 def test_from_any_choice_a_fast_network_leads_back_to_none():
@@ -400,7 +388,7 @@ def test_the_buckets_are_those_of_the_layout():
     """What is predicted for is what the pipeline makes of the plan."""
     for choice in CHOICES:
         job = job_of(MODEL, [0.0] * len(MODEL), slice_elements=1 << 18)
-        compressors: list[Compressor] = assignment(job, choice)
-        pieces = pack(MODEL, compressors, job.order, frozenset(), job.slice_elements)
+        compressors: list[Compressor] = assignment(job.environment, choice)
+        pieces = pack(MODEL, compressors, job.order, frozenset(), 1 << 18)
         trips = plan_trips(job, choice, ENDLESS, link(1e-9))
         assert [trip.layers for trip in trips] == [tuple(dict.fromkeys(p.layer for p in b)) for b in pieces]

@@ -9,7 +9,7 @@ import pytest
 from control.golden_runs import CASES, GOLDEN, Run, fixed_rates, whole, with_control
 
 from gradcomp.compress import at_level
-from gradcomp.control import codec_speed
+from gradcomp.control import auto
 
 SAVED = json.loads(GOLDEN.read_text(encoding="utf-8"))
 HERE = [name for name in CASES if name != "bayes" or importlib.util.find_spec("optuna") is not None]
@@ -19,7 +19,7 @@ ONE_OF_EACH_KIND = {"accordion", "lgreco", "schedule", "gravac", "auto"}
 
 @pytest.fixture(autouse=True)
 def speeds(monkeypatch):
-    monkeypatch.setattr(codec_speed, "measure_rates", fixed_rates)
+    monkeypatch.setattr(auto, "measure_rates", fixed_rates)
 
 
 @pytest.mark.parametrize("name", HERE)

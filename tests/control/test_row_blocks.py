@@ -8,34 +8,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from control.observed import environment_of
+from control.resumed import after_step, check_resumed, resumed, states_of, without_times
 from loudest import levels
 
-from gradcomp import (
-    Accordion,
-    ConfigError,
-    ErrorFeedback,
-    LayerSpec,
-    LGreCo,
-    LocalClip,
-    Quantize,
-    TopK,
-)
+from gradcomp import Accordion, ConfigError, ErrorFeedback, LayerSpec, LGreCo, LocalClip, Quantize, TopK
 from gradcomp.compress import at_level
 from gradcomp.compress.blocks import borders
-from gradcomp.control import Environment, PeriodObservations
+from gradcomp.control import PeriodObservations
 from gradcomp.control.candidates import CandidateLevels, layer_bytes
 from gradcomp.control.distortion.code_errors import block_errors
 from gradcomp.control.distortion.errors import errors
 from gradcomp.control.measurement import COLUMNS, measure
-from gradcomp.control.periodic import PeriodicRun
 from gradcomp.control.phased import Phase
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.core.vectors import HostVector
-from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.testing.simulation import Simulation, true_mean
 
-SRA, PAIR = Scheme("sra"), Topology.one_host(2)
 LAYERS = [
     LayerSpec("a", (64, 24)),
     LayerSpec("b", (9, 200), "float16"),
@@ -48,7 +38,7 @@ BITS = [2, 3, 4, 5, 6]
 
 
 def candidates(controller: LGreCo, layers=LAYERS, own=FOUR) -> CandidateLevels:
-    return controller.candidate_levels(Environment(layers, [own] * len(layers), 0, PAIR, SRA))
+    return controller.candidate_levels(environment_of(layers, [own] * len(layers)))
 
 
 def uneven(ranks: Simulation) -> list:
@@ -185,7 +175,7 @@ def decided(
 def predicted(plan, world: int) -> float:
     """Bytes that a rank sends a step under the plan."""
     return sum(
-        layer_bytes(at_level(a.compressor, a.level), layer, SRA, Topology.one_host(world))
+        layer_bytes(at_level(a.compressor, a.level), layer, Scheme("sra"), Topology.one_host(world))
         for a, layer in zip(plan.assignments, LAYERS, strict=True)
     )
 
@@ -227,12 +217,19 @@ def test_the_optimum_of_a_tiny_case():
     assert len(set(found.tolist())) > 1
 
 
-@pytest.mark.parametrize("metric", ["squared", "adam", "norm"])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 4}, {"accordion": Accordion(low=5, high=3, every_steps=4)}], ids=str
+    "options",
+    [
+        {"metric": "squared"},
+        {"metric": "adam"},
+        {"metric": "norm"},
+        {"window": 4},
+        {"accordion": Accordion(low=5, high=3, every_steps=4)},
+    ],
+    ids=str,
 )
-def test_every_form_of_it_takes_blocks(metric, options):
-    ranks, seen = decided(LGreCo(4, metric=metric, blocks=4, **options), own=Quantize(4, 16))
+def test_every_form_of_it_takes_blocks(options):
+    ranks, seen = decided(LGreCo(4, blocks=4, **options), own=Quantize(4, 16))
     assert len(seen.norm) == 4 + 4 + 3
     assert ranks.pipelines[0].plan.version > 0
 
@@ -283,13 +280,6 @@ def job(world: int = 3, **options) -> Simulation:
     return Simulation(LAYERS, FOUR, world, controller=controller, slice_elements=300)
 
 
-def resumed_from(states, **options) -> Simulation:
-    ranks = job(len(states), **options)
-    for pipeline, state in zip(ranks.pipelines, states, strict=True):
-        restore(pipeline, state)
-    return ranks
-
-
 def through_json(states):
     """What a checkpoint holds beside arrays, as text."""
     texts = [json.dumps(state.shared.to_plain()) for state in states]
@@ -299,28 +289,17 @@ def through_json(states):
 
 @pytest.mark.parametrize("options", [{"window": 2}, {"samples": 2}], ids=["sums", "samples"])
 def test_resumed_is_uninterrupted_bit_for_bit(options, monkeypatch):
-    finish = PeriodicRun.finish
-    # All but the clock.
-    monkeypatch.setattr(
-        PeriodicRun, "finish", lambda running, step: finish(running, replace(step, wire=0 * step.wire))
+    without_times(monkeypatch)
+    source = job(**options)
+    drawn = [uneven(source) for _ in range(15)]
+    whole = check_resumed(
+        lambda: job(**options),
+        lambda ranks, n: after_step(ranks, ranks.step(drawn[n])),
+        15,
+        range(5, 10),
+        lambda states, at: through_json(states),
     )
-
-    def after(ranks, drawn):
-        means = [mean.tobytes() for mean in ranks.step(drawn).all_means()]
-        return means, levels(ranks), json.dumps(ranks.pipelines[0].controller.shared_state())
-
-    whole = job(**options)
-    drawn = [uneven(whole) for _ in range(15)]
-    saved, expected = {}, []
-    for step, gradients in enumerate(drawn):
-        if 5 <= step < 10:
-            saved[step] = through_json([snapshot(p) for p in whole.pipelines])
-        expected.append(after(whole, gradients))
     assert any(isinstance(level, tuple) for level in levels(whole))
-    for at, states in saved.items():
-        ranks = resumed_from(states, **options)
-        for step in range(at, len(drawn)):
-            assert after(ranks, drawn[step]) == expected[step], f"saved before step {at}: step {step}"
 
 
 @pytest.mark.parametrize("other", [1, 5, 16])
@@ -330,10 +309,10 @@ def test_another_number_of_blocks_goes_on_from_the_reference(other):
     for _ in range(8):
         ranks.step(uneven(ranks))
         if ranks.pipelines[0].plan.version:
-            states = states or [snapshot(p) for p in ranks.pipelines]
+            states = states or states_of(ranks)
     held = ranks.pipelines[0].plan.assignments[0].level
     assert isinstance(held, tuple)
-    found = resumed_from(through_json(states), blocks=other)
+    found = resumed(job(blocks=other), through_json(states))
     assert found.pipelines[0].plan.assignments[0].level == states[0].shared.plan.assignments[0].level
     run = found.pipelines[0].controller
     rows = run.candidates.items[0]
@@ -355,11 +334,7 @@ def test_ranks_without_layers_begin_anew_with_those_that_have_some():
     for _ in range(7):
         ranks.step(uneven(ranks))
         phases.add(ranks.pipelines[0].controller.phase)
-        found = alone(4)
-        for pipeline, state in zip(
-            found.pipelines, through_json([snapshot(p) for p in ranks.pipelines]), strict=True
-        ):
-            restore(pipeline, state)
+        found = resumed(alone(4), through_json(states_of(ranks)))
         assert len({p.controller.phase for p in found.pipelines}) == 1
         passed = set()
         for _ in range(10):
@@ -375,8 +350,7 @@ def test_a_run_without_blocks_goes_on_with_them(samples):
     ranks = job(blocks=1, **options)
     for _ in range(8):
         ranks.step(uneven(ranks))
-    states = through_json([snapshot(p) for p in ranks.pipelines])
-    found = resumed_from(states, **options)
+    found = resumed(job(**options), through_json(states_of(ranks)))
     before = levels(ranks)
     run = found.pipelines[0].controller
     chosen = [run.candidates.choices[row][run.current[row]].level for row in run.candidates.items[0]]
@@ -391,9 +365,7 @@ def test_blocks_go_to_other_numbers_of_ranks(world):
     old, new = job(3, samples=2), job(world, samples=2)
     for _ in range(7):
         old.step(uneven(old))
-    states = through_json([snapshot(p) for p in old.pipelines])
-    for rank, pipeline in enumerate(new.pipelines):
-        restore(pipeline, merge(states, rank, world))
+    resumed(new, through_json(states_of(old)))
     assert levels(new) == levels(old)
     for _ in range(9):
         new.step(uneven(new))

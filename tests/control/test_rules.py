@@ -7,25 +7,21 @@ Plans are equal on all ranks whatever takes how long, and runs resume bit for bi
 from __future__ import annotations
 
 import importlib.util
-import json
-from copy import deepcopy
-from dataclasses import replace
 
-import numpy as np
 import pytest
+from control.golden_runs import drawn
+from control.observed import environment, seen_by
+from control.resumed import after_step, check_resumed, without_times
 from late import Late
 from loudest import LAYERS as SMALL
 from loudest import levels
 
-from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
-from gradcomp.control.bayes import Bayes
-from gradcomp.control.grouped import KMeans, Linear
+from gradcomp import ConfigError, LayerSpec, PowerSGD, Quantize, TopK
+from gradcomp.control.grouped import Bayes, KMeans, Linear
 from gradcomp.control.lgreco import LGreCo
-from gradcomp.control.periodic import PeriodicRun
 from gradcomp.control.registry import BUILT_IN
 from gradcomp.control.schedule import FixedPlan, Schedule
 from gradcomp.control.two_levels import Accordion, AdaQS
-from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 LAYERS = [*SMALL, LayerSpec("f", (40, 50))]
@@ -53,20 +49,6 @@ def test_every_controller_is_held_to_the_contract():
     assert here - {"bayes"} <= {controller.name for controller in CHANGING.values()} <= here
 
 
-def drawn(ranks: Simulation, step: int):
-    """Gradients whose norms, order and noise change now and then; the large layer is always quiet."""
-    era = step // 15
-    gradients = ranks.gradients(absent=[3] if step % 5 == 2 else [])
-    for rank in gradients:
-        for i, gradient in enumerate(rank):
-            if gradient is not None and gradient.size:
-                norm = 4.0 ** ((i + era) % 3) if i < 5 else 0.01 * 3 ** (era % 2)
-                noise = gradient / np.linalg.norm(gradient.astype(np.float32))
-                mean = (0.1 if era % 2 else 1.0) / np.sqrt(gradient.size)
-                gradient[:] = (norm * (noise + mean)).astype(gradient.dtype)
-    return gradients
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", CHANGING)
 def test_plans_are_equal_in_every_step_whatever_takes_how_long(name, world):
@@ -76,7 +58,7 @@ def test_plans_are_equal_in_every_step_whatever_takes_how_long(name, world):
     )  # fmt: skip
     found = []
     for step in range(80):
-        ranks.step(drawn(ranks, step)).all_means()
+        ranks.step(drawn(ranks, step, 15)).all_means()
         found.append(tuple(levels(ranks)))
         if step >= 40 and len(set(found)) > 1:
             break
@@ -87,32 +69,17 @@ def test_plans_are_equal_in_every_step_whatever_takes_how_long(name, world):
 
 @pytest.mark.parametrize("name", CHANGING)
 def test_resumed_is_uninterrupted(name, monkeypatch):
-    finish = PeriodicRun.finish  # all but the clock
-    monkeypatch.setattr(
-        PeriodicRun, "finish", lambda running, step: finish(running, replace(step, wire=0 * step.wire))
-    )
+    without_times(monkeypatch)
 
     def job():
         return Simulation(LAYERS, Quantize(4, 32, rounding="nearest"), 2, controller=CHANGING[name])
 
-    def after(ranks, these):
-        means = ranks.step(these).all_means()
-        states = [json.dumps(p.controller.shared_state()) for p in ranks.pipelines]
-        return [None if a is None else a.tobytes() for a in means], levels(ranks), states
-
-    whole, expected, saved = job(), [], {}
-    gradients = [drawn(whole, step) for step in range(22)]
-    for step, these in enumerate(gradients):
-        if step in (5, 6, 8, 11):
-            saved[step] = deepcopy([snapshot(p) for p in whole.pipelines])
-        expected.append(after(whole, these))
+    source = job()
+    gradients = [drawn(source, step, 15) for step in range(22)]
+    whole = check_resumed(
+        job, lambda ranks, n: after_step(ranks, ranks.step(gradients[n])), 22, (5, 6, 8, 11)
+    )
     assert whole.pipelines[0].plan.version >= 1
-    for at, states in saved.items():
-        resumed = job()
-        for pipeline, state in zip(resumed.pipelines, states, strict=True):
-            restore(pipeline, state)
-        for step in range(at, len(gradients)):
-            assert after(resumed, gradients[step]) == expected[step], f"saved before step {at}: step {step}"
 
 
 @pytest.mark.parametrize("own", [PowerSGD(4), TopK(0.05)])
@@ -126,7 +93,7 @@ def test_ranks_and_densities_are_levels_too(own):
     ):
         ranks = Simulation(LAYERS, own, 2, controller=controller)
         for step in range(10):
-            ranks.step(drawn(ranks, step)).all_means()
+            ranks.step(drawn(ranks, step, 15)).all_means()
             chosen = [level for level in levels(ranks) if level is not None]
             assert chosen
             assert set(chosen) <= {own.level, *some}
@@ -148,3 +115,63 @@ def test_string_forms_tell_ranks_apart_that_were_given_different_things():
     ]
     forms = {c.to_string() for c in controllers}
     assert len(forms) == len(controllers)
+
+
+@pytest.mark.parametrize(
+    ("rule", "about"),
+    [
+        (Accordion(8, 2, every_steps=3), {"current": [1, 0], "memory": [3.0, -1.0]}),
+        (AdaQS(8, 2, every_steps=3), {"current": [2, 1], "memory": [9.0, 0.0]}),
+        (LGreCo(3, levels=[2, 4, 8]), {"current": [2, 0]}),
+    ],
+    ids=["accordion", "adaqs", "lgreco"],
+)
+def test_layers_without_a_gradient_keep_their_choice_and_memory(rule, about):
+    observed = seen_by(rule, [64, 64], [0.0, 0.0], **about)
+    decision = rule.decide(observed)
+    assert decision.choices.tolist() == about["current"]
+    assert decision.memory.tolist() == observed.memory.tolist()
+
+
+def two_levels(rule, **arguments):
+    return lambda: rule(**{"low": 8, "high": 2, "every_steps": 3, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        *[(two_levels(rule, low=2, high=2), "differ") for rule in (Accordion, AdaQS)],
+        (two_levels(Accordion, low=4, high="quantize:bits=2"), "both"),
+        (two_levels(Accordion, low=True), "low"),
+        *[(two_levels(Accordion, high=bad), "high") for bad in (float("nan"), None)],
+        (two_levels(Accordion, high="nothing"), "unknown"),
+        *[(two_levels(Accordion, eta=bad), "eta") for bad in (0, float("inf"), True)],
+        *[(two_levels(Accordion, rate_fall=bad), "rate_fall") for bad in (0, 1.5)],
+        (two_levels(Accordion, every_steps=0), "every_steps"),
+        (two_levels(AdaQS, low=2, high=8), "below low"),
+        (two_levels(AdaQS, low=2, high=0), "above 0"),
+        *[(two_levels(AdaQS, factor=bad), "factor") for bad in (1.0, 0, float("nan"), "x")],
+        *[(lambda bad=bad: KMeans(bad), "every_steps") for bad in (0, -1, 1.5, True, "5")],
+    ],
+)
+def test_arguments_that_cannot_be(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("controller", "words"),
+    [
+        *[(rule(99, 2, every_steps=3), "bits") for rule in (AdaQS, Accordion)],
+        (Accordion(2, 8, every_steps=3), "swap low and high"),
+        *[(rule(5, levels=[2, 3]), "outside") for rule in (KMeans, LGreCo)],
+        (FixedPlan({"*": 99}), "bits"),
+        (Schedule({0: 4, 900: 99}), "bits"),  # later steps are checked at the start too
+        (Schedule({0: 4, 900: {"x": 4}}), r"step 900.*'x' \(closest: 'l0'\)"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_levels_that_layers_cannot_take(controller, words, world):
+    with pytest.raises(ConfigError, match=words):
+        controller.begin(environment([64], world=world))

@@ -6,29 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress.base import Coded, Compressor
-from gradcomp.control.distortion.budget import Budget
+from gradcomp.control.base import Doubles, Numbers
+from gradcomp.control.distortion import Budget, Subject, energies, segment
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.vectors import Floats, Vector
-from gradcomp.kernels import dispatch, selection
-from gradcomp.kernels.codec import Codec, Draw, Sizes, Table
+from gradcomp.kernels import dispatch
+from gradcomp.kernels.codec import Bytes, Codec, Draw, Table
 from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
 from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT, UNIT_BYTES
-
-Doubles = npt.NDArray[np.float64]
 
 #: Elements coded at a time: few enough that their errors are still in the cache when they are summed.
 _PIECE = 1 << 15
 
-#: Elements coded in one call: few enough that their errors are still in the cache when they are summed.
-_AT_ONCE = 1 << 15
 
-
-def code_errors(
-    choices: Sequence[Coded], layer: LayerSpec, values: Vector, seed: int, budget: Budget
-) -> Doubles:
+def code_errors(choices: Sequence[Coded], subject: Subject) -> Doubles:
     """Returns ||values - decode(encode(values))|| of every choice; inf where the decoded value would not be finite.
 
     Encoding writes the error beside the payload, so nothing is decoded. A layer is coded in pieces that end where
@@ -39,45 +32,49 @@ def code_errors(
     scale or its scales a unit. Raises ConfigError if the budget does not allow one such piece of the smallest possible
     size.
     """
-    found = np.zeros(len(choices))
-    table = np.zeros(len(choices), dtype=SEGMENT)
-    table["layer"], table["dtype"], table["length"] = layer.hash, FLOAT32, layer.size
+    values, found, table = subject.flat, np.zeros(len(choices)), _levels(choices, subject.layer)
+    table["length"] = subject.layer.size
     alike: dict[tuple[int, bool, int, int], tuple[Codec, list[int]]] = {}
     for i, choice in enumerate(choices):
-        choice.fill(table[i : i + 1], choice.level)
-        codec = choice.codec_for(table[i : i + 1])
-        if codec.kind in ALLOCATED:  # its error counts as that of MINMAX at the same level
-            codec = Codec(MINMAX, codec.stochastic)
-        key = codec.kind, codec.stochastic, id(codec.magnitudes), choice.cut_elements(layer)
+        codec = _codec(choice, table[i : i + 1])
+        key = codec.kind, codec.stochastic, id(codec.magnitudes), choice.cut_elements(subject.layer)
         alike.setdefault(key, (codec, []))[1].append(i)
-    draw = Draw(seed, 0, 0)
+    draw = Draw(subject.seed, 0, 0)
     device = dispatch.on_device(values.address)
-    here: Floats | None = None
     for (*_, cut), (codec, rows) in alike.items():
         if device is not None and cut <= LARGEST_BUCKET:
-            found[rows] = _lost_on(device, codec, table[rows], values, draw)
+            whole = table[rows[:1]]
+            whole["gradient"], whole["length"] = values.address, values.size
+            found[rows] = _on_device(device, codec, whole, table["level"][rows], draw)[0]
             continue
-        here = values.read() if here is None else here
         smallest = values.size if codec.kind in UNIT_BYTES else min(cut, values.size)
-        at_once, piece = _portions(codec, table[rows], smallest, budget)
+        at_once, piece = _portions(codec, table[rows], smallest, subject.budget)
         for first in range(0, len(rows), at_once):
             some = rows[first : first + at_once]
-            found[some] = _lost(codec, table[some], here, piece, draw)
+            found[some] = _lost(codec, table[some], subject.values, piece, draw)
     return found
 
 
-def _lost_on(device: Any, codec: Codec, table: Table, values: Vector, draw: Draw) -> Doubles:
-    """Returns the coding errors of values on a device, which reads them once for all rows."""
-    whole = table[:1].copy()
-    whole["gradient"], whole["length"] = values.address, values.size
-    energies: Doubles = device.losses(
-        codec.kind,
-        whole,
-        table["level"],
-        draw=draw if codec.stochastic else None,
-        magnitudes=codec.magnitudes,
-    )[0]
-    return np.sqrt(energies)
+def _levels(choices: Sequence[Compressor], layer: LayerSpec) -> Table:
+    """Returns a table with the layer at the level of every choice."""
+    table = np.zeros(len(choices), dtype=SEGMENT)
+    table["layer"], table["dtype"] = layer.hash, FLOAT32
+    for i, choice in enumerate(choices):
+        choice.fill(table[i : i + 1], choice.level)
+    return table
+
+
+def _codec(choice: Coded, row: Table) -> Codec:
+    codec = choice.codec_for(row)
+    # The error of allocated bits counts as that of MINMAX at the same level.
+    return Codec(MINMAX, codec.stochastic) if codec.kind in ALLOCATED else codec
+
+
+def _on_device(device: Any, codec: Codec, rows: Table, levels: Numbers, draw: Draw) -> Doubles:
+    """Returns the coding errors of values on a device, by row and level; it reads them once for all levels."""
+    draws = draw if codec.stochastic else None
+    lost: Doubles = device.losses(codec.kind, rows, levels, draw=draws, magnitudes=codec.magnitudes)
+    return np.sqrt(lost)
 
 
 def _portions(codec: Codec, rows: Table, cut: int, budget: Budget) -> tuple[int, int]:
@@ -96,32 +93,37 @@ def _portions(codec: Codec, rows: Table, cut: int, budget: Budget) -> tuple[int,
 
 def _lost(codec: Codec, table: Table, values: Floats, piece: int, draw: Draw) -> Doubles:
     """Returns the norm of the coding error of each row."""
-    piece = min(piece, len(values))
-    lost = np.empty((len(table), piece), dtype=np.float32)
-    table["next_residual"] = lost.ctypes.data + lost.strides[0] * np.arange(len(table))
-    table["length"] = piece
-    sizes = codec.wire_bytes(table)
-    table["payload"] = np.cumsum(sizes) - sizes
-    payload = np.empty(int(sizes.sum()), dtype=np.uint8)
-    losses = np.zeros(len(table), dtype=SEGMENT)
-    losses["gradient"], losses["dtype"] = table["next_residual"], FLOAT32
-
-    flags = np.zeros(len(table), dtype=np.uint8)
-    energies, more = np.zeros(len(table)), np.empty(len(table))
+    table["length"] = piece = min(piece, len(values))
+    memory = np.empty(len(table) * piece, dtype=np.float32), _payload(codec, table)
+    found = np.zeros(len(table))
     for start in range(0, len(values), piece):
         table["gradient"], table["start"] = values.ctypes.data + 4 * start, start
-        table["length"] = losses["length"] = min(piece, len(values) - start)
-        codec.encode(table, payload, flags, draw)
-        selection.squares(losses, more)
-        energies += more
-    return np.where(flags != 0, np.inf, np.sqrt(energies))
+        table["length"] = min(piece, len(values) - start)
+        found += _energies(codec, table, draw, *memory)
+    return np.sqrt(found)
+
+
+def _payload(codec: Codec, rows: Table) -> Bytes:
+    return np.empty(int(codec.wire_bytes(rows).sum()), dtype=np.uint8)
+
+
+def _energies(codec: Codec, rows: Table, draw: Draw, lost: Floats, payload: Bytes) -> Doubles:
+    """Returns the squared norm of the coding error of each row; the errors and the codes go into the memory given."""
+    rows["next_residual"] = lost.ctypes.data + 4 * (np.cumsum(rows["length"]) - rows["length"])
+    sizes = codec.wire_bytes(rows)
+    rows["payload"] = np.cumsum(sizes) - sizes
+    flags = np.zeros(len(rows), dtype=np.uint8)
+    codec.encode(rows, payload, flags, draw)
+    losses = np.zeros(len(rows), dtype=SEGMENT)
+    losses["gradient"], losses["length"], losses["dtype"] = rows["next_residual"], rows["length"], FLOAT32
+    return np.where(flags != 0, np.inf, energies(losses))
 
 
 def block_errors(
     choices: Sequence[Compressor],
     layer: LayerSpec,
     values: Vector,
-    begins: Sizes,
+    begins: Numbers,
     seed: int,
     memory_bytes: int | None = None,
 ) -> Doubles:
@@ -136,40 +138,23 @@ def block_errors(
     Raises ConfigError if not even one quantisation bucket fits at all levels.
     """
     bare = [choice.bare() for choice in choices]
-    levels, cut = np.zeros(len(bare), dtype=SEGMENT), bare[0].cut_elements(layer)
-    levels["layer"], levels["dtype"] = layer.hash, FLOAT32
-    for i, choice in enumerate(bare):
-        choice.fill(levels[i : i + 1], choice.level)
-    first = bare[0]
+    levels, cut, first = _levels(bare, layer), bare[0].cut_elements(layer), bare[0]
     assert isinstance(first, Coded), "levels by block are levels of codes"
-    codec = first.codec_for(levels[:1])
-    if codec.kind in ALLOCATED:  # its error counts as that of MINMAX at the same level
-        codec = Codec(MINMAX, codec.stochastic)
+    codec = _codec(first, levels[:1])
     ends = np.append(begins[1:], layer.size)
-    whole = np.zeros(1, dtype=SEGMENT)
-    whole["gradient"], whole["length"], whole["dtype"] = values.address, layer.size, FLOAT32
-    energy = np.zeros(1)
-    selection.squares(whole, energy)
-    if not np.isfinite(energy[0]):
+    if not np.isfinite(energies(segment(values.address, layer.size))[0]):
         return np.full((len(begins), len(bare)), np.nan)
     draw = Draw(seed, 0, 0)
     device = dispatch.on_device(values.address)
     if device is not None and cut <= LARGEST_BUCKET:
         rows = _rows(levels[:1], begins, ends, values.address)
-        energies: Doubles = device.losses(
-            codec.kind,
-            rows,
-            levels["level"],
-            draw=draw if codec.stochastic else None,
-            magnitudes=codec.magnitudes,
-        )
-        return np.sqrt(energies)
+        return _on_device(device, codec, rows, levels["level"], draw)
     smallest = levels.copy()
     smallest["length"] = min(cut, layer.size)
     each = int(codec.wire_bytes(smallest).sum()) + 4 * int(smallest["length"].sum())
     budget = Budget(memory_bytes, f"what {first.name} would lose of blocks of layer {layer.name!r}")
     budget.require(each)
-    most = _AT_ONCE // cut if memory_bytes is None else min(_AT_ONCE // cut, memory_bytes // each)
+    most = _PIECE // cut if memory_bytes is None else min(_PIECE // cut, memory_bytes // each)
     most = max(most, 1)
     here = values.read()
     blocks, starts, stops = _pieces(begins, ends, most * cut)
@@ -178,12 +163,14 @@ def block_errors(
     while at < len(blocks):
         upto = max(int(np.searchsorted(stops, starts[at] + most * cut, side="right")), at + 1)
         rows = _rows(levels, starts[at:upto], stops[at:upto], here.ctypes.data)
-        np.add.at(found, blocks[at:upto], _lost_of_blocks(codec, rows, draw).reshape(upto - at, len(bare)))
+        lost = np.empty(int(rows["length"].sum()), dtype=np.float32)
+        of_rows = _energies(codec, rows, draw, lost, _payload(codec, rows))
+        np.add.at(found, blocks[at:upto], of_rows.reshape(upto - at, len(bare)))
         at = upto
     return np.sqrt(found)
 
 
-def _pieces(begins: Sizes, ends: Sizes, most: int) -> tuple[Sizes, Sizes, Sizes]:
+def _pieces(begins: Numbers, ends: Numbers, most: int) -> tuple[Numbers, Numbers, Numbers]:
     """Splits blocks into pieces of at most ``most`` elements: returns the block, begin and end of each piece."""
     counts = -(-(ends - begins) // most)
     blocks = np.repeat(np.arange(len(begins)), counts)
@@ -192,26 +179,10 @@ def _pieces(begins: Sizes, ends: Sizes, most: int) -> tuple[Sizes, Sizes, Sizes]
     return blocks, starts, np.minimum(starts + most, ends[blocks])
 
 
-def _rows(levels: Table, starts: Sizes, stops: Sizes, address: int) -> Table:
+def _rows(levels: Table, starts: Numbers, stops: Numbers, address: int) -> Table:
     """Returns a table with every piece at every level, piece by piece."""
     rows = np.tile(levels, len(starts))
     rows["start"] = np.repeat(starts, len(levels))
     rows["length"] = np.repeat(stops - starts, len(levels))
     rows["gradient"] = address + 4 * rows["start"]
     return rows
-
-
-def _lost_of_blocks(codec: Codec, rows: Table, draw: Draw) -> Doubles:
-    """Returns the squared norm of the coding error of each row."""
-    ends = np.cumsum(rows["length"])
-    lost = np.empty(int(ends[-1]), dtype=np.float32)
-    rows["next_residual"] = lost.ctypes.data + 4 * (ends - rows["length"])
-    sizes = codec.wire_bytes(rows)
-    rows["payload"] = np.cumsum(sizes) - sizes
-    flags = np.zeros(len(rows), dtype=np.uint8)
-    codec.encode(rows, np.empty(int(sizes.sum()), dtype=np.uint8), flags, draw)
-    losses = np.zeros(len(rows), dtype=SEGMENT)
-    losses["gradient"], losses["length"], losses["dtype"] = rows["next_residual"], rows["length"], FLOAT32
-    energies = np.zeros(len(rows))
-    selection.squares(losses, energies)
-    return np.where(flags != 0, np.inf, energies)

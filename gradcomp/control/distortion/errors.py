@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.compress.base import Coded, Compressor
-from gradcomp.compress.identity import Identity
+from gradcomp.compress import (
+    DGC,
+    BestRank,
+    CLTk,
+    Compressor,
+    GlobalTopK,
+    Identity,
+    PowerSGD,
+    SpectralAtomo,
+    TopK,
+)
+from gradcomp.compress.base import Coded
 from gradcomp.compress.lowrank.base import clamped_rank, matrix_shape
-from gradcomp.compress.lowrank.powersgd import PowerSGD
-from gradcomp.compress.lowrank.spectral import BestRank, SpectralAtomo
 from gradcomp.compress.sparse.base import Sparse, elements_at
-from gradcomp.compress.sparse.clt_k import CLTk
-from gradcomp.compress.sparse.dgc import DGC
 from gradcomp.compress.sparse.payload import narrow
-from gradcomp.compress.sparse.topk import GlobalTopK, TopK
-from gradcomp.control.distortion import magnitudes, spectra
-from gradcomp.control.distortion.budget import Budget
+from gradcomp.control.base import Doubles, Numbers
+from gradcomp.control.distortion import Budget, Subject, energies, magnitudes, segment, spectra
 from gradcomp.control.distortion.code_errors import code_errors
 from gradcomp.control.distortion.round_trip import round_trip, round_trip_bytes
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.vectors import Floats, HostVector, Vector
-from gradcomp.kernels import selection
-from gradcomp.kernels.codec import Draw, Sizes
-from gradcomp.kernels.segments import FLOAT32, SEGMENT
-
-Doubles = npt.NDArray[np.float64]
+from gradcomp.kernels.codec import Draw
 
 
 def errors(
@@ -80,10 +79,11 @@ def errors(
 
     Source: Markov et al. 2024, section 4, "System Implementation"; Markov 2024, appendix B.2.
     """
-    flat = values if isinstance(values, Vector) else _held(values)
-    if flat.size != layer.size:
-        raise ConfigError(f"layer {layer.name!r} has {layer.size} elements, got {flat.size} values")
-    if not np.isfinite(_energy(flat)):
+    if not isinstance(values, Vector):
+        values = HostVector(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
+    if values.size != layer.size:
+        raise ConfigError(f"layer {layer.name!r} has {layer.size} elements, got {values.size} values")
+    if not np.isfinite(energies(segment(values.address, values.size))[0]):
         return np.full(len(choices), np.nan)
     found = np.zeros(len(choices))
     families: dict[_Measure, list[int]] = {}
@@ -91,30 +91,16 @@ def errors(
     for i, choice in enumerate(bare):
         if layer.dtype == "float64" and not isinstance(choice, Identity):
             found[i] = np.inf
-        elif flat.size and not choice.traits.exact:
+        elif values.size and not choice.traits.exact:
             families.setdefault(_measure_of(choice), []).append(i)
     for measure, members in families.items():
         names = ", ".join(dict.fromkeys(bare[i].name for i in members))
         budget = Budget(memory_bytes, f"what {names} would lose of layer {layer.name!r}")
-        subject = _Subject(layer, flat, seed, budget)
-        found[members] = measure([bare[i] for i in members], subject)
+        found[members] = measure([bare[i] for i in members], Subject(layer, values, seed, budget))
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Subject:
-    layer: LayerSpec
-    flat: Vector  # in host or device memory
-    seed: int
-    budget: Budget
-
-    @cached_property
-    def values(self) -> Floats:
-        """Returns the values in host memory, whose kernels measure most families."""
-        return self.flat.read()
-
-
-_Measure = Callable[[Sequence[Any], _Subject], Doubles]
+_Measure = Callable[[Sequence[Any], Subject], Doubles]
 
 
 def _measure_of(choice: Compressor) -> _Measure:
@@ -124,22 +110,18 @@ def _measure_of(choice: Compressor) -> _Measure:
     """
     by_block = isinstance(choice.level, tuple)  # controllers never choose these
     if isinstance(choice, Coded) and type(choice).exchange is Coded.exchange and not by_block:
-        return _by_code
+        return code_errors
     measure = _MEASURES.get(type(choice), _by_round_trip)
     coded = measure is _by_magnitude and isinstance(choice, Sparse) and not choice.values.traits.exact
     return _by_coded_magnitude if coded else measure
 
 
-def _by_code(choices: Sequence[Coded], subject: _Subject) -> Doubles:
-    return code_errors(choices, subject.layer, subject.flat, subject.seed, subject.budget)
-
-
-def _by_magnitude(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Doubles:
+def _by_magnitude(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: Subject) -> Doubles:
     return magnitudes.rest_norms(subject.values, _counts(choices, subject), subject.budget)
 
 
-def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: _Subject) -> Doubles:
-    counts, name = _counts(choices, subject), subject.layer.name
+def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: Subject) -> Doubles:
+    counts = _counts(choices, subject)
     most = int(counts.max())
     # Memory holds the rest, and two selections while one is narrowed from the other.
     subject.budget.require(4 * subject.layer.size + 24 * most)
@@ -147,23 +129,20 @@ def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: _Su
     chosen = magnitudes.largest_of(subject.values, most, np.empty_like(subject.values))
     for i in np.argsort(-counts, kind="stable").tolist():
         chosen = narrow(chosen, counts[i : i + 1])
-        selected = LayerSpec(name, (len(chosen.values),))
-        lost = code_errors(
-            [choices[i].values], selected, HostVector(chosen.values), subject.seed, subject.budget
-        )
-        found[i] = np.hypot(found[i], lost[0])
+        selected = LayerSpec(subject.layer.name, (len(chosen.values),))
+        coded = replace(subject, layer=selected, flat=HostVector(chosen.values))
+        found[i] = np.hypot(found[i], code_errors([choices[i].values], coded)[0])
     return found
 
 
-def _counts(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: _Subject) -> Sizes:
+def _counts(choices: Sequence[TopK | DGC | GlobalTopK | CLTk], subject: Subject) -> Numbers:
     """Returns the number of elements that each choice selects."""
     densities = np.array([choice.density for choice in choices], dtype=np.float64)
     return elements_at(densities, np.full(len(choices), subject.layer.size))
 
 
-def _by_rank(choices: Sequence[PowerSGD | BestRank], subject: _Subject) -> Doubles:
-    ranks = _ranks(choices, subject)
-    found = np.zeros(len(choices))
+def _by_rank(choices: Sequence[PowerSGD | BestRank], subject: Subject) -> Doubles:
+    ranks, found = _ranks(choices, subject), np.zeros(len(choices))
     if ranks.any():
         matrix = subject.values.reshape(matrix_shape(subject.layer.shape))
         drawn = {"seed": subject.seed, "layer": subject.layer.hash}
@@ -171,60 +150,37 @@ def _by_rank(choices: Sequence[PowerSGD | BestRank], subject: _Subject) -> Doubl
     return found
 
 
-def _by_atoms(choices: Sequence[SpectralAtomo], subject: _Subject) -> Doubles:
-    ranks = _ranks(choices, subject)
-    found = np.zeros(len(choices))
+def _by_atoms(choices: Sequence[SpectralAtomo], subject: Subject) -> Doubles:
+    ranks, found = _ranks(choices, subject), np.zeros(len(choices))
     if ranks.any():
         matrix = subject.values.reshape(matrix_shape(subject.layer.shape))
         subject.budget.require(spectra.product_bytes(matrix.shape))
         sigma = np.sqrt(spectra.squared_singular_values(matrix)[::-1])
         hashes, draw = np.array([subject.layer.hash], np.uint32), Draw(subject.seed, 0, 0)
-        for i, (choice, rank) in enumerate(zip(choices, ranks.tolist(), strict=True)):
-            if not rank:
-                continue
-            chosen, weights = choice.choose(sigma[None], rank, hashes, draw)
+        for i in np.flatnonzero(ranks).tolist():
+            chosen, weights = choices[i].choose(sigma[None], int(ranks[i]), hashes, draw)
             found[i] = np.linalg.norm(sigma - np.where(chosen, weights, 0.0)[0])
     return found
 
 
-def _ranks(
-    choices: Sequence[PowerSGD | BestRank | SpectralAtomo], subject: _Subject
-) -> npt.NDArray[np.int64]:
+def _ranks(choices: Sequence[PowerSGD | BestRank | SpectralAtomo], subject: Subject) -> Numbers:
     """Returns the rank of each choice, 0 if it sends the layer exactly."""
     return np.array([clamped_rank(subject.layer.shape, choice.rank) for choice in choices], dtype=np.int64)
 
 
-def _by_round_trip(choices: Sequence[Compressor], subject: _Subject) -> Doubles:
+def _by_round_trip(choices: Sequence[Compressor], subject: Subject) -> Doubles:
     subject.budget.require(max(round_trip_bytes(choice, subject.layer) for choice in choices))
-    return np.array([_lost_on_the_way(choice, subject) for choice in choices])
-
-
-def _lost_on_the_way(choice: Compressor, subject: _Subject) -> float:
-    given = round_trip(choice, subject.layer, subject.values, subject.seed)
-    if given is None:
-        return np.inf
-    np.subtract(subject.values, given, out=given)
-    return float(np.sqrt(_energy(HostVector(given))))
+    found = np.full(len(choices), np.inf)
+    for i, choice in enumerate(choices):
+        given = round_trip(choice, subject.layer, subject.values, subject.seed)
+        if given is not None:
+            np.subtract(subject.values, given, out=given)
+            found[i] = np.sqrt(energies(segment(given.ctypes.data, given.size))[0])
+    return found
 
 
 _MEASURES: dict[type[Compressor], _Measure] = {
-    TopK: _by_magnitude,
-    CLTk: _by_magnitude,
-    DGC: _by_magnitude,
-    GlobalTopK: _by_magnitude,
-    PowerSGD: _by_rank,
-    BestRank: _by_rank,
+    **dict.fromkeys((TopK, CLTk, DGC, GlobalTopK), _by_magnitude),
+    **dict.fromkeys((PowerSGD, BestRank), _by_rank),
     SpectralAtomo: _by_atoms,
 }
-
-
-def _held(values: Floats) -> Vector:
-    return HostVector(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
-
-
-def _energy(values: Vector) -> float:
-    """Returns the sum of squares in float64, which is finite if all values are."""
-    table, found = np.zeros(1, dtype=SEGMENT), np.empty(1)
-    table["gradient"], table["length"], table["dtype"] = values.address, values.size, FLOAT32
-    selection.squares(table, found)
-    return float(found[0])

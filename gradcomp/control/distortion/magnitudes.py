@@ -8,14 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.sparse.payload import Selection
-from gradcomp.control.distortion.budget import Budget
+from gradcomp.control.base import Doubles, Numbers
+from gradcomp.control.distortion import Budget, energies, segment
+from gradcomp.core.vectors import Floats
 from gradcomp.kernels import selection
-from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
-
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint32]
 
 # A magnitude has 31 bits. Two that share those above the last 13 differ by 0.1% at most.
 _LOW_BITS = 13
@@ -33,7 +30,7 @@ _PIECE = 1 << 18
 _PIECE_BYTES = 24
 
 
-def rest_norms(values: Floats, counts: Sizes, budget: Budget) -> Doubles:
+def rest_norms(values: Floats, counts: Numbers, budget: Budget) -> Doubles:
     """Returns sqrt(sum of the squares of the n - k smallest magnitudes) for every k in ``counts``: the error of TopK.
 
     Sums are float64 and run over the elements that are left, so that nothing cancels. Two ways give the same results:
@@ -54,30 +51,18 @@ def rest_norms(values: Floats, counts: Sizes, budget: Budget) -> Doubles:
     some = int(np.count_nonzero(values))
     if some <= len(values) // _SPARSE and budget.allows(4 * some + len(values)):
         values, counts = values[values != 0], np.minimum(counts, some)
-        budget = budget.less(4 * some)
+        if budget.nbytes is not None:
+            budget = Budget(budget.nbytes - 4 * some, budget.what)
     wanted, places = np.unique(counts, return_inverse=True)
     largest = int(wanted.max(initial=0))
-    selecting, counting = _selecting_bytes(len(values), largest), _counting_bytes(len(values), len(wanted))
-    fast = selecting if _selecting_is_faster(len(values), largest) else counting
-    if not budget.allows(fast):
-        fast = min(selecting, counting)
-        budget.require(fast)
-    way = _by_selecting if fast == selecting else _by_counting
+    selecting = 4 * len(values) + 12 * largest
+    counting = 4 * 8 * _BINS + 2 * 8 * len(wanted) * _SPLIT + _PIECE_BYTES * min(len(values), _PIECE)
+    # Measured: 36 ns for a sorted element, 9 ns for a counted one, and 5 ms for the bins.
+    selecting_is_faster = 36 * largest <= 9 * len(values) + 5_000_000
+    ways = (selecting, counting) if selecting_is_faster else (counting, selecting)
+    way = _by_selecting if budget.first_or_least(*ways) == selecting else _by_counting
     norms: Doubles = np.sqrt(way(values, wanted))[places.reshape(-1)]
     return norms
-
-
-def _selecting_is_faster(size: int, largest: int) -> bool:
-    # Measured: 36 ns for a sorted element, 9 ns for a counted one, and 5 ms for the bins.
-    return 36 * largest <= 9 * size + 5_000_000
-
-
-def _selecting_bytes(size: int, largest: int) -> int:
-    return 4 * size + 12 * largest
-
-
-def _counting_bytes(size: int, levels: int) -> int:
-    return 4 * 8 * _BINS + 2 * 8 * levels * _SPLIT + _PIECE_BYTES * min(size, _PIECE)
 
 
 def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
@@ -88,9 +73,8 @@ def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
         count: 0..n.
         rest: float32, n elements; receives the values without the returned ones.
     """
-    table = np.zeros(1, SEGMENT)
-    table["gradient"], table["next_residual"] = values.ctypes.data, rest.ctypes.data
-    table["length"], table["dtype"] = len(values), FLOAT32
+    table = segment(values.ctypes.data, len(values))
+    table["next_residual"] = rest.ctypes.data
     chosen, flags = Selection.allocate(np.array([count])), np.zeros(1, np.uint8)
     places = chosen.counts, chosen.offsets, chosen.indices, chosen.values, chosen.counts
     selection.select_top(table, flags, np.ones(1, np.float32), *places, decay=1.0, zeros=True)
@@ -98,7 +82,7 @@ def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
     return chosen
 
 
-def _by_selecting(values: Floats, counts: Sizes) -> Doubles:
+def _by_selecting(values: Floats, counts: Numbers) -> Doubles:
     """Returns the squared norms of the rest for ascending ``counts``."""
     largest = int(counts.max(initial=0))
     rest = np.empty_like(values)
@@ -114,26 +98,24 @@ def _by_selecting(values: Floats, counts: Sizes) -> Doubles:
     parts["gradient"], parts["length"] = rest.ctypes.data, len(rest)
     parts["gradient"][1:] = chosen.ctypes.data + 4 * borders[:-1]
     parts["length"][1:] = np.diff(borders)
-    energies = np.empty(len(parts))
-    selection.squares(parts, energies)
-    return np.cumsum(energies)[::-1]
+    return np.cumsum(energies(parts))[::-1]
 
 
-def _by_counting(values: Floats, counts: Sizes) -> Doubles:
+def _by_counting(values: Floats, counts: Numbers) -> Doubles:
     """Returns the squared norms of the rest for ascending ``counts``."""
-    found, energies = np.zeros(_BINS, np.int64), np.zeros(_BINS)
+    found, sums = np.zeros(_BINS, np.int64), np.zeros(_BINS)
     for piece in _pieces(values):
         squares = np.square(piece, dtype=np.float64)
         bins = _magnitudes(piece) >> np.uint32(_LOW_BITS)
         found += np.bincount(bins, minlength=_BINS)
-        energies += np.bincount(bins, weights=squares, minlength=_BINS)
+        sums += np.bincount(bins, weights=squares, minlength=_BINS)
 
     # The n - k smallest are whole bins, and some elements of the next one.
     below = np.cumsum(found)
     kept = len(values) - counts
     border = np.searchsorted(below, kept, side="left")
     whole = np.concatenate(([0], below))[border]
-    smaller = np.concatenate(([0.0], np.cumsum(energies)))[border]
+    smaller = np.concatenate(([0.0], np.cumsum(sums)))[border]
 
     split, slots = np.unique(border, return_inverse=True)
     needed = kept - whole  # elements of the border's bin; 0 only if no element is left
@@ -161,7 +143,7 @@ def _by_counting(values: Floats, counts: Sizes) -> Doubles:
     return rest
 
 
-def _by_sorting(values: Floats, bins: Sizes, found: Sizes, slots: Sizes, needed: Sizes) -> Doubles:
+def _by_sorting(values: Floats, bins: Numbers, found: Numbers, slots: Numbers, needed: Numbers) -> Doubles:
     """Returns the energies of the ``needed[i]`` smallest elements of bin ``bins[slots[i]]``.
 
     Bins ascend, and bin j holds ``found[j]`` elements.
@@ -174,8 +156,8 @@ def _by_sorting(values: Floats, bins: Sizes, found: Sizes, slots: Sizes, needed:
     # The subtraction loses no precision that matters: the elements before a bin are part of the rest as well.
     sums = np.concatenate(([0.0], np.cumsum(np.square(together.view(np.float32), dtype=np.float64))))
     begins = (np.cumsum(found) - found)[slots]
-    energies: Doubles = sums[begins + needed] - sums[begins]
-    return energies
+    found_energies: Doubles = sums[begins + needed] - sums[begins]
+    return found_energies
 
 
 def _pieces(values: Floats) -> Iterator[Floats]:
@@ -183,7 +165,7 @@ def _pieces(values: Floats) -> Iterator[Floats]:
         yield values[start : start + _PIECE]
 
 
-def _magnitudes(values: Floats) -> Words:
+def _magnitudes(values: Floats) -> npt.NDArray[np.uint32]:
     """Returns the bits of |v|, which have the same order as the magnitudes."""
-    words: Words = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    words: npt.NDArray[np.uint32] = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
     return words

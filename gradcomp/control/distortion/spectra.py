@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-from gradcomp.control.distortion.budget import Budget
-from gradcomp.kernels import lowrank, selection
-from gradcomp.kernels.codec import Sizes, Table
-from gradcomp.kernels.segments import FLOAT32, SEGMENT
-
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
+from gradcomp.control.base import Doubles, Numbers
+from gradcomp.control.distortion import Budget, energies, segment
+from gradcomp.core.vectors import Floats
+from gradcomp.kernels import lowrank
 
 POWER_STEPS = 5
 """Number of power steps that Markov 2024, appendix B.2.2, found sufficient."""
@@ -33,7 +29,7 @@ _SIDE = 64
 _PIECE = 1 << 18
 
 
-def rest_norms(matrix: Floats, ranks: Sizes, budget: Budget, *, seed: int, layer: int) -> Doubles:
+def rest_norms(matrix: Floats, ranks: Numbers, budget: Budget, *, seed: int, layer: int) -> Doubles:
     """Returns e_r = sqrt(sum over i > r of s_i^2) for every r in ``ranks``; s_i are the descending singular values.
 
     They come from the matrix's product with itself or from power steps (Markov 2024, appendix B.2), whichever is
@@ -48,11 +44,8 @@ def rest_norms(matrix: Floats, ranks: Sizes, budget: Budget, *, seed: int, layer
     """
     largest = int(ranks.max())
     product, steps = product_bytes(matrix.shape), _steps_bytes(matrix.shape, largest)
-    cheap = product if product_is_cheaper(matrix.shape, largest) else steps
-    if not budget.allows(cheap):
-        cheap = min(product, steps)
-        budget.require(cheap)
-    if cheap == product:
+    ways = (product, steps) if product_is_cheaper(matrix.shape, largest) else (steps, product)
+    if budget.first_or_least(*ways) == product:
         return by_product(matrix, ranks)
     return by_power_steps(matrix, ranks, seed=seed, layer=layer)
 
@@ -88,7 +81,7 @@ def _steps_bytes(shape: tuple[int, ...], columns: int) -> int:
 # --- by the product -----------------------------------------------------------------------------------------
 
 
-def by_product(matrix: Floats, ranks: Sizes) -> Doubles:
+def by_product(matrix: Floats, ranks: Numbers) -> Doubles:
     """Returns the norms of :func:`rest_norms`, computed from the squared singular values."""
     return _rest(squared_singular_values(matrix), 0.0, ranks)
 
@@ -98,13 +91,10 @@ def squared_singular_values(matrix: Floats) -> Doubles:
 
     They are accurate to about 2^-52 of the largest, so norms made of them to about 1e-8 of the matrix's own.
     """
-    found: Doubles = np.maximum(np.linalg.eigvalsh(_product(_tall(matrix))), 0.0)
+    # The matrix or its transpose has no more columns than rows; singular values are the same.
+    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    found: Doubles = np.maximum(np.linalg.eigvalsh(_product(tall)), 0.0)
     return found
-
-
-def _tall(matrix: Floats) -> Floats:
-    """Returns the matrix or its transpose, whichever has no more columns than rows; singular values are the same."""
-    return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
 
 
 def _product(tall: Floats) -> Doubles:
@@ -131,7 +121,7 @@ def _stacks(tall: Floats) -> Iterator[Doubles]:
         yield tall[None, whole:].astype(np.float64)
 
 
-def _rest(inside: Doubles, outside: float, ranks: Sizes) -> Doubles:
+def _rest(inside: Doubles, outside: float, ranks: Numbers) -> Doubles:
     """Returns sqrt(outside + all but the r largest of ``inside``) for every r; ``inside`` ascends."""
     # The smallest are summed first, so that nothing cancels.
     sums = np.cumsum(np.append(outside, inside))
@@ -142,7 +132,7 @@ def _rest(inside: Doubles, outside: float, ranks: Sizes) -> Doubles:
 # --- by power steps -----------------------------------------------------------------------------------------
 
 
-def by_power_steps(matrix: Floats, ranks: Sizes, *, seed: int, layer: int) -> Doubles:
+def by_power_steps(matrix: Floats, ranks: Numbers, *, seed: int, layer: int) -> Doubles:
     """Returns the norms of :func:`rest_norms` from ``POWER_STEPS`` steps of PowerSGD at the largest rank b.
 
     The steps use PowerSGD's kernels and the layer's initial Q:
@@ -158,12 +148,11 @@ def by_power_steps(matrix: Floats, ranks: Sizes, *, seed: int, layer: int) -> Do
     """
     n, m, b = *matrix.shape, int(ranks.max())
     rest = np.empty(matrix.size, dtype=np.float32)
-    table = np.zeros(1, dtype=SEGMENT)
-    table["gradient"], table["next_residual"] = matrix.ctypes.data, rest.ctypes.data
-    table["length"], table["dtype"] = matrix.size, FLOAT32
+    table = segment(matrix.ctypes.data, matrix.size)
+    table["next_residual"] = rest.ctypes.data
     # The matrix is scaled to a norm of about 1, so that no product overflows or underflows; the exponent is limited so
     # that the factor, a float32, does not either.
-    exponent = int(np.frexp(np.sqrt(_energy(table)))[1])
+    exponent = int(np.frexp(np.sqrt(energies(table)[0]))[1])
     scale = 2.0 ** min(max(exponent, -126), 126)
     factor = np.array([1.0 / scale], dtype=np.float32)
 
@@ -177,11 +166,5 @@ def by_power_steps(matrix: Floats, ranks: Sizes, *, seed: int, layer: int) -> Do
         lowrank.back_project(table, shapes, p, q)
     lowrank.subtract(table, shapes, p, q)
     table["gradient"] = rest.ctypes.data
-    norms: Doubles = scale * _rest(squared_singular_values(q.values.reshape(b, m)), _energy(table), ranks)
+    norms: Doubles = scale * _rest(squared_singular_values(q.values.reshape(b, m)), energies(table)[0], ranks)
     return norms
-
-
-def _energy(table: Table) -> float:
-    found = np.empty(1)
-    selection.squares(table, found)
-    return float(found[0])
