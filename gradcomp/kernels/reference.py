@@ -138,12 +138,7 @@ def decode(
 
 
 def decode_add(
-    codec: int,
-    table: SegmentTable,
-    payload: Bytes,
-    *,
-    scale: float,
-    magnitudes: Magnitudes | None = None,
+    codec: int, table: SegmentTable, payload: Bytes, *, scale: float, magnitudes: Magnitudes | None = None
 ) -> None:
     """Adds value * scale to the float32 output. Rows without an output are skipped, unchecked.
 

@@ -85,11 +85,7 @@ def extremes(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes
 
 
 def _encode_quantised(
-    codec: int,
-    segment: np.void,
-    contribution: Floats,
-    draws: Floats | None,
-    magnitudes: Magnitudes | None,
+    codec: int, segment: np.void, contribution: Floats, draws: Floats | None, magnitudes: Magnitudes | None
 ) -> tuple[Bytes, Floats] | None:
     """Returns payload and decoded values of a segment; None if a bucket's scale record is not finite."""
     level = Level.of(segment, magnitudes)

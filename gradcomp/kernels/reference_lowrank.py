@@ -70,14 +70,7 @@ class _Matrix:
 
 
 def project(
-    table: SegmentTable,
-    flags: Bytes,
-    factors: Floats,
-    shapes: Shapes,
-    q: Factor,
-    p: Factor,
-    *,
-    decay: float,
+    table: SegmentTable, flags: Bytes, factors: Floats, shapes: Shapes, q: Factor, p: Factor, *, decay: float
 ) -> None:
     """Computes next residual <- M = factor * gradient + decay * residual, and P <- M Q.
 
@@ -159,14 +152,7 @@ def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor) -> None:
 
 
 def expand(
-    table: SegmentTable,
-    flags: Bytes,
-    shapes: Shapes,
-    p: Factor,
-    q: Factor,
-    *,
-    divisor: float,
-    scale: float,
+    table: SegmentTable, flags: Bytes, shapes: Shapes, p: Factor, q: Factor, *, divisor: float, scale: float
 ) -> None:
     """Writes output <- scale * ((P Q^T) / divisor), rounded to the row's dtype.
 

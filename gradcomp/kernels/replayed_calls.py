@@ -213,10 +213,7 @@ def at_once() -> Iterator[None]:
 
 
 def run(
-    key: Hashable,
-    arrays: Sequence[Any],
-    work: Callable[[], None],
-    after: Callable[[], None] | None = None,
+    key: Hashable, arrays: Sequence[Any], work: Callable[[], None], after: Callable[[], None] | None = None
 ) -> None:
     """Collects ``work``, which calls kernels, for this thread's phase; runs it at once outside a phase.
 

@@ -21,9 +21,7 @@ LARGEST = philox.MAX_DRAWN_FROM
 GUARD = 0xDEADBEEF
 
 rows = st.tuples(
-    st.integers(0, 5000) | st.integers(LARGEST - 5000, LARGEST),
-    st.floats(0, 1),
-    st.integers(0, 2**32 - 1),
+    st.integers(0, 5000) | st.integers(LARGEST - 5000, LARGEST), st.floats(0, 1), st.integers(0, 2**32 - 1)
 ).map(lambda row: (row[0], int(row[1] * min(row[0], 5000)), row[2]))
 
 

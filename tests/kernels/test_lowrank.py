@@ -167,9 +167,7 @@ def assert_close(found: Any, left: Any, right: Any) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 @each_body(
-    "dtype shift",
-    [(dtype, 0) for dtype in DTYPES],
-    but_cuda=[(segments.FLOAT32, 1), (segments.BFLOAT16, 1)],
+    "dtype shift", [(dtype, 0) for dtype in DTYPES], but_cuda=[(segments.FLOAT32, 1), (segments.BFLOAT16, 1)]
 )
 def test_project(body: Any, rank: int, dtype: int, shift: int) -> None:
     layers = Layers(shapes_for(rank), rank, dtype, shift)
