@@ -2,7 +2,7 @@
 
 Row l of a matrix is a layer, column k one of its choices: a compressor and a level, or whatever else the caller
 numbers. `discretise` turns errors into whole steps, `cheapest` finds the choices of least cost within a budget of
-steps. Neither puts anything on the wire or keeps state; all bodies of the kernels choose the same.
+steps. Neither puts anything on the wire or keeps state; all backends of the kernels choose the same.
 
 Source: Markov et al. 2024, Algorithm 1, lines 3 and 5 (`discretise`) and 6-31 (`cheapest`).
 """

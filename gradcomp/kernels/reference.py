@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels import philox
-from gradcomp.kernels.arguments import Draw
-from gradcomp.kernels.formats import Floats
+from gradcomp.kernels.quantisers import Floats
 from gradcomp.kernels.reference_codes import decode_segment, encode_segment, extremes, number_type
 from gradcomp.kernels.reference_memory import all_finite, gradient_of, memory_at, residual_of
 from gradcomp.kernels.segments import (
@@ -30,6 +29,7 @@ from gradcomp.kernels.segments import (
     SEGMENT,
     STOCHASTIC,
     Bytes,
+    Draw,
     Magnitudes,
     SegmentTable,
     check_array,

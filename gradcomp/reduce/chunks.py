@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from gradcomp import kernels
 from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.replayed_calls import Routine
 from gradcomp.kernels.segments import FLOAT32, byte_offsets
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.base import (
@@ -44,7 +45,7 @@ class ChunkSegments:
     cut_from: Sizes
     bounds: Sizes
     rows: Sizes = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    routine: kernels.Routine = field(default_factory=kernels.Routine)
+    routine: Routine = field(default_factory=Routine)
 
     @cached_property
     def offsets(self) -> Addresses:

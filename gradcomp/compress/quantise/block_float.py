@@ -18,7 +18,7 @@ from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.kernels.codec import Codec, Table
-from gradcomp.kernels.formats import FORMATS
+from gradcomp.kernels.quantisers import FORMATS
 from gradcomp.kernels.segments import E2M1, E4M3, E5M2, LEVELS, NVFP4
 
 _FORMATS = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "fp4_e2m1": E2M1}
