@@ -26,25 +26,7 @@ from gradcomp.kernels import reference_lowrank as reference
 from gradcomp.kernels.dispatch import kernel
 from gradcomp.kernels.segments import OWNER_RANK, Doubles, Factor, Floats, SegmentTable, Shapes, Sizes
 
-__all__ = [
-    "BASELINE_RANKS",
-    "FIRST_STEP",
-    "Factor",
-    "Floats",
-    "Shapes",
-    "Sizes",
-    "back_project",
-    "expand",
-    "initial_q",
-    "keep",
-    "numpy_multiplies",
-    "orthogonalise",
-    "project",
-    "random_factors",
-    "random_q",
-    "subtract",
-]
-
+__all__ = ["Factor", "Shapes"]  # names of another module
 
 FIRST_STEP = 0xFFFFFFFF
 """The step in the random counter of a layer's initial Q, which is drawn before any step."""

@@ -17,8 +17,8 @@ import numpy as np
 
 from gradcomp.kernels import reference_program as reference
 from gradcomp.kernels.dispatch import kernel
-from gradcomp.kernels.reference_program import MAX_CHOICES, MAX_REACH, NEVER, Doubles, Steps, check_choices
-from gradcomp.kernels.segments import check_array
+from gradcomp.kernels.reference_program import MAX_CHOICES, MAX_REACH, NEVER, Steps, check_choices
+from gradcomp.kernels.segments import Doubles, check_array
 
 __all__ = ["MAX_CHOICES", "MAX_REACH", "NEVER", "cheapest", "discretise", "step_size"]
 

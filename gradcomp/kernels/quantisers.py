@@ -308,8 +308,8 @@ def _of_format(
     scales: ScaleFormat,
     unit: Callable[[np.float32], np.float32] | None = None,
 ) -> Quantiser:
-    rest = (partial(each, form=form) for each in (quantise, _dequantise_block, _block_extremes))
-    return Quantiser(1, *rest, scales, unit)
+    decoders = partial(_dequantise_block, form=form), partial(_block_extremes, form=form)
+    return Quantiser(1, partial(quantise, form=form), *decoders, scales, unit)
 
 
 # --- one bit ------------------------------------------------------------------------------------------------

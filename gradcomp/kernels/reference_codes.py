@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,8 +75,8 @@ def decode_segment(
             return QUANTISER[codec].dequantise(codes, per_element, level)
         if codec == FP16:
             lengths = bucket_lengths(segment)
-            factors, halves = source[: 4 * len(lengths)].view("<f4"), source[4 * len(lengths) :].view("<f2")
-            return halves.astype(np.float32) * np.repeat(factors, lengths)
+            factors: Floats = np.repeat(source[: 4 * len(lengths)].view("<f4"), lengths)
+            return source[4 * len(lengths) :].view("<f2").astype(np.float32) * factors
         return source.view(_CAST[codec]).astype(number_type(codec))
 
 
@@ -258,7 +258,7 @@ def _by_bucket(segment: np.void, x: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     return [part for part in (x[:border].reshape(-1, size), x[border:].reshape(1, -1)) if part.size]
 
 
-def _joined(parts: list[tuple[npt.NDArray[Any], ...]]) -> Iterator[npt.NDArray[Any]]:
+def _joined(parts: Sequence[tuple[npt.NDArray[Any], ...]]) -> Iterator[npt.NDArray[Any]]:
     """Yields each column of the parts as one vector."""
     for column in zip(*parts, strict=True):
         yield np.concatenate([part.reshape(-1) for part in column])

@@ -272,22 +272,18 @@ def _matrices(
         if not outputs or segment["output"]:
             check_elements(table[index : index + 1])
             n, m, rank, p_at, q_at = numbers
-            _check_matrix(index, segment, n, m, needs_next_residual=not outputs)
+            if segment["dtype"] == FLOAT64:
+                raise ValueError(f"segment {index}: low rank has no float64")
+            if not outputs and segment["length"] and not segment["next_residual"]:
+                raise ValueError(f"segment {index}: no next residual to hold the matrix")
+            if not (0 <= n <= MAX_ELEMENTS and 0 <= m <= MAX_ELEMENTS and n * m == segment["length"]):
+                raise ValueError(f"segment {index}: rows times columns is not the length of the segment")
             columns = (
                 _columns(index, "P", p.values, p_at, n, rank),
                 _columns(index, "Q", q.values, q_at, m, rank),
             )
             found.append(_Matrix(index, segment, n, m, *columns))
     return iter(found)
-
-
-def _check_matrix(index: int, segment: np.void, n: int, m: int, *, needs_next_residual: bool) -> None:
-    if segment["dtype"] == FLOAT64:
-        raise ValueError(f"segment {index}: low rank has no float64")
-    if needs_next_residual and segment["length"] and not segment["next_residual"]:
-        raise ValueError(f"segment {index}: no next residual to hold the matrix")
-    if not (0 <= n <= MAX_ELEMENTS and 0 <= m <= MAX_ELEMENTS and n * m == segment["length"]):
-        raise ValueError(f"segment {index}: rows times columns is not the length of the segment")
 
 
 def _columns(index: int, name: str, array: Floats, at: int, length: int, count: int) -> Any:

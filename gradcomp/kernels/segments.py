@@ -40,36 +40,26 @@ MINMAX_LEAST_ERROR: Final = 16
 NVFP4: Final = 17
 MINMAX_SHIFT: Final = 18
 
+CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
+
+BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1, NVFP4)
+
+ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
+"""The codecs whose buckets have bits of their own: see `reference_bits`."""
+
 LEVELS: Final = {
-    MINMAX: range(1, 9),
-    L2: range(1, 9),
-    LINF: range(1, 9),
-    SIGN: range(1, 2),
-    VOTE: range(1, 2),
-    ONEBIT: range(1, 2),
-    CODEBOOK_L2: range(2, 9),
-    CODEBOOK_LINF: range(2, 9),
-    E4M3: range(8, 9),
-    E5M2: range(8, 9),
-    E2M1: range(4, 5),
-    MINMAX_LEAST_BYTES: range(1, 9),
-    MINMAX_LEAST_ERROR: range(1, 9),
-    NVFP4: range(4, 5),
-    MINMAX_SHIFT: range(1, 9),
+    **dict.fromkeys((MINMAX, L2, LINF, *ALLOCATED, MINMAX_SHIFT), range(1, 9)),
+    **dict.fromkeys((SIGN, VOTE, ONEBIT), range(1, 2)),
+    **dict.fromkeys(CODEBOOKS, range(2, 9)),
+    **dict.fromkeys((E4M3, E5M2), range(8, 9)),
+    **dict.fromkeys((E2M1, NVFP4), range(4, 5)),
 }
 """The numbers of bits that each quantising codec takes."""
 
 QUANTISERS: Final = tuple(LEVELS)
 
-CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
-
-BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1, NVFP4)
-
 UNIT_BYTES: Final = {NVFP4: 4}
 """Bytes of the unit in front of a segment's scale records; all scales of the segment are multiples of it."""
-
-ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
-"""The codecs whose buckets have bits of their own: see `reference_bits`."""
 
 STOCHASTIC: Final = (MINMAX, L2, LINF, BF16, VOTE, *CODEBOOKS, *BLOCK_FLOATS, *ALLOCATED, MINMAX_SHIFT)
 """The codecs that use a draw, to round stochastically, to shift or to decide a tie; others ignore it."""
