@@ -27,32 +27,33 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp import _native, kernels
-from gradcomp.kernels.arguments import Draw
+from gradcomp.kernels import segments
+from gradcomp.kernels.segments import Draw
 
 Floats = npt.NDArray[np.float32]
 
 CODECS = {
-    "minmax": kernels.MINMAX,
-    "l2": kernels.L2,
-    "linf": kernels.LINF,
-    "sign": kernels.SIGN,
-    "vote": kernels.VOTE,
-    "onebit": kernels.ONEBIT,
-    "codebook-l2": kernels.CODEBOOK_L2,
-    "codebook-linf": kernels.CODEBOOK_LINF,
-    "e4m3": kernels.E4M3,
-    "e5m2": kernels.E5M2,
-    "e2m1": kernels.E2M1,
-    "nvfp4": kernels.NVFP4,
-    "least-bytes": kernels.MINMAX_LEAST_BYTES,
-    "least-error": kernels.MINMAX_LEAST_ERROR,
-    "minmax-shift": kernels.MINMAX_SHIFT,
+    "minmax": segments.MINMAX,
+    "l2": segments.L2,
+    "linf": segments.LINF,
+    "sign": segments.SIGN,
+    "vote": segments.VOTE,
+    "onebit": segments.ONEBIT,
+    "codebook-l2": segments.CODEBOOK_L2,
+    "codebook-linf": segments.CODEBOOK_LINF,
+    "e4m3": segments.E4M3,
+    "e5m2": segments.E5M2,
+    "e2m1": segments.E2M1,
+    "nvfp4": segments.NVFP4,
+    "least-bytes": segments.MINMAX_LEAST_BYTES,
+    "least-error": segments.MINMAX_LEAST_ERROR,
+    "minmax-shift": segments.MINMAX_SHIFT,
 }
 BUCKET_SIZE = 512
-BLOCKS = {kernels.E4M3: 32, kernels.E5M2: 32, kernels.E2M1: 32, kernels.NVFP4: 16}
+BLOCKS = {segments.E4M3: 32, segments.E5M2: 32, segments.E2M1: 32, segments.NVFP4: 16}
 
 # What the codebooks are measured with: NUQSGD's powers of two.
-MAGNITUDES: Floats = np.zeros(kernels.MAGNITUDES_SHAPE, np.float32)
+MAGNITUDES: Floats = np.zeros(segments.MAGNITUDES_SHAPE, np.float32)
 for _bits in range(2, 9):
     _count = 1 << (_bits - 1)
     MAGNITUDES[_bits, 1:_count] = 2.0 ** np.arange(2.0 - _count, 1.0)
@@ -87,7 +88,7 @@ BARS = {
 
 def magnitudes_of(codec: int) -> Floats | None:
     """What the codec needs of them."""
-    return MAGNITUDES if codec in kernels.CODEBOOKS else None
+    return MAGNITUDES if codec in segments.CODEBOOKS else None
 
 
 def aligned(length: int, dtype: Any = np.float32) -> Any:
@@ -110,13 +111,13 @@ class Workload:
         self.residual[:] = 0.1 * rng.standard_normal(length, np.float32)
         self.next_residual: Floats = aligned(length)
         self.output: Floats = aligned(length)
-        size = kernels.wire_bytes(kernels.MINMAX, length, 8, min(BLOCKS.values()))
+        size = segments.wire_bytes(segments.MINMAX, length, 8, min(BLOCKS.values()))
         self.payloads = [aligned(size, np.uint8) for _ in range(2)]
         self.mean = aligned(size, np.uint8)
         self.flags = np.zeros(1, np.uint8)
 
-    def table(self, codec: int, bits: int, **addresses: Any) -> kernels.SegmentTable:
-        table = np.zeros(1, kernels.SEGMENT)
+    def table(self, codec: int, bits: int, **addresses: Any) -> segments.SegmentTable:
+        table = np.zeros(1, segments.SEGMENT)
         table["length"], table["level"] = self.length, bits
         table["bucket_size"] = BLOCKS.get(codec, BUCKET_SIZE)
         for column, array in addresses.items():
@@ -198,7 +199,7 @@ def measure(work: Workload, isa: str, name: str, bits: int, rounds: int) -> Iter
         bar = BARS.get(operation) if isa == "avx512" and name in BARRED and bits in (4, 8) else None
         return Row(isa, name, bits, operation, float_bytes / after / 1e9, before / after, bar)
 
-    for stochastic in (False, True) if codec in kernels.STOCHASTIC else (False,):
+    for stochastic in (False, True) if codec in segments.STOCHASTIC else (False,):
         suffix = ", stochastic" if stochastic else ""
         for residual in (False, True):
             yield row(
@@ -232,7 +233,7 @@ def main() -> int:
             _native.set_isa(isa)
             for name in arguments.codecs:
                 for bits in arguments.bits:
-                    if bits not in kernels.LEVELS[CODECS[name]]:
+                    if bits not in segments.LEVELS[CODECS[name]]:
                         continue
                     print(f"\n{isa} {name} {bits} bits")
                     for row in measure(work, isa, name, bits, arguments.rounds):

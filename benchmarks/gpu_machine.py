@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradcomp.kernels import devices
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 
 ROOT = Path(__file__).resolve().parent.parent
 

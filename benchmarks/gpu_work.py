@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from gpu_machine import Array, Machine
 
-from gradcomp import kernels
 from gradcomp.core.config import DEVICE_SLICE
-from gradcomp.kernels import dispatch
-from gradcomp.kernels.arguments import Draw, Factor, Shapes
+from gradcomp.kernels import dispatch, segments
+from gradcomp.kernels.segments import Draw, Factor, Shapes
 from gradcomp.reduce.header import ByteHeader
 
 SETS = 3  # of inputs that take turns
@@ -33,7 +32,7 @@ def _normal(length: int, seed: int) -> Any:
 def _rows(length: int) -> Any:
     """A table of slices, without addresses."""
     begins = np.arange(0, length, SLICE)
-    table = np.zeros(len(begins), kernels.SEGMENT)
+    table = np.zeros(len(begins), segments.SEGMENT)
     table["length"] = np.minimum(SLICE, length - begins)
     table["start"], table["level"], table["bucket_size"] = begins, BITS, BUCKET_SIZE
     return table
@@ -49,7 +48,7 @@ class Codes:
         self._table = _rows(elements)
         self._table["dtype"] = DTYPES[dtype]
         sizes = np.array(
-            [kernels.wire_bytes(kernels.MINMAX, int(n), BITS, BUCKET_SIZE) for n in self._table["length"]]
+            [segments.wire_bytes(segments.MINMAX, int(n), BITS, BUCKET_SIZE) for n in self._table["length"]]
         )
         # Behind a header, as in a message.
         header = ByteHeader.size(len(self._table))
@@ -99,7 +98,7 @@ class Codes:
         draw = Draw(1, 2, 3) if stochastic else None
         table = self._filled(arrays, *names)[:rows]
         body.encode(
-            kernels.MINMAX, table, arrays["payload"], self._flags[:rows], draw=draw, scale=1.0, decay=1.0
+            segments.MINMAX, table, arrays["payload"], self._flags[:rows], draw=draw, scale=1.0, decay=1.0
         )
 
     def encode(self, number: int, *, stochastic: bool, residual: bool) -> None:
@@ -108,16 +107,16 @@ class Codes:
     def decode(self, number: int) -> None:
         arrays = self._sets[number % SETS]
         table = self._filled(arrays, "output")
-        self._body.decode(kernels.MINMAX, table, arrays["payload"], self._flags, divisor=1.0, scale=1.0)
+        self._body.decode(segments.MINMAX, table, arrays["payload"], self._flags, divisor=1.0, scale=1.0)
 
     def reduce(self, number: int, ranks: int) -> None:
         payloads = [self._sets[(number + rank) % SETS]["payload"] for rank in range(ranks)]
         self._reduce(self._body, payloads, self._mean)
 
     def _reduce(self, body: Any, payloads: list[Any], mean: Any, rows: int | None = None) -> None:
-        draw, divisor = Draw(1, 2, kernels.OWNER_RANK), float(len(payloads))
+        draw, divisor = Draw(1, 2, segments.OWNER_RANK), float(len(payloads))
         table, flags = self._table[:rows], self._flags[:rows]
-        body.reduce(kernels.MINMAX, table, payloads, mean, flags, draw=draw, divisor=divisor, decay=1.0)
+        body.reduce(segments.MINMAX, table, payloads, mean, flags, draw=draw, divisor=divisor, decay=1.0)
 
     # -- the same on the host ------------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class Codes:
         found = self._on_host()
         expected = found | {"output": np.zeros_like(found["output"])}
         _HOST.decode(
-            kernels.MINMAX,
+            segments.MINMAX,
             self._filled(expected, "output")[:CHECKED_ROWS],
             expected["payload"],
             self._flags[:CHECKED_ROWS],
@@ -173,7 +172,7 @@ class Selection:
         self._next_residual = machine.array(elements)
         self.torch_tensor = machine.torch_tensor(self._gradients[0])
         self._tensors = [machine.torch_tensor(each) for each in self._gradients]
-        self._table = np.zeros(1, kernels.SEGMENT)
+        self._table = np.zeros(1, segments.SEGMENT)
         self._table["length"] = elements
         self._flags, self._factors = np.zeros(1, np.uint8), np.ones(1, np.float32)
         self._counts = np.array([max(1, elements // 100)])
@@ -243,7 +242,7 @@ class LowRank:
         lengths = self._rows * self._columns
         self.elements = int(lengths.sum())
         at = np.cumsum(lengths) - lengths
-        self._table = np.zeros(len(shapes), kernels.SEGMENT)
+        self._table = np.zeros(len(shapes), segments.SEGMENT)
         self._table["length"], self._table["start"] = lengths, at  # the places in the arrays
         self._gradients = [
             machine.array(self.elements, np.float32, _normal(self.elements, i)) for i in range(SETS)
@@ -292,11 +291,11 @@ def launches(machine: Machine, layers: int) -> int:
     gradient, next_residual, output = (
         machine.array(layers * length, values=_normal(layers * length, 0)) for _ in range(3)
     )
-    table = np.zeros(layers, kernels.SEGMENT)
+    table = np.zeros(layers, segments.SEGMENT)
     table["length"], table["level"], table["bucket_size"] = length, BITS, BUCKET_SIZE
     for name, array in (("gradient", gradient), ("next_residual", next_residual), ("output", output)):
         table[name] = array.address + 4 * length * np.arange(layers)
-    size = kernels.wire_bytes(kernels.MINMAX, length, BITS, BUCKET_SIZE)
+    size = segments.wire_bytes(segments.MINMAX, length, BITS, BUCKET_SIZE)
     table["payload"] = size * np.arange(layers)
     payload, flags = machine.array(size * layers, np.uint8), np.zeros(layers, np.uint8)
     factors, offsets = np.ones(layers, np.float32), np.arange(layers)
@@ -305,8 +304,8 @@ def launches(machine: Machine, layers: int) -> int:
     p = Factor(machine.array(8 * layers), 8 * offsets)
     q = Factor(machine.array(8 * layers, values=_normal(8 * layers, 1)), 8 * offsets)
     before = machine.driver.launched
-    body.encode(kernels.MINMAX, table, payload, flags, draw=Draw(0, 0, 0), scale=1.0, decay=1.0)
-    body.decode(kernels.MINMAX, table, payload, flags, divisor=1.0, scale=1.0)
+    body.encode(segments.MINMAX, table, payload, flags, draw=Draw(0, 0, 0), scale=1.0, decay=1.0)
+    body.decode(segments.MINMAX, table, payload, flags, divisor=1.0, scale=1.0)
     found = np.zeros_like(one)
     body.select_top(table, flags, factors, one, offsets, indices, values, found, decay=1.0, zeros=True)
     lists = offsets.reshape(1, -1), one.reshape(1, -1), indices, values

@@ -21,7 +21,7 @@ import numpy as np
 import report
 
 from gradcomp import _native, kernels
-from gradcomp.kernels import lowrank
+from gradcomp.kernels import lowrank, segments
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -52,7 +52,7 @@ class Work:
         lengths = self.rows * self.columns
         self.elements = int(lengths.sum())
         self.at = np.cumsum(lengths) - lengths
-        self.table = np.zeros(len(shapes), kernels.SEGMENT)
+        self.table = np.zeros(len(shapes), segments.SEGMENT)
         self.table["length"] = lengths
         self.arrays = {
             name: aligned(self.elements) for name in ("gradient", "residual", "next_residual", "output")

@@ -148,8 +148,8 @@ class NullTransport(InProcessTransport):
 @contextmanager
 def null_device(*, varying: bool = False) -> Iterator[devices.Device]:
     """A device that runs the kernels of all tables, on a driver that does nothing."""
-    before, dispatch._routed = dispatch._routed, dispatch._Routed()
+    before, dispatch.device_backends = dispatch.device_backends, {}
     try:
         yield devices.on("null", NullDriver(varying=varying))
     finally:
-        dispatch._routed = before
+        dispatch.device_backends = before

@@ -167,7 +167,7 @@ class ExchangeOf:
             encodes.append(middle - began)
             decodes.append(time.perf_counter() - middle)
         return {
-            "body": kernels.body(),
+            "body": kernels.backend(),
             "payload_bytes": len(payload),
             "encode": len(self.gradient) / statistics.median(encodes),
             "decode": len(self.gradient) / statistics.median(decodes),

@@ -29,7 +29,7 @@ import report
 import torch
 
 from gradcomp import _native, kernels
-from gradcomp.kernels import selection
+from gradcomp.kernels import segments, selection
 
 Floats = npt.NDArray[np.float32]
 
@@ -107,7 +107,7 @@ class Workload:
     def __init__(self, gradient: Floats, density: float) -> None:
         self.tensor = torch.from_numpy(gradient)
         self.next_residual = np.zeros_like(gradient)
-        self.table = np.zeros(1, kernels.SEGMENT)
+        self.table = np.zeros(1, segments.SEGMENT)
         self.table["length"] = len(gradient)
         self.table["gradient"], self.table["next_residual"] = (
             gradient.ctypes.data,

@@ -245,7 +245,7 @@ def announce_job(runtime: Runtime) -> None:
         "interface %s, %s, kernels %s",
         runtime.launch.interface or "chosen by the system",
         runtime.network.describe(),
-        kernels.body(),
+        kernels.backend(),
     )
     logger.debug("settings in force: %s", _listed(config.settings()))
 

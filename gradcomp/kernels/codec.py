@@ -13,14 +13,12 @@ import numpy.typing as npt
 from gradcomp import kernels
 from gradcomp.core.vectors import Vector
 from gradcomp.kernels import segments
-from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.devices import HOST, Device
+from gradcomp.kernels.segments import Bytes, Draw, SegmentTable, Sizes
 
 __all__ = ["Bytes", "Codec", "Draw", "Group", "Scratch", "Sizes", "Table"]
 
-Bytes = npt.NDArray[np.uint8]
-Table = npt.NDArray[np.void]
-Sizes = npt.NDArray[np.int64]
+Table = SegmentTable
 
 T = TypeVar("T")
 
@@ -38,7 +36,7 @@ class Codec:
 
     kind: int
     stochastic: bool = False
-    magnitudes: kernels.Magnitudes | None = None
+    magnitudes: segments.Magnitudes | None = None
 
     def wire_bytes(self, table: Table) -> Sizes:
         """Returns the payload bytes of each segment."""

@@ -132,8 +132,8 @@ def _package(who: str) -> Any:
 
 def on(name: str, driver: Driver) -> Device:
     """Returns the device behind a driver, and lets kernels run there for tables that refer to its memory."""
-    from gradcomp.kernels.cuda.body import CudaKernels
+    from gradcomp.kernels.cuda.backend import CudaKernels
 
     kernels = CudaKernels(driver)
-    dispatch.bring(name, kernels, driver.reaches)
+    dispatch.device_backends[name] = kernels, driver.reaches
     return Device(name, partial(DeviceVector.zeros, driver), driver, kernels)

@@ -1,6 +1,6 @@
 """Selects the backend that runs a kernel: NumPy, which defines it, the compiled module, or a GPU's.
 
-A call whose table refers to memory on a GPU goes to that device's backend once :func:`bring` has registered one. The
+A call whose table refers to memory on a GPU goes to that device's backend, which :data:`device_backends` lists. The
 modules `reference` and `reference_*` define names, arguments and types of the kernels; :func:`kernel` turns each
 definition into the function that callers see, and every other backend has the same names and arguments
 (`tests/kernels/test_signatures.py`).
@@ -15,7 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.machinery import PathFinder
 from itertools import chain
@@ -28,7 +28,6 @@ import numpy as np
 from gradcomp.kernels import (
     philox,
     reference,
-    reference_adacomp,
     reference_bits,
     reference_checksum,
     reference_indices,
@@ -36,9 +35,15 @@ from gradcomp.kernels import (
     reference_program,
     reference_selection,
 )
-from gradcomp.kernels.arguments import Draw, Factor, Shapes
-from gradcomp.kernels.cuda.mirrors import DeviceMirror, is_mirror
-from gradcomp.kernels.segments import SEGMENT, Bytes, SegmentTable, check_array, is_table
+from gradcomp.kernels.cuda.mirrors import is_mirror
+from gradcomp.kernels.segments import (
+    SEGMENT,
+    Draw,
+    Factor,
+    Shapes,
+    check_array,
+    is_table,
+)
 
 NAME: Final = "gradcomp._native"
 _ROOT: Final = Path(__file__).resolve().parents[2]
@@ -48,7 +53,6 @@ R = TypeVar("R")
 BackendName: TypeAlias = Literal["reference", "native"]
 DEFINITIONS: Final = (
     reference,
-    reference_adacomp,
     reference_checksum,
     reference_bits,
     philox,
@@ -58,8 +62,9 @@ DEFINITIONS: Final = (
     reference_selection,
 )
 """The modules that define the kernels."""
-_COLUMNS = SEGMENT.names or ()
-_ADDRESSES = _COLUMNS.index("payload")  # columns that hold addresses come first, eight bytes each
+_ADDRESSES = (SEGMENT.names or ()).index(
+    "payload"
+)  # columns that hold addresses come first, eight bytes each
 _RECORDS = {"Shapes", "Factor"}  # names of the annotations of arguments that are passed member by member
 Reaches: TypeAlias = Callable[[int], bool]
 """Tells whether a device's kernels can use memory at this address."""
@@ -126,45 +131,6 @@ class Backend:
         return kernel
 
 
-class _Routed(Backend):
-    """Runs each call on the device that holds the memory of its table, or one of its messages, and else on the host."""
-
-    def __init__(self) -> None:
-        self.devices: dict[str, tuple[Any, Reaches]] = {}
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **settings: Any) -> Any:
-            return getattr(self._backend_of(arguments), name)(*arguments, **settings)
-
-        setattr(self, name, call)
-        return call
-
-    def _backend_of(self, arguments: tuple[Any, ...]) -> Any:
-        device = device_of(arguments)
-        return _backends[_active] if device is None else device
-
-
-def _messages(argument: Any) -> Iterator[DeviceMirror]:
-    """Yields the argument, or those of its members, that lie on a device."""
-    if type(argument) is np.ndarray:
-        return iter(())
-    members = argument if isinstance(argument, list | tuple) else (argument,)
-    return filter(is_mirror, members)
-
-
-def _an_address(table: Any) -> int:
-    """Returns an address that the table refers to, or 0. Those of a call are all on the host or all on a device."""
-    # Mostly the first row has an address; looking through all columns in NumPy is slow.
-    if not len(table):
-        return 0
-    first: list[int] = np.frombuffer(table, np.uint64, _ADDRESSES).tolist()
-    for address in first[::-1]:
-        if address:
-            return address
-    addresses = table.view(np.uint64).reshape(-1, SEGMENT.itemsize // 8)[:, :_ADDRESSES]
-    return int(addresses.max(initial=0))
-
-
 class _Compiled(Backend):
     """The compiled module's kernels. It checks arguments itself, and takes neither structured arrays nor records."""
 
@@ -172,51 +138,36 @@ class _Compiled(Backend):
         # None for a function that is no kernel.
         definition = getattr(_backends["reference"], kernel.__name__, None)
         takes = {} if definition is None else definition.__annotations__
-        members = _members if not _RECORDS.isdisjoint(takes.values()) else None
+        has_records = not _RECORDS.isdisjoint(takes.values())
 
         # Every step makes such calls, so this loop looks for tables itself, without a function call for each argument.
         def call(*arguments: Any, **settings: Any) -> Any:
-            given = arguments if members is None else members(arguments)
+            given = arguments
+            if has_records:
+                each = (one if isinstance(one, Shapes | Factor) else (one,) for one in arguments)
+                given = tuple(chain.from_iterable(each))
             for i, argument in enumerate(given):
                 if isinstance(argument, np.ndarray) and argument.dtype == SEGMENT:
-                    given = (*given[:i], _rows(argument), *given[i + 1 :])
+                    check_array("table", argument, SEGMENT)
+                    rows = argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
+                    given = (*given[:i], rows, *given[i + 1 :])
             return kernel(*given, **settings)
 
         def draw(*arguments: Any, draw: Draw | None, **settings: Any) -> Any:
-            return call(*arguments, **_drawn(draw), **settings)
+            words = vars(draw or Draw(0, 0, 0))
+            return call(*arguments, stochastic=draw is not None, **words, **settings)
 
         return draw if "draw" in takes else call
 
 
-def _rows(table: SegmentTable) -> Bytes:
-    """Views a table as one row of bytes for each segment."""
-    check_array("table", table, SEGMENT)
-    return table.view(np.uint8).reshape(len(table), SEGMENT.itemsize)
-
-
-def _members(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replaces each record by its members."""
-    each = (argument if isinstance(argument, Shapes | Factor) else (argument,) for argument in arguments)
-    return tuple(chain.from_iterable(each))
-
-
-def _drawn(draw: Draw | None) -> dict[str, int]:
-    if draw is None:
-        return {"stochastic": False, "seed": 0, "step": 0, "rank": 0}
-    return {"stochastic": True, "seed": draw.seed, "step": draw.step, "rank": draw.rank}
-
-
-def _installed() -> dict[str, Backend]:
-    found = {"reference": Backend(*DEFINITIONS)}
-    if _native is not None:
-        found["native"] = _Compiled(_native)
-    return found
-
-
 _native, _why_not = load()
-_backends = _installed()
-_routed = _Routed()
+_backends = {"reference": Backend(*DEFINITIONS)}
+if _native is not None:
+    _backends["native"] = _Compiled(_native)
 _active: BackendName = "native" if "native" in _backends else "reference"
+
+device_backends: dict[str, tuple[Any, Reaches]] = {}
+"""Backends by the device's name. Each runs the kernels whose tables refer to memory that it reaches."""
 
 
 def named(name: str) -> Backend:
@@ -229,46 +180,39 @@ def named(name: str) -> Backend:
     return _backends[name]
 
 
-def active() -> Backend:
-    """Returns the backend in use, which sends calls to devices once there are any."""
-    return _routed if _routed.devices else _backends[_active]
+def host() -> Backend:
+    """Returns the host's backend in use."""
+    return _backends[_active]
+
+
+def backend() -> BackendName:
+    """Returns the name of the host's backend in use."""
+    return _active
 
 
 def kernel(
     definition: Callable[P, R], on_host: Callable[[Sequence[Any]], Backend] | None = None
 ) -> Callable[P, R]:
-    """Returns the function that callers see for a definition: the same signature, run by the backend in use.
+    """Returns the function that callers see for a definition: the same signature, run where its arguments lie.
 
     ``on_host`` chooses the host's backend by the arguments.
     """
     name = definition.__name__
 
-    if on_host is None:
-
-        @wraps(definition)
-        def call(*arguments: P.args, **settings: P.kwargs) -> R:
-            backend = _routed if _routed.devices else _backends[_active]
-            found: R = getattr(backend, name)(*arguments, **settings)
-            return found
-
-    else:
-
-        @wraps(definition)
-        def call(*arguments: P.args, **settings: P.kwargs) -> R:
-            found: R = getattr(device_of(arguments) or on_host(arguments), name)(*arguments, **settings)
-            return found
+    @wraps(definition)
+    def call(*arguments: P.args, **settings: P.kwargs) -> R:
+        backend = device_of(arguments) if device_backends else None
+        if backend is None:
+            backend = _backends[_active] if on_host is None else on_host(arguments)
+        found: R = getattr(backend, name)(*arguments, **settings)
+        return found
 
     return call
 
 
-def bring(name: str, backend: Any, reaches: Reaches) -> None:
-    """Registers a device's backend for kernels whose tables refer to memory that it reaches."""
-    _routed.devices[name] = backend, reaches
-
-
 def on_device(address: int) -> Any:
     """Returns the backend of the device that reaches an address; None on the host."""
-    for backend, reaches in _routed.devices.values():
+    for backend, reaches in device_backends.values():
         if reaches(address):
             return backend
     return None
@@ -276,30 +220,28 @@ def on_device(address: int) -> Any:
 
 def of(table: Any) -> Any:
     """Returns the backend of the device whose memory a table refers to; None on the host."""
-    address = _an_address(table) if _routed.devices else 0
+    # Addresses of a call are all on the host or all on a device. Mostly the first row has one; looking through all
+    # columns in NumPy is slow.
+    if not device_backends or not len(table):
+        return None
+    first: list[int] = np.frombuffer(table, np.uint64, _ADDRESSES).tolist()
+    address = next(filter(None, reversed(first)), 0)
+    if not address:
+        rows = table.view(np.uint64).reshape(-1, SEGMENT.itemsize // 8)
+        address = int(rows[:, :_ADDRESSES].max(initial=0))
     return on_device(address) if address else None
 
 
-def device_of(arguments: Iterable[Any]) -> Any:
-    """Returns the backend of the first device that a table refers to or a message lies on; None on the host."""
-    if not _routed.devices:
+def device_of(arguments: Sequence[Any]) -> Any:
+    """Returns the backend of the first device that a message lies on or a table refers to; None on the host."""
+    if not device_backends:
         return None
     # A table may have no address: a chunk's owner without residuals only adds up messages.
-    given = list(arguments)
-    for argument in given:
-        for each in _messages(argument):
-            return on_device(each.address)
-    return next((found for each in given if is_table(each) and (found := of(each)) is not None), None)
-
-
-def take_away(name: str) -> None:
-    """Removes a device's backend that :func:`bring` registered."""
-    del _routed.devices[name]
-
-
-def body() -> BackendName:
-    """Returns the name of the host's backend in use."""
-    return _active
+    for argument in arguments:
+        for each in argument if isinstance(argument, list | tuple) else (argument,):
+            if is_mirror(each):
+                return on_device(each.address)
+    return next((found for each in arguments if is_table(each) and (found := of(each)) is not None), None)
 
 
 class use:  # noqa: N801  (reads as the statement it is: `use("reference")`, `with use("reference"):`)

@@ -1,27 +1,22 @@
 """The kernels of sparse contributions code index lists, and scatter the mean of such lists into dense outputs.
 
-`reference_indices` defines and documents the kernels, and `codings` the codings, whose names are repeated here.
+`reference_indices` defines and documents the kernels and the codings, whose names are repeated here.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from gradcomp.kernels import reference_indices as reference
-from gradcomp.kernels.codings import (
+from gradcomp.kernels.dispatch import kernel
+from gradcomp.kernels.reference_indices import (
     ALL,
     BITMAP,
     MAX_INDEXED,
     PACKED,
     RAW,
-    Indices,
-    Sizes,
     index_bytes,
     smallest_coding,
 )
-from gradcomp.kernels.dispatch import kernel
-from gradcomp.kernels.segments import Bytes, SegmentTable
+from gradcomp.kernels.segments import Bytes, Floats, Indices, SegmentTable, Sizes
 
 __all__ = [
     "ALL",
@@ -48,7 +43,7 @@ def scatter_values(
     offsets: Sizes,
     counts: Sizes,
     indices: Indices,
-    values: npt.NDArray[np.float32],
+    values: Floats,
     *,
     divisor: float,
     scale: float,

@@ -4,9 +4,9 @@
 in which the caller takes the means over ranks:
 
     project         P <- M Q               line 3     any order of sums
-    orthogonalise   P <- orthonormal P     line 5     the same bytes from every body
+    orthogonalise   P <- orthonormal P     line 5     the same bytes from every backend
     back_project    Q <- M^T P             line 6     any order of sums
-    expand          output <- P Q^T        line 11    the same bytes from every body
+    expand          output <- P Q^T        line 11    the same bytes from every backend
     subtract        M <- M - P Q^T         Algorithm 2, line 8, with this rank's own Q    the same bytes
     keep            Q of the next step <- Q                         the same bytes
 
@@ -23,30 +23,10 @@ import numpy.typing as npt
 
 from gradcomp.kernels import dispatch, philox
 from gradcomp.kernels import reference_lowrank as reference
-from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
 from gradcomp.kernels.dispatch import kernel
-from gradcomp.kernels.segments import OWNER_RANK, SegmentTable
+from gradcomp.kernels.segments import OWNER_RANK, Doubles, Factor, Floats, SegmentTable, Shapes, Sizes
 
-__all__ = [
-    "BASELINE_RANKS",
-    "FIRST_STEP",
-    "Factor",
-    "Floats",
-    "Int64s",
-    "Shapes",
-    "back_project",
-    "expand",
-    "initial_q",
-    "keep",
-    "numpy_multiplies",
-    "orthogonalise",
-    "project",
-    "random_factors",
-    "random_q",
-    "subtract",
-]
-
-Doubles = npt.NDArray[np.float64]
+__all__ = ["Factor", "Shapes"]  # names of another module
 
 FIRST_STEP = 0xFFFFFFFF
 """The step in the random counter of a layer's initial Q, which is drawn before any step."""
@@ -62,15 +42,16 @@ def numpy_multiplies(rank: int) -> bool:
     order of sums, and so the last bits of results, then depend on the alignment of the matrices; and :func:`project`
     takes 5 bytes of memory for an element of the longest layer.
     """
-    native = dispatch.body() == "native"
-    return not native or (rank > BASELINE_RANKS and dispatch.named("native").isa() == "baseline")
+    return dispatch.backend() == "reference" or (
+        rank > BASELINE_RANKS and dispatch.host().isa() == "baseline"
+    )
 
 
 def _multiplier(arguments: Sequence[Any]) -> dispatch.Backend:
     """Returns the host's backend for products whose order of sums is free."""
     (shapes,) = (each for each in arguments if isinstance(each, Shapes))
-    name = "reference" if numpy_multiplies(int(np.max(shapes.ranks, initial=0))) else dispatch.body()
-    return dispatch.named(name)
+    by_numpy = numpy_multiplies(int(np.max(shapes.ranks, initial=0)))
+    return dispatch.named("reference") if by_numpy else dispatch.host()
 
 
 project = kernel(reference.project, _multiplier)
@@ -79,25 +60,25 @@ expand = kernel(reference.expand)
 subtract = kernel(reference.subtract)
 
 
-def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor, *, beside: SegmentTable | None = None) -> None:
+def orthogonalise(rows: Sizes, ranks: Sizes, p: Factor, *, beside: SegmentTable | None = None) -> None:
     """Runs `reference_lowrank.orthogonalise` where the layers ``beside`` are; the bytes are the same everywhere."""
-    body = (dispatch.of(beside) if beside is not None else None) or dispatch.active()
-    body.orthogonalise(rows, ranks, p)
+    backend = dispatch.device_of((beside, p)) or dispatch.host()
+    backend.orthogonalise(rows, ranks, p)
 
 
 def keep(
-    sides: Int64s,
-    ranks: Int64s,
+    sides: Sizes,
+    ranks: Sizes,
     factor: Factor,
     kept: Floats,
-    before: Int64s,
-    after: Int64s,
+    before: Sizes,
+    after: Sizes,
     *,
     beside: SegmentTable,
 ) -> None:
     """Runs `reference_lowrank.keep` where the layers ``beside`` are; the bytes are the same everywhere."""
-    body = dispatch.of(beside) or dispatch.named("reference")
-    body.keep(sides, ranks, factor, kept, before, after)
+    backend = dispatch.of(beside) or dispatch.named("reference")
+    backend.keep(sides, ranks, factor, kept, before, after)
 
 
 # --- random factors -----------------------------------------------------------------------------------------
@@ -121,7 +102,7 @@ def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
 def random_q(columns: int, rank: int, *, seed: int, layer: int, step: int) -> Floats:
     """Returns the Q of one step, equal on all ranks: i.i.d. standard normal numbers (Vogels et al. 2019, section 4.1).
 
-    Number k * columns + j is Q[j, k]. Numbers 2 i and 2 i + 1 are made of words 0, 1 and 2, 3 of the counter (2**32 -
+    Number k * columns + j is Q[j, k]. Sizes 2 i and 2 i + 1 are made of words 0, 1 and 2, 3 of the counter (2**32 -
     1 - i, layer, step, OWNER_RANK), so that they differ from the draws for the layer's elements, whose counters ascend
     from 0. Box and Muller's sqrt(-2 ln u) cos(2 pi v) is evaluated in float64 by fixed polynomials: logarithm and
     cosine of mathematical libraries differ in their last bits from machine to machine.
@@ -141,7 +122,7 @@ def random_q(columns: int, rank: int, *, seed: int, layer: int, step: int) -> Fl
 
 
 def random_factors(
-    columns: Int64s, ranks: Int64s, layers: npt.NDArray[np.uint32], *, seed: int, step: int
+    columns: Sizes, ranks: Sizes, layers: npt.NDArray[np.uint32], *, seed: int, step: int
 ) -> Floats:
     """Returns the Q of one step of every layer, one after another; see `random_q`.
 

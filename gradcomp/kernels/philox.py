@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.segments import check_array
+from gradcomp.kernels.segments import Indices, Sizes, check_array
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -21,8 +21,6 @@ _ROUNDS = 10
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _LAST_BLOCK = 0xFFFFFFFF
 
-Indices: TypeAlias = npt.NDArray[np.uint32]
-Sizes: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.uint64]
 MAX_DRAWN_FROM: Final = (1 << 32) - 1
 """The most elements of a row: as many as a 32-bit random word and a 32-bit index can address."""

@@ -2,7 +2,7 @@
 
 Row l of a matrix is a layer, column k one of its choices: a compressor and a level, or whatever else the caller
 numbers. `discretise` turns errors into whole steps, `cheapest` finds the choices of least cost within a budget of
-steps. Neither puts anything on the wire or keeps state; all bodies of the kernels choose the same.
+steps. Neither puts anything on the wire or keeps state; all backends of the kernels choose the same.
 
 Source: Markov et al. 2024, Algorithm 1, lines 3 and 5 (`discretise`) and 6-31 (`cheapest`).
 """
@@ -17,8 +17,8 @@ import numpy as np
 
 from gradcomp.kernels import reference_program as reference
 from gradcomp.kernels.dispatch import kernel
-from gradcomp.kernels.reference_program import MAX_CHOICES, MAX_REACH, NEVER, Doubles, Steps, check_choices
-from gradcomp.kernels.segments import check_array
+from gradcomp.kernels.reference_program import MAX_CHOICES, MAX_REACH, NEVER, Steps, check_choices
+from gradcomp.kernels.segments import Doubles, check_array
 
 __all__ = ["MAX_CHOICES", "MAX_REACH", "NEVER", "cheapest", "discretise", "step_size"]
 

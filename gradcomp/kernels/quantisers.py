@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from gradcomp.kernels.formats import (
-    E4M3_SCALES,
-    E8M0_SCALES,
-    FLOAT32_SCALES,
-    FORMATS,
-    Codes,
-    Floats,
-    Format,
-    ScaleFormat,
-    rounded_up,
-)
 from gradcomp.kernels.reference_memory import ordered_sum
 from gradcomp.kernels.segments import (
     CODEBOOK_L2,
     CODEBOOK_LINF,
     E2M1,
     E4M3,
+    E5M2,
     L2,
     LINF,
     MINMAX,
@@ -39,10 +30,75 @@ from gradcomp.kernels.segments import (
     ONEBIT,
     SIGN,
     VOTE,
+    Bytes,
+    Floats,
     Magnitudes,
 )
 
 Columns: TypeAlias = tuple[Floats, ...]
+
+
+class Format(NamedTuple):
+    """A format: mantissa bits, exponents of the smallest and largest normal number, and the largest number's code."""
+
+    mantissa: int
+    least: int
+    most: int
+    largest_code: int
+
+    @property
+    def largest(self) -> np.float32:
+        return np.float32(self.magnitude(self.largest_code))
+
+    def magnitude(self, code: Any) -> Floats:
+        """Returns the magnitudes of codes without a sign; a code that the format reserves gives the next magnitude."""
+        exponent = np.maximum(np.asarray(code, np.int32) >> self.mantissa, 1)
+        steps = code - ((exponent - 1) << self.mantissa)
+        magnitudes: Floats = np.ldexp(steps.astype(np.float32), exponent - 1 + self.least - self.mantissa)
+        return magnitudes
+
+
+FORMATS = {E4M3: Format(3, -6, 8, 0x7E), E5M2: Format(2, -14, 15, 0x7B), E2M1: Format(1, 0, 2, 0x7)}
+
+
+def rounded_up(x: Floats) -> npt.NDArray[np.int32]:
+    """Returns codes of the least E4M3 numbers not below x, from 1, the least code with an inverse, to the largest."""
+    form = FORMATS[E4M3]
+    fewer = 23 - form.mantissa
+    cut = (x.view(np.uint32) + np.uint32((1 << fewer) - 1)) >> np.uint32(fewer)
+    normal = cut.astype(np.int32) - ((126 + form.least) << form.mantissa)
+    border = np.float32(2.0**form.least)
+    subnormal = np.ceil(np.fmin(x, border) * np.float32(2.0 ** (form.mantissa - form.least))).astype(np.int32)
+    code = np.where(x < border, subnormal, normal)
+    return np.clip(code, 1, form.largest_code).astype(np.int32)
+
+
+class ScaleFormat(NamedTuple):
+    """The format of a number in a scale record."""
+
+    nbytes: int
+    pack: Callable[[Floats], Bytes]
+    unpack: Callable[[Bytes], Floats]
+
+
+def _unpack_powers(source: Bytes) -> Floats:
+    scales: Floats = np.ldexp(np.float32(1), np.minimum(source, 254).astype(np.int32) - 127)
+    scales[source == 255] = np.nan
+    return scales
+
+
+def _unpack_e4m3(source: Bytes) -> Floats:
+    form = FORMATS[E4M3]
+    scales = form.magnitude(np.minimum(source, form.largest_code))
+    scales[source > form.largest_code] = np.nan
+    return scales
+
+
+FLOAT32_SCALES = ScaleFormat(4, lambda scales: scales.view(np.uint8), lambda source: source.view("<f4"))
+E8M0_SCALES = ScaleFormat(1, lambda scales: (np.frexp(scales)[1] + 126).astype(np.uint8), _unpack_powers)
+"""Normal powers of two; 255 is NaN."""
+E4M3_SCALES = ScaleFormat(1, lambda scales: rounded_up(scales).astype(np.uint8), _unpack_e4m3)
+"""Non-negative numbers that E4M3 represents; a code above the largest number's, one with a sign included, is NaN."""
 
 
 class Level(NamedTuple):
@@ -62,8 +118,8 @@ class Quantiser(NamedTuple):
     """The functions and the record format of a quantising codec."""
 
     columns: int  # how many numbers a bucket's scale record has
-    quantise: Callable[[Floats, Floats | None, Level], tuple[Columns, Codes]]
-    dequantise: Callable[[Codes, Sequence[Floats], Level], Floats]
+    quantise: Callable[[Floats, Floats | None, Level], tuple[Columns, Bytes]]
+    dequantise: Callable[[Bytes, Sequence[Floats], Level], Floats]
     #: Returns, per bucket, values that are all finite only if every code of the bucket decodes to a finite value.
     extremes: Callable[[Sequence[Floats], Level], Floats]
     scales: ScaleFormat = FLOAT32_SCALES
@@ -74,9 +130,11 @@ class Quantiser(NamedTuple):
 # --- min-max ------------------------------------------------------------------------------------------------
 
 
-def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:
     if level.bits == 1 and u is None:
-        return _quantise_two_means(c)
+        # To the mean of the negative values or to that of the others, as extremes are too far away for one bit.
+        (low, high), negative = _quantise_onebit(c, None, level)
+        return (low, high - low), negative ^ np.uint8(1)
     lo, unit, inverse = _steps(c, level)
     code = _round((c - lo[:, None]) * inverse[:, None], u, _most_steps(level))
     return (lo, unit), code
@@ -97,7 +155,7 @@ def _most_steps(level: Level) -> np.float32:
     return np.float32((1 << level.bits) - 1)
 
 
-def _quantise_shifted(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+def _quantise_shifted(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:
     """Rounds to nearest on a lattice that begins at lo + u unit; all codes are in 0..2^b - 1, up to rounding errors.
 
     Without a draw it is MINMAX to nearest.
@@ -111,13 +169,7 @@ def _quantise_shifted(c: Floats, u: Floats | None, level: Level) -> tuple[Column
     return (lo, unit), code
 
 
-def _quantise_two_means(c: Floats) -> tuple[Columns, Codes]:
-    """Rounds to the mean of the negative values or to that of the others, as extremes are too far away for one bit."""
-    (low, high), negative = _quantise_onebit(c, None, Level(1))
-    return (low, high - low), negative ^ np.uint8(1)
-
-
-def _dequantise_minmax(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
+def _dequantise_minmax(code: Bytes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
     lo, unit = scales
     value: Floats = lo + code.astype(np.float32) * unit
     return value
@@ -131,33 +183,23 @@ def _minmax_extremes(scales: Sequence[Floats], level: Level) -> Floats:
 # --- sign and magnitude in even steps of a norm -------------------------------------------------------------
 
 
-def _quantise_l2(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
-    return _quantise_by_norm(c, l2_norm(c), u, level)
-
-
-def _quantise_linf(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
-    return _quantise_by_norm(c, np.abs(c).max(axis=1), u, level)
-
-
-def _quantise_by_norm(c: Floats, norm: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+def _quantise_by_norm(
+    c: Floats, u: Floats | None, level: Level, norm_of: Callable[[Floats], Floats]
+) -> tuple[Columns, Bytes]:
     if level.bits == 1 and u is None:
         # Scaled by the mean magnitude, as the norm is far above most values.
         return _quantise_sign(c, None, level)
     s = np.float32(_largest_magnitude(level))
-    norm, inverse = _divisible(norm, s)
+    norm, inverse = _divisible(norm_of(c), s)
     if level.bits == 1:
         assert u is not None, "one bit to nearest has a scale of its own"
-        return (norm,), _sign_codes(c, inverse, u)
+        positive_probability = (c * inverse[:, None] + np.float32(1)) * np.float32(0.5)
+        return (norm,), (~(u < positive_probability)).astype(np.uint8)
     magnitude = _round(np.abs(c) * inverse[:, None], u, s)
     return (norm,), _with_sign(magnitude, c, level)
 
 
-def _sign_codes(c: Floats, inverse: Floats, u: Floats) -> Codes:
-    positive_probability = (c * inverse[:, None] + np.float32(1)) * np.float32(0.5)
-    return (~(u < positive_probability)).astype(np.uint8)
-
-
-def _dequantise_by_norm(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:
+def _dequantise_by_norm(code: Bytes, scales: Sequence[Floats], level: Level) -> Floats:
     (norm,) = scales
     s = _largest_magnitude(level)
     magnitude = (code & np.uint8(s)).astype(np.float32) if level.bits > 1 else np.float32(1)
@@ -180,17 +222,11 @@ def _largest_magnitude(level: Level) -> int:
 # --- sign and magnitude from a codebook ---------------------------------------------------------------------
 
 
-def _quantise_codebook_l2(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
-    return _quantise_by_codebook(c, l2_norm(c), u, level)
-
-
-def _quantise_codebook_linf(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
-    return _quantise_by_codebook(c, np.abs(c).max(axis=1), u, level)
-
-
-def _quantise_by_codebook(c: Floats, norm: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:
+def _quantise_by_codebook(
+    c: Floats, u: Floats | None, level: Level, norm_of: Callable[[Floats], Floats]
+) -> tuple[Columns, Bytes]:
     assert level.magnitudes is not None
-    norm, inverse = _divisible(norm, np.float32(1))
+    norm, inverse = _divisible(norm_of(c), np.float32(1))
     r = np.minimum(np.abs(c) * inverse[:, None], np.float32(1))
     # magnitudes[code] < r <= magnitudes[code + 1], except for r = 0; of equal magnitudes the first is taken.
     code = np.searchsorted(level.magnitudes[1:], np.nan_to_num(r), side="left")
@@ -199,7 +235,7 @@ def _quantise_by_codebook(c: Floats, norm: Floats, u: Floats | None, level: Leve
     return (norm,), _with_sign((code + above).astype(np.uint8), c, level)
 
 
-def _dequantise_by_codebook(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:
+def _dequantise_by_codebook(code: Bytes, scales: Sequence[Floats], level: Level) -> Floats:
     assert level.magnitudes is not None
     (norm,) = scales
     value: Floats = level.magnitudes[code & np.uint8((1 << (level.bits - 1)) - 1)] * norm
@@ -209,8 +245,8 @@ def _dequantise_by_codebook(code: Codes, scales: Sequence[Floats], level: Level)
 # --- narrow floating formats whose values share a scale --------------------------------------------------------
 
 
-def _quantise_block(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Codes]:
-    norm = np.abs(c).max(axis=1)
+def _quantise_block(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Bytes]:
+    norm = linf_norm(c)
     largest = np.ldexp(form.largest, -form.most)  # in [1, 2)
     fraction, exponent = np.frexp(np.where(np.isfinite(norm), norm, np.float32(1)))
     power = np.where(norm == 0, -126, exponent - 1 - form.most + (2 * fraction > largest)).astype(np.int32)
@@ -219,9 +255,9 @@ def _quantise_block(c: Floats, u: Floats | None, level: Level, form: Format) -> 
     return (scale,), _format_codes(c, np.ldexp(np.float32(1), -power), u, level, form)
 
 
-def _quantise_in_units(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Codes]:
+def _quantise_in_units(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Bytes]:
     """Takes for scale the least E4M3 number, times the unit, at which no value exceeds the format's largest."""
-    norm = np.abs(c).max(axis=1)
+    norm = linf_norm(c)
     least = norm * (np.float32(1) / (form.largest * level.unit))
     scale = FORMATS[E4M3].magnitude(rounded_up(least))
     codes = _format_codes(c, np.float32(1) / (scale * level.unit), u, level, form)
@@ -238,7 +274,7 @@ def _unit(largest: np.float32, form: Format) -> np.float32:
     return np.float32(_LEAST_UNIT) if unit < _LEAST_UNIT else unit
 
 
-def _format_codes(c: Floats, inverse: Floats, u: Floats | None, level: Level, form: Format) -> Codes:
+def _format_codes(c: Floats, inverse: Floats, u: Floats | None, level: Level, form: Format) -> Bytes:
     r = np.nan_to_num(np.abs(c) * inverse[:, None])
     # The exponent of r, or that of the smallest normal number.
     own = np.where(r > 0, np.maximum(np.frexp(r)[1] - 1, form.least), form.least)
@@ -254,7 +290,7 @@ def _representable(scale: Floats, norm: Floats, level: Level, form: Format) -> F
     return scale
 
 
-def _dequantise_block(code: Codes, scales: Sequence[Floats], level: Level, form: Format) -> Floats:
+def _dequantise_block(code: Bytes, scales: Sequence[Floats], level: Level, form: Format) -> Floats:
     (scale,) = scales
     magnitude = form.magnitude(code & np.uint8((1 << (level.bits - 1)) - 1))
     value: Floats = magnitude * (scale * level.unit)
@@ -266,36 +302,25 @@ def _block_extremes(scales: Sequence[Floats], level: Level, form: Format) -> Flo
     return extremes
 
 
-def _of_format(form: Format) -> Quantiser:
-    return Quantiser(
-        1,
-        partial(_quantise_block, form=form),
-        partial(_dequantise_block, form=form),
-        partial(_block_extremes, form=form),
-        E8M0_SCALES,
-    )
-
-
-def _of_format_in_units(form: Format) -> Quantiser:
-    return Quantiser(
-        1,
-        partial(_quantise_in_units, form=form),
-        partial(_dequantise_block, form=form),
-        partial(_block_extremes, form=form),
-        E4M3_SCALES,
-        partial(_unit, form=form),
-    )
+def _of_format(
+    form: Format,
+    quantise: Callable[..., tuple[Columns, Bytes]],
+    scales: ScaleFormat,
+    unit: Callable[[np.float32], np.float32] | None = None,
+) -> Quantiser:
+    decoders = partial(_dequantise_block, form=form), partial(_block_extremes, form=form)
+    return Quantiser(1, partial(quantise, form=form), *decoders, scales, unit)
 
 
 # --- one bit ------------------------------------------------------------------------------------------------
 
 
-def _quantise_sign(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
+def _quantise_sign(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:  # noqa: ARG001
     scale = (ordered_sum(np.abs(c)) / np.float64(c.shape[1])).astype(np.float32)
     return (scale,), (c < 0).astype(np.uint8)
 
 
-def _quantise_vote(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
+def _quantise_vote(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:  # noqa: ARG001
     """Votes by sign; a zero votes by its draw with equal odds, but in a bucket of zeros nothing votes."""
     present = (c != 0).any(axis=1)
     negative = c < 0
@@ -304,12 +329,12 @@ def _quantise_vote(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, 
     return (present.astype(np.float32),), negative.astype(np.uint8)
 
 
-def _dequantise_sign(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
+def _dequantise_sign(code: Bytes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
     (scale,) = scales
     return np.where(code, -scale, scale)
 
 
-def _quantise_onebit(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Codes]:  # noqa: ARG001
+def _quantise_onebit(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:  # noqa: ARG001
     negative = c < 0
     means = []
     for side in (negative, ~negative):
@@ -318,7 +343,7 @@ def _quantise_onebit(c: Floats, u: Floats | None, level: Level) -> tuple[Columns
     return tuple(means), negative.astype(np.uint8)
 
 
-def _dequantise_onebit(code: Codes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
+def _dequantise_onebit(code: Bytes, scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
     low, high = scales
     return np.where(code, low, high)
 
@@ -328,34 +353,48 @@ def _recorded(scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
     return np.concatenate(scales)
 
 
+def l2_norm(c: Floats) -> Floats:
+    """Returns the Euclidean norm of each row, from squares added in float64 in the order of `reference_memory`."""
+    norm: Floats = np.sqrt(ordered_sum(np.square(c, dtype=np.float64))).astype(np.float32)
+    return norm
+
+
+def linf_norm(c: Floats) -> Floats:
+    """Returns the largest magnitude of each row."""
+    norm: Floats = np.abs(c).max(axis=1)
+    return norm
+
+
+_OF_NORM = _dequantise_by_norm, _norm_extremes
+_OF_CODEBOOK = _dequantise_by_codebook, _recorded
 QUANTISER: dict[int, Quantiser] = {
     MINMAX: Quantiser(2, _quantise_minmax, _dequantise_minmax, _minmax_extremes),
     MINMAX_SHIFT: Quantiser(2, _quantise_shifted, _dequantise_minmax, _minmax_extremes),
-    L2: Quantiser(1, _quantise_l2, _dequantise_by_norm, _norm_extremes),
-    LINF: Quantiser(1, _quantise_linf, _dequantise_by_norm, _norm_extremes),
+    L2: Quantiser(1, partial(_quantise_by_norm, norm_of=l2_norm), *_OF_NORM),
+    LINF: Quantiser(1, partial(_quantise_by_norm, norm_of=linf_norm), *_OF_NORM),
     SIGN: Quantiser(1, _quantise_sign, _dequantise_sign, _recorded),
     VOTE: Quantiser(1, _quantise_vote, _dequantise_sign, _recorded),
     ONEBIT: Quantiser(2, _quantise_onebit, _dequantise_onebit, _recorded),
-    CODEBOOK_L2: Quantiser(1, _quantise_codebook_l2, _dequantise_by_codebook, _recorded),
-    CODEBOOK_LINF: Quantiser(1, _quantise_codebook_linf, _dequantise_by_codebook, _recorded),
-    **{codec: _of_format(form) for codec, form in FORMATS.items()},
-    NVFP4: _of_format_in_units(FORMATS[E2M1]),
+    CODEBOOK_L2: Quantiser(1, partial(_quantise_by_codebook, norm_of=l2_norm), *_OF_CODEBOOK),
+    CODEBOOK_LINF: Quantiser(1, partial(_quantise_by_codebook, norm_of=linf_norm), *_OF_CODEBOOK),
+    **{codec: _of_format(form, _quantise_block, E8M0_SCALES) for codec, form in FORMATS.items()},
+    NVFP4: _of_format(FORMATS[E2M1], _quantise_in_units, E4M3_SCALES, partial(_unit, form=FORMATS[E2M1])),
 }
 
 
 # --- shared -------------------------------------------------------------------------------------------------
 
 
-def _round(t: Floats, u: Floats | None, limit: np.float32) -> Codes:
+def _round(t: Floats, u: Floats | None, limit: np.float32) -> Bytes:
     """Returns codes of the non-negative t, rounded to nearest even or to floor(t + u)."""
     rounded = np.rint(t) if u is None else np.floor(t + u)
     return np.clip(rounded, 0, limit).astype(np.uint8)
 
 
-def _with_sign(magnitude: Codes, c: Floats, level: Level) -> Codes:
+def _with_sign(magnitude: Bytes, c: Floats, level: Level) -> Bytes:
     """Returns the magnitude with the sign of c in the top bit; zero has no sign."""
     negative = (c < 0) & (magnitude != 0)
-    code: Codes = magnitude | (negative.astype(np.uint8) << np.uint8(level.bits - 1))
+    code: Bytes = magnitude | (negative.astype(np.uint8) << np.uint8(level.bits - 1))
     return code
 
 
@@ -366,9 +405,3 @@ def _divisible(norm: Floats, steps: np.float32) -> tuple[Floats, Floats]:
     norm = norm.copy()
     norm[vanishing], inverse[vanishing] = 0, 0
     return norm, inverse
-
-
-def l2_norm(c: Floats) -> Floats:
-    """Returns the Euclidean norm of each row, from squares added in float64 in the order of `reference_sums`."""
-    norm: Floats = np.sqrt(ordered_sum(np.square(c, dtype=np.float64))).astype(np.float32)
-    return norm

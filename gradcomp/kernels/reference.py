@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.kernels import philox
-from gradcomp.kernels.arguments import Draw
-from gradcomp.kernels.formats import Floats
 from gradcomp.kernels.reference_codes import decode_segment, encode_segment, extremes, number_type
 from gradcomp.kernels.reference_memory import all_finite, gradient_of, memory_at, residual_of
 from gradcomp.kernels.segments import (
@@ -30,6 +28,7 @@ from gradcomp.kernels.segments import (
     SEGMENT,
     STOCHASTIC,
     Bytes,
+    Draw,
     Magnitudes,
     SegmentTable,
     check_array,
@@ -73,15 +72,12 @@ def encode(
     """
     _check_call(codec, table, flags, (payload,), magnitudes, writable=True)
     sizes = wire_bytes_table(codec, table)
+    number = number_type(codec)
     for i, segment in enumerate(table):
-        number = number_type(codec)
         with np.errstate(all="ignore"):
             contribution = number(scale) * gradient_of(segment, number)
-            if segment["residual"]:
-                contribution = contribution + number(decay) * residual_of(segment).astype(number)
-        draws = _draws(segment, codec, draw)
         target = payload[segment["payload"] : segment["payload"] + sizes[i]]
-        flags[i] |= encode_segment(codec, segment, contribution, draws, magnitudes, target)
+        flags[i] |= _encode(codec, segment, contribution, draw, decay, magnitudes, target)
 
 
 def decode(
@@ -138,12 +134,7 @@ def decode(
 
 
 def decode_add(
-    codec: int,
-    table: SegmentTable,
-    payload: Bytes,
-    *,
-    scale: float,
-    magnitudes: Magnitudes | None = None,
+    codec: int, table: SegmentTable, payload: Bytes, *, scale: float, magnitudes: Magnitudes | None = None
 ) -> None:
     """Adds value * scale to the float32 output. Rows without an output are skipped, unchecked.
 
@@ -157,8 +148,9 @@ def decode_add(
     Raises:
         TypeError, ValueError: as in `encode`; ValueError for an output that is not float32.
     """
-    rows = table[table["output"] != 0]
-    _check_call(codec, rows, None, (payload,), magnitudes, writable=False)
+    written = table["output"] != 0
+    _check_call(codec, table, None, (payload,), magnitudes, checked=written, writable=False)
+    rows = table[written]
     if (rows["dtype"] != FLOAT32).any():
         raise ValueError("decode_add adds to float32 outputs only")
     for segment, size in zip(rows, wire_bytes_table(codec, rows), strict=True):
@@ -215,10 +207,7 @@ def reduce(
             for payload in payloads[1:]:
                 total = total + decode_segment(codec, segment, payload[place], magnitudes)
             contribution = total / number(divisor)
-            if segment["residual"]:
-                contribution = contribution + number(decay) * residual_of(segment).astype(number)
-        draws = _draws(segment, codec, draw)
-        flags[i] |= encode_segment(codec, segment, contribution, draws, magnitudes, out[place])
+        flags[i] |= _encode(codec, segment, contribution, draw, decay, magnitudes, out[place])
 
 
 def nonzero(table: SegmentTable, out: Bytes) -> None:
@@ -238,16 +227,28 @@ def nonzero(table: SegmentTable, out: Bytes) -> None:
         out[i] = bool(np.any(gradient_of(segment, np.float64) != 0))
 
 
-def _draws(segment: np.void, codec: int, draw: Draw | None) -> Floats | None:
-    if draw is None or codec not in STOCHASTIC:
-        return None
-    layer, length = int(segment["layer"]), int(segment["length"])
-    if codec == MINMAX_SHIFT:
-        shift = philox.shift(seed=draw.seed, layer=layer, step=draw.step, rank=draw.rank)
-        return np.full(length, shift)
-    return philox.uniform(
-        int(segment["start"]), length, seed=draw.seed, layer=layer, step=draw.step, rank=draw.rank
-    )
+def _encode(
+    codec: int,
+    segment: np.void,
+    contribution: npt.NDArray[Any],
+    draw: Draw | None,
+    decay: float,
+    magnitudes: Magnitudes | None,
+    target: Bytes,
+) -> bool:
+    """Adds the residual and encodes one row; returns True if it is not finite."""
+    if segment["residual"]:
+        number = number_type(codec)
+        with np.errstate(all="ignore"):
+            contribution = contribution + number(decay) * residual_of(segment).astype(number)
+    draws = None
+    if draw is not None and codec in STOCHASTIC:
+        words: dict[str, int] = {"layer": int(segment["layer"]), **vars(draw)}
+        if codec == MINMAX_SHIFT:
+            draws = np.full(len(contribution), philox.shift(**words))
+        else:
+            draws = philox.uniform(int(segment["start"]), len(contribution), **words)
+    return encode_segment(codec, segment, contribution, draws, magnitudes, target)
 
 
 def _check_call(

@@ -6,7 +6,7 @@ takes 1/4, as most values then lie in the middle. The bits of a segment, which i
 chosen together: one bit more is worth R^2 (e(b) - e(b + 1)) for each value, so bucket k takes bit b + 1 where that is
 above a threshold that all buckets of the segment share.
 
-Every body finds the same threshold. R is represented by its *class*, the power of two and 5 bits of mantissa: 32
+Every backend finds the same threshold. R is represented by its *class*, the power of two and 5 bits of mantissa: 32
 classes to an octave. Buckets of a class have the same bits. Sums over a class are of whole numbers, so their order
 does not matter; sums over classes are float64, largest ranges first.
 
@@ -19,6 +19,7 @@ Where the sizes of messages are announced, payloads travel without their unused 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from typing import Any, Final
 
 import numpy as np
@@ -30,16 +31,14 @@ from gradcomp.kernels.segments import (
     RECORD_OF_ALLOCATED,
     SEGMENT,
     Bytes,
+    Floats,
     SegmentTable,
-    bytes_of_allocated,
+    Sizes,
     check_array,
     check_table,
     groups_of,
     wire_bytes_table,
 )
-
-Counts = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 MOST_BITS: Final = 8
 CLASSES: Final = 512
@@ -56,7 +55,7 @@ MOST_SHIFT: Final = STEPS[-1] + CLASSES - 1
 """The shift at which all classes have 8 bits; at -1 all have one bit."""
 
 
-def choose_bits(codec: int, span: Floats, groups: Counts, level: int) -> npt.NDArray[np.uint8]:
+def choose_bits(codec: int, span: Floats, groups: Sizes, level: int) -> npt.NDArray[np.uint8]:
     """Returns the bits of every bucket, from its range and its number of groups of eight values. All ranges are finite.
 
     MINMAX_LEAST_BYTES: the fewest bits whose error is at most that of ``level`` bits for all. MINMAX_LEAST_ERROR: the
@@ -91,35 +90,30 @@ def is_flat(span: Floats) -> npt.NDArray[np.bool_]:
     return span < np.float32(2.0**-119)
 
 
-def bits_at(above: npt.NDArray[Any]) -> Counts:
+def bits_at(above: npt.NDArray[Any]) -> Sizes:
     """Returns the bits of buckets that are so many classes above the threshold for two bits."""
-    found: Counts = 1 + np.searchsorted(np.array(STEPS), above, side="right")
+    found: Sizes = 1 + np.searchsorted(np.array(STEPS), above, side="right")
     return found
 
 
-def _shift(codec: int, used: Counts, weight: Any, counts: Counts, level: int, budget: int) -> int | None:
+def _shift(codec: int, used: Sizes, weight: Any, counts: Sizes, level: int, budget: int) -> int | None:
     """Returns how many classes the largest range is above the threshold for two bits; None: all take ``level``."""
     uniform = _error(weight, np.full(len(used), level))
-    low, high = -1, MOST_SHIFT
     if codec == MINMAX_LEAST_BYTES:
-        while low < high:  # the least shift whose error is at most that of ``level`` bits
-            middle = (low + high) // 2
-            if _error(weight, bits_at(middle - used)) <= uniform:
-                high = middle
-            else:
-                low = middle + 1
+        # The least shift whose error is at most that of ``level`` bits.
+        low = -1 + bisect_left(
+            range(-1, MOST_SHIFT), True, key=lambda shift: _error(weight, bits_at(shift - used)) <= uniform
+        )
         better = int((counts * bits_at(low - used)).sum()) < int(counts.sum()) * level
         return low if better else None
-    while low < high:  # the largest shift whose bytes are within the budget
-        middle = (low + high + 1) // 2
-        if int((counts * bits_at(middle - used)).sum()) <= budget:
-            low = middle
-        else:
-            high = middle - 1
+    # The largest shift whose bytes are within the budget.
+    low = -1 + bisect_right(
+        range(MOST_SHIFT + 1), budget, key=lambda shift: int((counts * bits_at(shift - used)).sum())
+    )
     return low if _error(weight, bits_at(low - used)) < uniform else None
 
 
-def _error(weight: Any, bits: Counts) -> float:
+def _error(weight: Any, bits: Sizes) -> float:
     """Sums the errors in float64, one after another from the largest range on."""
     total = 0.0
     for product in (weight * ERRORS[bits]).tolist():
@@ -127,16 +121,19 @@ def _error(weight: Any, bits: Counts) -> float:
     return total
 
 
-def group_counts(segment: np.void) -> Counts:
-    """Returns the groups of eight values in every bucket of a segment."""
+def bucket_lengths(segment: np.void) -> Sizes:
+    """Returns the number of values in every bucket of a segment."""
     length, size = int(segment["length"]), int(segment["bucket_size"])
-    found = np.full(-(-length // size), groups_of(size), dtype=np.int64)
-    if length % size:
-        found[-1] = groups_of(length % size)
-    return found
+    return np.diff(np.arange(0, length, size, dtype=np.int64), append=length)
 
 
-def split_allocated(segment: np.void, source: Bytes) -> tuple[Floats, Bytes, Counts] | None:
+def group_counts(segment: np.void) -> Sizes:
+    """Returns the groups of eight values in every bucket of a segment."""
+    groups: Sizes = groups_of(bucket_lengths(segment))
+    return groups
+
+
+def split_allocated(segment: np.void, source: Bytes) -> tuple[Floats, Bytes, Sizes] | None:
     """Returns records, bits, and where each bucket's codes begin; None unless all lie inside the source."""
     groups = group_counts(segment)
     buckets = len(groups)
@@ -155,11 +152,6 @@ def used_bytes(segment: np.void, source: Bytes) -> int | None:
         return None
     _, bits, begins = split
     return int(begins[-1] + group_counts(segment)[-1] * bits[-1]) if len(bits) else 0
-
-
-def most_bytes(segment: np.void) -> int:
-    """Returns the bytes reserved for the payload of a segment."""
-    return int(bytes_of_allocated(segment["length"], segment["level"], segment["bucket_size"]))
 
 
 def compact(codec: int, table: SegmentTable, payload: Bytes, out: Bytes) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.formats import Codes, Floats
 from gradcomp.kernels.quantisers import QUANTISER, Level
-from gradcomp.kernels.reference_bits import choose_bits, group_counts, most_bytes, split_allocated
+from gradcomp.kernels.reference_bits import bucket_lengths, choose_bits, group_counts, split_allocated
 from gradcomp.kernels.reference_memory import all_finite, next_residual_of
 from gradcomp.kernels.segments import (
     ALLOCATED,
@@ -25,7 +25,9 @@ from gradcomp.kernels.segments import (
     QUANTISERS,
     UNIT_BYTES,
     Bytes,
+    Floats,
     Magnitudes,
+    bytes_of_allocated,
 )
 
 
@@ -38,6 +40,8 @@ def encode_segment(
     target: Bytes,
 ) -> bool:
     """Writes a segment's payload and next residual; returns True if the segment is not finite."""
+    if not len(contribution):
+        return False
     with np.errstate(all="ignore"):
         if codec in ALLOCATED:
             encoded = _encode_allocated(codec, segment, contribution, draws)
@@ -65,13 +69,14 @@ def decode_segment(
             return _decode_allocated(segment, source)
         if codec in QUANTISERS:
             scales, codes = _split_quantised(codec, segment, source)
-            lengths = _bucket_lengths(segment)
+            lengths = bucket_lengths(segment)
             per_element = [np.repeat(column, lengths) for column in scales]
             level = _received_level(codec, segment, source, magnitudes)
             return QUANTISER[codec].dequantise(codes, per_element, level)
         if codec == FP16:
-            factors, halves = _split_fp16(segment, source)
-            return halves.astype(np.float32) * np.repeat(factors, _bucket_lengths(segment))
+            lengths = bucket_lengths(segment)
+            factors: Floats = np.repeat(source[: 4 * len(lengths)].view("<f4"), lengths)
+            return source[4 * len(lengths) :].view("<f2").astype(np.float32) * factors
         return source.view(_CAST[codec]).astype(number_type(codec))
 
 
@@ -85,44 +90,30 @@ def extremes(codec: int, segment: np.void, source: Bytes, magnitudes: Magnitudes
 
 
 def _encode_quantised(
-    codec: int,
-    segment: np.void,
-    contribution: Floats,
-    draws: Floats | None,
-    magnitudes: Magnitudes | None,
+    codec: int, segment: np.void, contribution: Floats, draws: Floats | None, magnitudes: Magnitudes | None
 ) -> tuple[Bytes, Floats] | None:
     """Returns payload and decoded values of a segment; None if a bucket's scale record is not finite."""
     level = Level.of(segment, magnitudes)
     quantiser = QUANTISER[codec]
-    if quantiser.unit is not None and len(contribution):
+    if quantiser.unit is not None:
         level = level._replace(unit=quantiser.unit(np.abs(contribution).max()))
-    scales: list[Floats] = []
-    codes: list[Codes] = []
-    values: list[Floats] = []
-    for bucket in _equal_buckets(segment):
-        c = contribution[bucket].reshape(-1, _bucket_size(segment, bucket))
-        u = None if draws is None else draws[bucket].reshape(c.shape)
+    draws_of = (None, None) if draws is None else _by_bucket(segment, draws)
+    parts = []
+    for c, u in zip(_by_bucket(segment, contribution), draws_of, strict=False):
         record, code = quantiser.quantise(c, u, level)
-        scales.append(np.stack(record, axis=-1).reshape(-1))
-        codes.append(code.reshape(-1))
-        values.append(quantiser.dequantise(code, [column[:, None] for column in record], level).reshape(-1))
-    if not scales:
-        return np.empty(0, np.uint8), np.empty(0, np.float32)
-    all_scales = np.concatenate(scales)
-    if not all_finite(all_scales):
+        value = quantiser.dequantise(code, [column[:, None] for column in record], level)
+        parts.append((np.stack(record, axis=-1), code, value))
+    scales, codes, values = _joined(parts)
+    if not all_finite(scales):
         return None
     unit = np.array([level.unit] * (codec in UNIT_BYTES), "<f4").view(np.uint8)
-    records = quantiser.scales.pack(all_scales)
-    payload = np.concatenate((unit, records, pack_bits(np.concatenate(codes), level.bits)))
-    return payload, np.concatenate(values)
+    return np.concatenate((unit, quantiser.scales.pack(scales), pack_bits(codes, level.bits))), values
 
 
 def _encode_allocated(
     codec: int, segment: np.void, contribution: Floats, draws: Floats | None
 ) -> tuple[Bytes, Floats] | None:
     """Returns what `_encode_quantised` does, for codecs whose buckets have bits of their own."""
-    if not len(contribution):
-        return np.empty(0, np.uint8), np.empty(0, np.float32)
     begins = np.arange(0, len(contribution), int(segment["bucket_size"]))
     # -0 becomes +0: which of the two a minimum returns is undefined.
     lo = np.minimum.reduceat(contribution, begins) + np.float32(0)
@@ -148,7 +139,9 @@ def _encode_allocated(
         whole[: len(c)] = code
         parts.append(pack_bits(whole, int(bits[k])))
     used = np.concatenate((records.view(np.uint8).reshape(-1), bits, *parts))
-    payload = np.zeros(most_bytes(segment), np.uint8)
+    payload = np.zeros(
+        bytes_of_allocated(len(contribution), segment["level"], segment["bucket_size"]), np.uint8
+    )
     payload[: len(used)] = used
     return payload, values
 
@@ -159,7 +152,7 @@ def _decode_allocated(segment: np.void, source: Bytes) -> Floats:
     if split is None:
         return np.full(int(segment["length"]), np.nan, np.float32)
     records, bits, begins = split
-    lengths = _bucket_lengths(segment)
+    lengths = bucket_lengths(segment)
     codes = [
         unpack_bits(source[begin : begin + -(-length // 8) * b], b, length)
         if b
@@ -183,20 +176,13 @@ def _extremes_of_allocated(segment: np.void, source: Bytes) -> Floats:
 
 
 def _encode_fp16(segment: np.void, contribution: Floats) -> tuple[Bytes, Floats]:
-    factors: list[Floats] = []
-    halves: list[npt.NDArray[np.float16]] = []
-    values: list[Floats] = []
-    for bucket in _equal_buckets(segment):
-        c = contribution[bucket].reshape(-1, _bucket_size(segment, bucket))
+    parts = []
+    for c in _by_bucket(segment, contribution):
         factor, inverse = _fp16_factors(np.abs(c).max(axis=1))
         half = (c * inverse[:, None]).astype(np.float16)
-        factors.append(factor)
-        halves.append(half.reshape(-1))
-        values.append((half.astype(np.float32) * factor[:, None]).reshape(-1))
-    if not factors:
-        return np.empty(0, np.uint8), np.empty(0, np.float32)
-    payload = np.concatenate((np.concatenate(factors).view(np.uint8), np.concatenate(halves).view(np.uint8)))
-    return payload, np.concatenate(values)
+        parts.append((factor, half, half.astype(np.float32) * factor[:, None]))
+    factors, halves, values = _joined(parts)
+    return np.concatenate((factors.view(np.uint8), halves.view(np.uint8))), values
 
 
 def _fp16_factors(largest: Floats) -> tuple[Floats, Floats]:
@@ -232,21 +218,21 @@ def _draw_bfloat16(contribution: Floats, draws: Floats) -> npt.NDArray[Any]:
 # --- payloads -----------------------------------------------------------------------------------------------
 
 
-def pack_bits(codes: Codes, bits: int) -> Bytes:
+def pack_bits(codes: Bytes, bits: int) -> Bytes:
     """Returns the bit stream of codes below 2**bits, padded with zero bits to whole bytes."""
     return np.packbits(
         np.unpackbits(codes[:, None], axis=1, count=bits, bitorder="little"), bitorder="little"
     )
 
 
-def unpack_bits(stream: Bytes, bits: int, length: int) -> Codes:
+def unpack_bits(stream: Bytes, bits: int, length: int) -> Bytes:
     """Returns the first `length` codes of a bit stream."""
     code_bits = np.unpackbits(stream, count=length * bits, bitorder="little").reshape(length, bits)
     return np.packbits(code_bits, axis=1, bitorder="little")[:, 0]
 
 
-def _split_quantised(codec: int, segment: np.void, source: Bytes) -> tuple[list[Floats], Codes]:
-    quantiser, buckets = QUANTISER[codec], len(_bucket_lengths(segment))
+def _split_quantised(codec: int, segment: np.void, source: Bytes) -> tuple[list[Floats], Bytes]:
+    quantiser, buckets = QUANTISER[codec], len(bucket_lengths(segment))
     begin = UNIT_BYTES.get(codec, 0) if buckets else 0
     end = begin + quantiser.scales.nbytes * quantiser.columns * buckets
     records = quantiser.scales.unpack(source[begin:end]).reshape(buckets, quantiser.columns)
@@ -261,32 +247,21 @@ def _received_level(codec: int, segment: np.void, source: Bytes, magnitudes: Mag
     return level._replace(unit=source[:nbytes].view("<f4")[0]) if nbytes and len(source) else level
 
 
-def _split_fp16(segment: np.void, source: Bytes) -> tuple[Floats, npt.NDArray[np.float16]]:
-    buckets = len(_bucket_lengths(segment))
-    return source[: 4 * buckets].view("<f4"), source[4 * buckets :].view("<f2")
-
-
 _LARGEST_BFLOAT16 = np.uint32(0x7F7F0000).view(np.float32)
 _CAST: dict[int, np.dtype[Any]] = {FP32: DTYPES[FLOAT32], BF16: DTYPES[BFLOAT16], FP64: DTYPES[FLOAT64]}
 
 
-def _bucket_lengths(segment: np.void) -> npt.NDArray[np.int64]:
-    length, bucket_size = int(segment["length"]), int(segment["bucket_size"])
-    lengths = np.full(-(-length // bucket_size), bucket_size, np.int64)
-    if length % bucket_size:
-        lengths[-1] = length % bucket_size
-    return lengths
+def _by_bucket(segment: np.void, x: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Returns the whole buckets, and the shorter last one, as rows of matrices, as far as they exist."""
+    size = int(segment["bucket_size"])
+    border = len(x) - len(x) % size
+    return [part for part in (x[:border].reshape(-1, size), x[border:].reshape(1, -1)) if part.size]
 
 
-def _equal_buckets(segment: np.void) -> list[slice]:
-    """Returns the parts of a segment with whole buckets and with the shorter last one, as far as they exist."""
-    length, bucket_size = int(segment["length"]), int(segment["bucket_size"])
-    border = length - length % bucket_size
-    return [part for part in (slice(0, border), slice(border, length)) if part.start < part.stop]
-
-
-def _bucket_size(segment: np.void, part: slice) -> int:
-    return min(int(segment["bucket_size"]), int(part.stop - part.start))
+def _joined(parts: Sequence[tuple[npt.NDArray[Any], ...]]) -> Iterator[npt.NDArray[Any]]:
+    """Yields each column of the parts as one vector."""
+    for column in zip(*parts, strict=True):
+        yield np.concatenate([part.reshape(-1) for part in column])
 
 
 def number_type(codec: int) -> Any:

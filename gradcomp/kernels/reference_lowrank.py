@@ -2,11 +2,11 @@
 
 Row i of a table is a whole layer, seen as the matrix M_i with n_i rows and m_i columns, row-major: n_i m_i is the
 row's length. Its factors P_i (n_i x r_i) and Q_i (m_i x r_i) lie in flat arrays, see
-:class:`gradcomp.kernels.arguments.Factor`. M lies in the rows' next residuals, which end up as the new residuals.
+:class:`gradcomp.kernels.segments.Factor`. M lies in the rows' next residuals, which end up as the new residuals.
 
 `orthogonalise`, `expand` and `subtract` work on data that is equal on all ranks and give the same bytes in every
-body: each product and sum is rounded on its own, in the order written here. `project` and `back_project` work on a
-rank's own data; bodies agree on M, but sum P and Q in an order of their own.
+backend: each product and sum is rounded on its own, in the order written here. `project` and `back_project` work on a
+rank's own data; backends agree on M, but sum P and Q in an order of their own.
 
 Each call raises TypeError for an array that is not a contiguous vector of its dtype, and ValueError for a row that is
 float64, whose numbers do not fit together, or whose factors do not lie inside their arrays.
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
 from gradcomp.kernels.reference_memory import (
     all_finite,
     gradient_of,
@@ -36,7 +35,11 @@ from gradcomp.kernels.segments import (
     MAX_ELEMENTS,
     SEGMENT,
     Bytes,
+    Factor,
+    Floats,
     SegmentTable,
+    Shapes,
+    Sizes,
     check_array,
     check_elements,
 )
@@ -70,14 +73,7 @@ class _Matrix:
 
 
 def project(
-    table: SegmentTable,
-    flags: Bytes,
-    factors: Floats,
-    shapes: Shapes,
-    q: Factor,
-    p: Factor,
-    *,
-    decay: float,
+    table: SegmentTable, flags: Bytes, factors: Floats, shapes: Shapes, q: Factor, p: Factor, *, decay: float
 ) -> None:
     """Computes next residual <- M = factor * gradient + decay * residual, and P <- M Q.
 
@@ -123,7 +119,7 @@ def back_project(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> N
             matrix.q[:] = np.matmul(matrix.p, matrix.next_residual)
 
 
-def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor) -> None:
+def orthogonalise(rows: Sizes, ranks: Sizes, p: Factor) -> None:
     """Makes the columns of each P orthonormal, in place, or zero where they depend on those before them.
 
     For each column x, from the first to the last:
@@ -132,7 +128,7 @@ def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor) -> None:
         twice, for each column u before: x <- x - (u . x) u
         x <- x / |x| if |x| > 2^-20 of its norm before the subtractions, else 0
 
-    Scalar products are float64, in the order of `reference_sums`; vectors are float32. The columns that are not zero
+    Scalar products are float64, in the order of `reference_memory`; vectors are float32. The columns that are not zero
     satisfy |P^T P - I| < 1e-6, nearly dependent ones included. A P that is not finite becomes NaN.
 
     Source: Vogels et al. 2019, Algorithm 1, line 5 (modified Gram-Schmidt). We differ in the scaling, which keeps
@@ -159,14 +155,7 @@ def orthogonalise(rows: Int64s, ranks: Int64s, p: Factor) -> None:
 
 
 def expand(
-    table: SegmentTable,
-    flags: Bytes,
-    shapes: Shapes,
-    p: Factor,
-    q: Factor,
-    *,
-    divisor: float,
-    scale: float,
+    table: SegmentTable, flags: Bytes, shapes: Shapes, p: Factor, q: Factor, *, divisor: float, scale: float
 ) -> None:
     """Writes output <- scale * ((P Q^T) / divisor), rounded to the row's dtype.
 
@@ -210,7 +199,7 @@ def subtract(table: SegmentTable, shapes: Shapes, p: Factor, q: Factor) -> None:
             matrix.next_residual[:] = matrix.next_residual - matrix.product()
 
 
-def keep(sides: Int64s, ranks: Int64s, factor: Factor, kept: Floats, before: Int64s, after: Int64s) -> None:
+def keep(sides: Sizes, ranks: Sizes, factor: Factor, kept: Floats, before: Sizes, after: Sizes) -> None:
     """Stores each factor, column by column, for the next step.
 
     For each column x of a factor, and the stored column y: y <- y if x is zero, else x scaled by the power of two that
@@ -259,7 +248,7 @@ def _independent_part(x: Floats, before: Floats) -> Floats:
 
 
 def dot(x: Floats, y: Floats) -> np.float64:
-    """Returns x . y in float64, in the order of `reference_sums`."""
+    """Returns x . y in float64, in the order of `reference_memory`."""
     (total,) = ordered_sum(np.multiply(x, y, dtype=np.float64)[None])
     return np.float64(total)
 
@@ -283,22 +272,18 @@ def _matrices(
         if not outputs or segment["output"]:
             check_elements(table[index : index + 1])
             n, m, rank, p_at, q_at = numbers
-            _check_matrix(index, segment, n, m, needs_next_residual=not outputs)
+            if segment["dtype"] == FLOAT64:
+                raise ValueError(f"segment {index}: low rank has no float64")
+            if not outputs and segment["length"] and not segment["next_residual"]:
+                raise ValueError(f"segment {index}: no next residual to hold the matrix")
+            if not (0 <= n <= MAX_ELEMENTS and 0 <= m <= MAX_ELEMENTS and n * m == segment["length"]):
+                raise ValueError(f"segment {index}: rows times columns is not the length of the segment")
             columns = (
                 _columns(index, "P", p.values, p_at, n, rank),
                 _columns(index, "Q", q.values, q_at, m, rank),
             )
             found.append(_Matrix(index, segment, n, m, *columns))
     return iter(found)
-
-
-def _check_matrix(index: int, segment: np.void, n: int, m: int, *, needs_next_residual: bool) -> None:
-    if segment["dtype"] == FLOAT64:
-        raise ValueError(f"segment {index}: low rank has no float64")
-    if needs_next_residual and segment["length"] and not segment["next_residual"]:
-        raise ValueError(f"segment {index}: no next residual to hold the matrix")
-    if not (0 <= n <= MAX_ELEMENTS and 0 <= m <= MAX_ELEMENTS and n * m == segment["length"]):
-        raise ValueError(f"segment {index}: rows times columns is not the length of the segment")
 
 
 def _columns(index: int, name: str, array: Floats, at: int, length: int, count: int) -> Any:

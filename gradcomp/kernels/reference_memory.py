@@ -20,9 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.segments import DTYPES, FLOAT32
-
-Floats = npt.NDArray[np.float32]
+from gradcomp.kernels.segments import DTYPES, FLOAT32, Floats
 
 CHUNK: Final = 4096
 """The number of elements of a chunk."""

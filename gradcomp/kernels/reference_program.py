@@ -1,4 +1,4 @@
-"""The dynamic program over levels in NumPy: this file defines what every other body computes, choice for choice."""
+"""The dynamic program over levels in NumPy: this file defines what every other backend computes, choice for choice."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.segments import check_array
+from gradcomp.kernels.segments import Doubles, check_array
 
 Steps: TypeAlias = npt.NDArray[np.int32]
-Doubles: TypeAlias = npt.NDArray[np.float64]
 
 NEVER: Final = (1 << 31) - 1
 """The number of steps that marks a choice that the layer does not have."""

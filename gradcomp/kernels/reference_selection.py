@@ -1,4 +1,4 @@
-"""Sparse selections in NumPy: this file defines what every other body computes, byte for byte.
+"""Sparse selections in NumPy: this file defines what every other backend computes, byte for byte.
 
 A row of the table is a whole layer of at most 2**32 - 1 elements, in float32 or half precision. Its contribution
 is c = factor * gradient + decay * residual in float32, every product and sum on its own, as in `reference`; c lies
@@ -7,7 +7,7 @@ in the float32 next residual of the row. Magnitudes order elements; of equal mag
 
 The selections of all rows lie in flat arrays: that of row i in indices[offsets[i] : offsets[i] + counts[i]]
 (uint32, ascending, counted from the layer's first element), and its values (float32) in the same places. Sums over
-elements are float64, in the order of `reference_sums`.
+elements are float64, in the order of `reference_memory`.
 
 All functions raise TypeError for an array of the wrong dtype, read-only, not aligned or not contiguous, and
 ValueError, before anything is written, for a malformed row, a row without the next residual it needs, vectors that do
@@ -16,7 +16,7 @@ not have one item per row, and selections that do not lie inside the flat arrays
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,15 @@ from gradcomp.kernels.segments import (
     FLOAT64,
     SEGMENT,
     Bytes,
+    Doubles,
+    Floats,
+    Indices,
     SegmentTable,
+    Sizes,
     check_array,
     check_elements,
     require_rows,
 )
-
-Floats: TypeAlias = npt.NDArray[np.float32]
-Doubles: TypeAlias = npt.NDArray[np.float64]
-Indices: TypeAlias = npt.NDArray[np.uint32]
-Numbers: TypeAlias = npt.NDArray[np.int64]
 
 MAX_LAYER_ELEMENTS: Final = (1 << 32) - 1
 """Elements of a layer whose indices are sent."""
@@ -78,11 +77,11 @@ def select_top(
     table: SegmentTable,
     flags: Bytes,
     factors: Floats,
-    counts: Numbers,
-    offsets: Numbers,
+    counts: Sizes,
+    offsets: Sizes,
     indices: Indices,
     values: Floats,
-    found: Numbers,
+    found: Sizes,
     *,
     decay: float,
     zeros: bool,
@@ -137,11 +136,11 @@ def select_top(
 def select_above(
     table: SegmentTable,
     thresholds: Floats,
-    limits: Numbers,
-    offsets: Numbers,
+    limits: Sizes,
+    offsets: Sizes,
     indices: Indices,
     values: Floats,
-    found: Numbers,
+    found: Sizes,
 ) -> None:
     """Selects the elements of row i with |c| >= thresholds[i], or the limits[i] largest; found[i]: their number.
 
@@ -171,8 +170,66 @@ def select_above(
         found[i] = len(chosen)
 
 
+def select_adacomp(
+    table: SegmentTable,
+    factors: Floats,
+    limits: Sizes,
+    offsets: Sizes,
+    indices: Indices,
+    values: Floats,
+    found: Sizes,
+    *,
+    bin_size: int,
+) -> None:
+    """Selects the elements of row i with |c + factors[i] * gradient| >= m > 0, or the limits[i] largest |c| of them.
+
+    m is the largest |c| of the element's bin, NaN aside. Bins are runs of bin_size elements; the last may be shorter.
+
+    Args:
+        table: SEGMENT rows; reads gradient, and c in next residual.
+        factors: float32, one per row: factor of the gradient.
+        limits: int64, one per row, not negative: capacity of the row's selection.
+        offsets: int64, one per row: where the row's selection begins.
+        indices: uint32, written.
+        values: float32, written: c of the selected elements.
+        found: int64, one per row, written: number of selected elements.
+        bin_size: elements of a bin, at least 1.
+
+    Raises:
+        ValueError: also for a float64 gradient or a bin without elements.
+
+    Source: AdaComp (Chen et al. 2018), Algorithm 2.
+    """
+    check_vectors(
+        table,
+        factors=(factors, np.float32, False),
+        limits=(limits, np.int64, False),
+        offsets=(offsets, np.int64, False),
+        found=(found, np.int64, True),
+    )
+    check_narrow(table)
+    check_next_residuals(table)
+    check_places(table, offsets, limits, indices, values, writable=True)
+    if bin_size < 1:
+        raise ValueError(f"bin_size {bin_size} is not positive")
+    for i, segment in enumerate(table):
+        found[i] = 0
+        if segment["length"] == 0:
+            continue
+        c = next_residual_of(segment)
+        with np.errstate(all="ignore"):
+            ahead = np.abs(c + factors[i] * gradient_of(segment, np.float32))
+        begins = np.arange(0, len(c), bin_size)
+        largest = np.fmax.reduceat(np.abs(c), begins).repeat(np.diff(begins, append=len(c)))
+        candidates = np.flatnonzero((ahead >= largest) & (largest > 0))
+        chosen = largest_of(c, candidates, int(limits[i]))
+        place = slice(int(offsets[i]), int(offsets[i]) + len(chosen))
+        indices[place], values[place] = chosen, c[chosen]
+        found[i] = len(chosen)
+
+
 def sample_thresholds(
-    table: SegmentTable, counts: Numbers, thresholds: Floats, *, stride: int, phase: int
+    table: SegmentTable, counts: Sizes, thresholds: Floats, *, stride: int, phase: int
 ) -> None:
     """Estimates the counts[i]-th largest |c| of row i from a sample, and writes it to thresholds[i].
 
@@ -211,7 +268,7 @@ def sample_thresholds(
 def tail(
     table: SegmentTable,
     thresholds: Floats,
-    counts: Numbers,
+    counts: Sizes,
     sums: Doubles,
     squares_out: Doubles,
     maxima: Floats,
@@ -247,7 +304,7 @@ def tail(
         maxima[i] = x.max(initial=0.0)
 
 
-def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
+def take(table: SegmentTable, offsets: Sizes, counts: Sizes, indices: Indices, values: Floats) -> None:
     """Copies values <- next residual[indices], for the selection of each row.
 
     Args:
@@ -266,7 +323,7 @@ def take(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indice
         values[place] = next_residual_of(segment)[indices[place]]
 
 
-def put(table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats) -> None:
+def put(table: SegmentTable, offsets: Sizes, counts: Sizes, indices: Indices, values: Floats) -> None:
     """Copies next residual[indices] <- values, for the selection of each row; of a repeated index the last value stays.
 
     Args:
@@ -335,15 +392,15 @@ def check_next_residuals(table: SegmentTable) -> None:
     )
 
 
-def check_counts(table: SegmentTable, counts: Numbers) -> None:
+def check_counts(table: SegmentTable, counts: Sizes) -> None:
     """Raises ValueError for the first row with fewer elements than its count."""
     require_rows(table, (counts >= 0) & (counts <= table["length"]), "the count is not in 0..length")
 
 
 def check_places(
     table: SegmentTable,
-    offsets: Numbers,
-    counts: Numbers,
+    offsets: Sizes,
+    counts: Sizes,
     indices: Indices,
     values: Floats,
     *,
@@ -356,7 +413,7 @@ def check_places(
     check_inside(table, offsets, counts, min(len(indices), len(values)))
 
 
-def check_inside(table: SegmentTable, offsets: Numbers, counts: Numbers, capacity: int) -> None:
+def check_inside(table: SegmentTable, offsets: Sizes, counts: Sizes, capacity: int) -> None:
     """Raises ValueError for the first row whose selection does not lie inside arrays of so many items."""
     # Written as a difference: the sum of a hostile offset and a count could wrap.
     require_rows(
@@ -368,8 +425,8 @@ def check_inside(table: SegmentTable, offsets: Numbers, counts: Numbers, capacit
 
 def _check_selections(
     table: SegmentTable,
-    offsets: Numbers,
-    counts: Numbers,
+    offsets: Sizes,
+    counts: Sizes,
     indices: Indices,
     values: Floats,
     *,

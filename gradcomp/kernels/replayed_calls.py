@@ -147,11 +147,9 @@ class Collected:
             return
         keys = [part.key for part in parts]
         given = [array for part in parts for array in part.arrays]
-        one = phase.find(keys, given)
-        self._is_new = one is None
-        if one is None:
-            one = _Kept(keys, given, Routine())
-        self._one = one
+        found = phase.find(keys, given)
+        self._is_new = found is None
+        one = self._one = found or _Kept(keys, given, Routine())
         if self._kernels is None:
             for part in parts:
                 part.work()
@@ -213,10 +211,7 @@ def at_once() -> Iterator[None]:
 
 
 def run(
-    key: Hashable,
-    arrays: Sequence[Any],
-    work: Callable[[], None],
-    after: Callable[[], None] | None = None,
+    key: Hashable, arrays: Sequence[Any], work: Callable[[], None], after: Callable[[], None] | None = None
 ) -> None:
     """Collects ``work``, which calls kernels, for this thread's phase; runs it at once outside a phase.
 

@@ -1,11 +1,11 @@
-"""The segment table that kernel calls work on, and the sizes of its payloads.
+"""The segment table and the other arguments of kernels, and the sizes of payloads.
 
 A kernel call serves a whole group of segments. A segment is a run of consecutive elements of one layer with
 one level; the table has one row per segment and refers to memory by address, so that gradients are read and
 means are written in place. Whoever fills in an address keeps the array behind it alive during the call.
 
 The payload of a segment is ``[one scale record per bucket, in order][codes]``, little endian, without padding
-between the two; for NVFP4 the unit of all scales, a float32, comes first. Codes of the quantising codecs form one bit
+between the two; for NVFP4 the unit of all scales, a float32, comes first. Bytes of the quantising codecs form one bit
 stream: code i occupies the bits [i*bits, (i+1)*bits), bit 0 of a byte being its least significant one; unused bits of
 the last byte are zero. Casts store one element per code. `reference_bits` describes the layout of codecs whose buckets
 have bits of their own.
@@ -13,7 +13,8 @@ have bits of their own.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -39,36 +40,26 @@ MINMAX_LEAST_ERROR: Final = 16
 NVFP4: Final = 17
 MINMAX_SHIFT: Final = 18
 
+CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
+
+BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1, NVFP4)
+
+ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
+"""The codecs whose buckets have bits of their own: see `reference_bits`."""
+
 LEVELS: Final = {
-    MINMAX: range(1, 9),
-    L2: range(1, 9),
-    LINF: range(1, 9),
-    SIGN: range(1, 2),
-    VOTE: range(1, 2),
-    ONEBIT: range(1, 2),
-    CODEBOOK_L2: range(2, 9),
-    CODEBOOK_LINF: range(2, 9),
-    E4M3: range(8, 9),
-    E5M2: range(8, 9),
-    E2M1: range(4, 5),
-    MINMAX_LEAST_BYTES: range(1, 9),
-    MINMAX_LEAST_ERROR: range(1, 9),
-    NVFP4: range(4, 5),
-    MINMAX_SHIFT: range(1, 9),
+    **dict.fromkeys((MINMAX, L2, LINF, *ALLOCATED, MINMAX_SHIFT), range(1, 9)),
+    **dict.fromkeys((SIGN, VOTE, ONEBIT), range(1, 2)),
+    **dict.fromkeys(CODEBOOKS, range(2, 9)),
+    **dict.fromkeys((E4M3, E5M2), range(8, 9)),
+    **dict.fromkeys((E2M1, NVFP4), range(4, 5)),
 }
 """The numbers of bits that each quantising codec takes."""
 
 QUANTISERS: Final = tuple(LEVELS)
 
-CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
-
-BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1, NVFP4)
-
 UNIT_BYTES: Final = {NVFP4: 4}
 """Bytes of the unit in front of a segment's scale records; all scales of the segment are multiples of it."""
-
-ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
-"""The codecs whose buckets have bits of their own: see `reference_bits`."""
 
 STOCHASTIC: Final = (MINMAX, L2, LINF, BF16, VOTE, *CODEBOOKS, *BLOCK_FLOATS, *ALLOCATED, MINMAX_SHIFT)
 """The codecs that use a draw, to round stochastically, to shift or to decide a tie; others ignore it."""
@@ -118,11 +109,46 @@ SEGMENT: Final = np.dtype(
 
 SegmentTable: TypeAlias = npt.NDArray[np.void]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Indices: TypeAlias = npt.NDArray[np.uint32]
+Sizes: TypeAlias = npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Doubles: TypeAlias = npt.NDArray[np.float64]
 
 MAGNITUDES_SHAPE: Final = (9, 128)
 
 Magnitudes: TypeAlias = npt.NDArray[np.float32]
 """The magnitudes of codebooks: row b holds the 2**(b-1) ones for b bits in ascending order, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Coordinates of the random numbers of one step; counter-based, so nothing random is saved or sent.
+
+    ``seed``: 64 bits, the key of the random stream (see :func:`gradcomp.kernels.philox.uniform`). ``step``, ``rank``:
+    32 bits, words of the random counter.
+    """
+
+    seed: int
+    step: int
+    rank: int
+
+
+class Shapes(NamedTuple):
+    """Layers as matrices: n, m and r of each, as int64."""
+
+    rows: Sizes
+    columns: Sizes
+    ranks: Sizes
+
+
+class Factor(NamedTuple):
+    """P, n x r, or Q, m x r, of every layer, *column by column*: each column is contiguous.
+
+    ``values``: float32, flat. ``at``: int64, the element of ``values`` at which each layer's factor begins.
+    """
+
+    values: Floats
+    at: Sizes
 
 
 def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
@@ -135,51 +161,37 @@ def wire_bytes(codec: int, length: int, bits: int, bucket_size: int) -> int:
         raise ValueError(f"bits {bits} is not in {_words(LEVELS[codec])}")
     if bucket_size < 1:
         raise ValueError(f"bucket_size {bucket_size} is not positive")
+    return int(_payload_bytes(codec, length, bits, bucket_size))
+
+
+def wire_bytes_table(codec: int, table: SegmentTable) -> Sizes:
+    """Returns the bytes of each segment's payload, for a table whose rows :func:`check_table` would accept."""
+    if codec not in _WIRE_FORMAT:
+        raise ValueError(f"unknown codec {codec}")
+    sizes: Sizes = _payload_bytes(
+        codec, *(table[name].astype(np.int64) for name in ("length", "level", "bucket_size"))
+    )
+    return sizes
+
+
+def _payload_bytes(codec: int, length: Any, bits: Any, bucket_size: Any) -> Any:
     if codec in ALLOCATED:
-        return int(bytes_of_allocated(length, bits, bucket_size))
+        return bytes_of_allocated(length, bits, bucket_size)
     scale_bytes, code_bits = _WIRE_FORMAT[codec]
     unit = UNIT_BYTES.get(codec, 0) * (length > 0)
     return unit + scale_bytes * -(-length // bucket_size) + -(-length * (code_bits or bits) // 8)
 
 
-def wire_bytes_table(codec: int, table: SegmentTable) -> npt.NDArray[np.int64]:
-    """Returns the bytes of each segment's payload, for a table whose rows :func:`check_table` would accept."""
-    if codec not in _WIRE_FORMAT:
-        raise ValueError(f"unknown codec {codec}")
-    length = table["length"].astype(np.int64)
-    if codec in ALLOCATED:
-        level, bucket_size = table["level"].astype(np.int64), table["bucket_size"].astype(np.int64)
-        room: npt.NDArray[np.int64] = bytes_of_allocated(length, level, bucket_size)
-        return room
-    scale_bytes, code_bits = _WIRE_FORMAT[codec]
-    bits = code_bits or table["level"].astype(np.int64)
-    buckets = -(-length // table["bucket_size"].astype(np.int64))
-    size: npt.NDArray[np.int64] = scale_bytes * buckets + -(-length * bits // 8)
-    if codec in UNIT_BYTES:
-        size += UNIT_BYTES[codec] * (length > 0)
-    return size
-
-
 # codec: (bytes of a bucket's scale record, bits of a code or 0 for the segment's level)
 _WIRE_FORMAT: Final = {
-    MINMAX: (8, 0),
-    L2: (4, 0),
-    LINF: (4, 0),
+    **dict.fromkeys((MINMAX, MINMAX_SHIFT, ONEBIT), (8, 0)),
+    **dict.fromkeys((L2, LINF, SIGN, VOTE, *CODEBOOKS), (4, 0)),
+    **dict.fromkeys(BLOCK_FLOATS, (1, 0)),
+    **dict.fromkeys(ALLOCATED, (9, 0)),
     FP32: (0, 32),
     FP16: (4, 16),
     BF16: (0, 16),
     FP64: (0, 64),
-    SIGN: (4, 0),
-    VOTE: (4, 0),
-    ONEBIT: (8, 0),
-    CODEBOOK_L2: (4, 0),
-    CODEBOOK_LINF: (4, 0),
-    E4M3: (1, 0),
-    E5M2: (1, 0),
-    E2M1: (1, 0),
-    NVFP4: (1, 0),
-    MINMAX_SHIFT: (8, 0),
-    **dict.fromkeys(ALLOCATED, (9, 0)),
 }
 
 RECORD_OF_ALLOCATED: Final = 9

@@ -22,9 +22,8 @@ import numpy as np
 
 from gradcomp import kernels
 from gradcomp.kernels import dispatch, lowrank
-from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
 from gradcomp.kernels.cuda.mirrors import fill
-from gradcomp.kernels.segments import FP32, Bytes, SegmentTable
+from gradcomp.kernels.segments import FP32, Bytes, Factor, Floats, SegmentTable, Shapes, Sizes
 
 P = ParamSpec("P")
 
@@ -42,18 +41,18 @@ class Layers:
 
     inputs: SegmentTable
     outputs: SegmentTable
-    low: Int64s
-    exact: Int64s
-    rows: Int64s
-    columns: Int64s
-    ranks: Int64s
-    p_at: Int64s
-    q_at: Int64s
+    low: Sizes
+    exact: Sizes
+    rows: Sizes
+    columns: Sizes
+    ranks: Sizes
+    p_at: Sizes
+    q_at: Sizes
     p_size: int
     q_size: int
     exact_size: int
-    exact_at: Int64s
-    exact_lengths: Int64s
+    exact_at: Sizes
+    exact_lengths: Sizes
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -87,8 +86,8 @@ class Kept:
     """The storage of factors between steps: each begins at ``before``, and at ``after`` from this step on."""
 
     memory: Floats
-    before: Int64s
-    after: Int64s
+    before: Sizes
+    after: Sizes
 
 
 def _one_call(on_host: Callable[Concatenate[Layers, P], None]) -> Callable[Concatenate[Layers, P], None]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gradcomp import kernels
 from gradcomp.kernels.codec import Codec, Draw, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import address_of
-from gradcomp.kernels.replayed_calls import Pending
+from gradcomp.kernels.replayed_calls import Pending, Routine
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE, byte_offsets
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.base import (
@@ -48,7 +48,7 @@ class ChunkSegments:
     cut_from: Sizes
     bounds: Sizes
     rows: Sizes = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    routine: kernels.Routine = field(default_factory=kernels.Routine)
+    routine: Routine = field(default_factory=Routine)
 
     @cached_property
     def offsets(self) -> Addresses:

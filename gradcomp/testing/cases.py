@@ -32,9 +32,9 @@ class Row:
     ``unbiased``: the expected mean is the true one. ``constants``: equal values are exchanged exactly. ``draws``: the
     seed changes the mean. ``overflows``: sums of the largest numbers overflow. ``sized``: its bytes are a function of
     layers and level. ``waits``: values may stay in the residual until more arrive. ``products``: it sends matrix
-    products, whose sums each kernel body and instruction set may order differently. ``everything``: it sends all values
-    and keeps no residual. ``by_part``: its codes depend on all of a layer's part within a chunk, and so the mean on the
-    layout.
+    products, whose sums each backend of the kernels and instruction set may order differently. ``everything``: it sends
+    all values and keeps no residual. ``by_part``: its codes depend on all of a layer's part within a chunk, and so the
+    mean on the layout.
     """
 
     compressor: Compressor

@@ -23,7 +23,7 @@ from gradcomp.exchange.layout import Bucket, Layout
 from gradcomp.job import momentum
 from gradcomp.job.momentum import Group
 from gradcomp.kernels.devices import HOST, Device
-from gradcomp.kernels.segments import DTYPE_NUMBERS
+from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.tf import bridge
 from gradcomp.tf.bridge import Array, bytes_of, lent
 from gradcomp.tf.layers import Place, address_of
@@ -322,7 +322,7 @@ class Steps:
         self._predivide = predivide
         self._memory = memory
         self._scalars = scalars
-        self._table = np.zeros(len(variables), dtype=kernels.SEGMENT)
+        self._table = np.zeros(len(variables), dtype=SEGMENT)
         self._table["dtype"] = [DTYPE_NUMBERS[dtype.name] for dtype in self._dtypes]
         self._table["length"] = [math.prod(shape) for shape in self._shapes]
         self._momentum = optimizers_momentum

@@ -12,10 +12,9 @@ import torch
 from gradcomp import kernels
 from gradcomp.exchange.fingerprint import DeferredFingerprint, Fingerprint
 from gradcomp.exchange.thread import in_background
-from gradcomp.kernels import SEGMENT
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.reference_checksum import Words, sampled_elements, value_of_sample
-from gradcomp.kernels.segments import DTYPE_NUMBERS
+from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.torch.layers import Named
 from gradcomp.torch.streams import streams_of
 from gradcomp.torch.tensors import Form, dtype_name

@@ -9,7 +9,7 @@ import pytest
 from kernels.carried import Carried
 
 from gradcomp.kernels import devices
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 
 HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ import pytest
 from gradcomp import ConfigError, DeviceError, StateError
 from gradcomp.kernels import devices, segments
 from gradcomp.kernels.cuda import driver as driver_module
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.mirrors import fill, mirror
 

@@ -12,8 +12,8 @@ from kernels.layers import Layers as Selections
 from kernels.lent import back, there
 
 from gradcomp.kernels import dispatch, indices, reference, segments, wire_bytes
-from gradcomp.kernels.arguments import Draw, Factor, Shapes
 from gradcomp.kernels.indices import index_bytes
+from gradcomp.kernels.segments import Draw, Factor, Shapes
 
 # The compiled body is quicker, and gives the reference's bytes: tests/kernels shows it.
 QUICK: Any = dispatch.named("native" if "native" in dispatch._backends else "reference")

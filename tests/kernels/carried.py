@@ -1,4 +1,4 @@
-"""Kernels of a device for tables of the host's memory, so that tests of the other bodies are tests of it too."""
+"""Kernels of a device for tables of the host's memory, so that tests of the other backends are tests of it too."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Carried:
     are looked after.
     """
 
-    def __init__(self, body: Any, driver: Any) -> None:
-        self._body, self._driver = body, driver
+    def __init__(self, backend: Any, driver: Any) -> None:
+        self._backend, self._driver = backend, driver
 
     def __getattr__(self, name: str) -> Any:
-        kernel = getattr(self._body, name)
+        kernel = getattr(self._backend, name)
 
         def call(*arguments: Any, **settings: Any) -> Any:
             columns = (

@@ -1,4 +1,4 @@
-"""Where there is a GPU, it is one more body in the tests of all bodies: `make test-gpu` runs the cases that take it."""
+"""Where there is a GPU, it is one more backend in the tests of all backends; `make test-gpu` runs these cases."""
 
 from __future__ import annotations
 

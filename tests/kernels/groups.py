@@ -1,4 +1,4 @@
-"""Groups of segments with their memory, and what a body of the kernels makes of them."""
+"""Groups of segments with their memory, and what a backend of the kernels makes of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcomp import kernels
 from gradcomp.kernels import segments
-from gradcomp.kernels.arguments import Draw
+from gradcomp.kernels.segments import Draw
 
 CODECS = {
     "minmax": segments.MINMAX,
@@ -116,22 +116,22 @@ class Group:
                 self.table[i]["gradient"] = row.gradient.ctypes.data
             if row.length > 0 and row.residual is not None:
                 self.table[i]["residual"] = row.residual.ctypes.data
-        sizes = kernels.wire_bytes_table(self.codec, self.table)
+        sizes = segments.wire_bytes_table(self.codec, self.table)
         self.table["payload"] = self.gap + np.cumsum(sizes + self.gap) - (sizes + self.gap)
         self.size = int(self.gap + (sizes + self.gap).sum())
 
-    def encode(self, body: Any, **options: Any) -> Result:
-        """Encode with a body of the kernels: `reference`, `native` or the package itself."""
+    def encode(self, backend: Any, **options: Any) -> Result:
+        """Encode with a backend of the kernels: `reference`, `native` or the package itself."""
         options = {"scale": 1.0, "decay": 1.0} | _with_draw(options, rank=3)
         table, next_residuals = self._with_arrays(
             "next_residual", [np.dtype(np.float32) if row.next_residual else None for row in self.rows]
         )
         payload = np.full(self.size, 0xA5, np.uint8)
         flags = np.zeros(len(table), np.uint8)
-        body.encode(self.codec, table, payload, flags, **options, magnitudes=self.magnitudes)
+        backend.encode(self.codec, table, payload, flags, **options, magnitudes=self.magnitudes)
         return _result(payload, flags, next_residuals)
 
-    def reduce(self, body: Any, payloads: Sequence[bytes], **options: Any) -> Result:
+    def reduce(self, backend: Any, payloads: Sequence[bytes], **options: Any) -> Result:
         """Encode the mean of payloads."""
         options = _with_draw(options, rank=segments.OWNER_RANK)
         options = {"divisor": float(len(payloads)), "decay": 1.0} | options
@@ -141,26 +141,28 @@ class Group:
         out = np.full(self.size, 0xA5, np.uint8)
         flags = np.zeros(len(table), np.uint8)
         sources = [np.frombuffer(payload, np.uint8) for payload in payloads]
-        body.reduce(self.codec, table, sources, out, flags, **options, magnitudes=self.magnitudes)
+        backend.reduce(self.codec, table, sources, out, flags, **options, magnitudes=self.magnitudes)
         return _result(out, flags, next_residuals)
 
-    def decode(self, body: Any, payload: bytes, flags: Sequence[int] | None = None, **options: Any) -> Result:
+    def decode(
+        self, backend: Any, payload: bytes, flags: Sequence[int] | None = None, **options: Any
+    ) -> Result:
         """Decode to fresh outputs."""
         options = {"divisor": 1.0, "scale": 1.0} | options
         table, outputs = self._with_arrays("output", [segments.DTYPES[row.dtype] for row in self.rows])
         flag_array = np.array([0] * len(table) if flags is None else flags, np.uint8)
         source = np.frombuffer(payload, np.uint8)
-        body.decode(self.codec, table, source, flag_array, **options, magnitudes=self.magnitudes)
+        backend.decode(self.codec, table, source, flag_array, **options, magnitudes=self.magnitudes)
         return Result(payload, flag_array.tolist(), [_canonical(output) for output in outputs])
 
-    def decode_add(self, body: Any, payload: bytes, *, scale: float = 1.0) -> Result:
+    def decode_add(self, backend: Any, payload: bytes, *, scale: float = 1.0) -> Result:
         """Decode, and add to ones."""
         table, outputs = self._with_arrays("output", [np.dtype(np.float32)] * len(self.rows))
         table["dtype"] = segments.FLOAT32
         for output in outputs:
             output[:] = 1
         source = np.frombuffer(payload, np.uint8)
-        body.decode_add(self.codec, table, source, scale=scale, magnitudes=self.magnitudes)
+        backend.decode_add(self.codec, table, source, scale=scale, magnitudes=self.magnitudes)
         return Result(payload, [], [_canonical(output) for output in outputs])
 
     def values(self, payload: bytes) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Whole layers with their memory, and what a body of the kernels selects from them."""
+"""Whole layers with their memory, and what a backend of the kernels selects from them."""
 
 from __future__ import annotations
 
@@ -66,15 +66,17 @@ class Layers:
             np.full(size, GUARD, np.uint32).view(np.float32),
         )
 
-    def contribute(self, body: Any, decay: float = 1.0) -> Any:
-        body.contribute(self.table, self.flags, self.factors, decay=decay)
+    def contribute(self, backend: Any, decay: float = 1.0) -> Any:
+        backend.contribute(self.table, self.flags, self.factors, decay=decay)
         return self.flags.tolist(), self.next_residual_bytes()
 
-    def select_top(self, body: Any, counts: Sequence[int], decay: float = 1.0, *, zeros: bool = True) -> Any:
+    def select_top(
+        self, backend: Any, counts: Sequence[int], decay: float = 1.0, *, zeros: bool = True
+    ) -> Any:
         numbers, offsets, indices, values = self.space(counts)
         found = np.full(len(self.layers), -1, np.int64)
         lists = numbers, offsets, indices, values, found
-        body.select_top(self.table, self.flags, self.factors, *lists, decay=decay, zeros=zeros)
+        backend.select_top(self.table, self.flags, self.factors, *lists, decay=decay, zeros=zeros)
         assert not zeros or found.tolist() == list(counts)
         return (
             self.flags.tolist(),
@@ -83,29 +85,31 @@ class Layers:
             self.next_residual_bytes(),
         )
 
-    def select_above(self, body: Any, thresholds: Sequence[float], limits: Sequence[int]) -> Any:
+    def select_above(self, backend: Any, thresholds: Sequence[float], limits: Sequence[int]) -> Any:
         numbers, offsets, indices, values = self.space(limits)
         found = np.full(len(self.layers), -1, np.int64)
-        body.select_above(
+        backend.select_above(
             self.table, np.array(thresholds, np.float32), numbers, offsets, indices, values, found
         )
         return found.tolist(), self.selections(offsets, found, indices, values), values.tobytes()
 
-    def sample_thresholds(self, body: Any, counts: Sequence[int], stride: int, phase: int) -> list[float]:
+    def sample_thresholds(self, backend: Any, counts: Sequence[int], stride: int, phase: int) -> list[float]:
         thresholds = np.full(len(self.layers), np.nan, np.float32)
-        body.sample_thresholds(self.table, np.array(counts, np.int64), thresholds, stride=stride, phase=phase)
+        backend.sample_thresholds(
+            self.table, np.array(counts, np.int64), thresholds, stride=stride, phase=phase
+        )
         return thresholds.tolist()
 
-    def tail(self, body: Any, thresholds: Sequence[float]) -> Any:
+    def tail(self, backend: Any, thresholds: Sequence[float]) -> Any:
         counts = np.full(len(self.layers), -1, np.int64)
         sums, squares = np.full((2, len(self.layers)), np.nan)
         maxima = np.full(len(self.layers), np.nan, np.float32)
-        body.tail(self.table, np.array(thresholds, np.float32), counts, sums, squares, maxima)
+        backend.tail(self.table, np.array(thresholds, np.float32), counts, sums, squares, maxima)
         return counts.tolist(), sums.tolist(), squares.tolist(), maxima.tolist()
 
-    def squares(self, body: Any) -> bytes:
+    def squares(self, backend: Any) -> bytes:
         out = np.full(len(self.layers), -1.0)
-        body.squares(self.table, out)
+        backend.squares(self.table, out)
         out[np.isnan(out)] = np.nan
         return out.tobytes()
 

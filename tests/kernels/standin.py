@@ -1,4 +1,4 @@
-"""The CUDA kernels as one more body: run by the stand-in for a GPU, see tests/cuda_on_cpu, or by a GPU."""
+"""The CUDA kernels as one more backend: run by the stand-in for a GPU, see tests/cuda_on_cpu, or by a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels import gpu
 from kernels.carried import Carried
 
 from gradcomp.kernels import devices, dispatch
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.segments import is_table
 
@@ -23,7 +23,7 @@ GPU = -1
 """Stands for the order of threads that a GPU chooses."""
 
 ORDERS = {"cuda": 2} | ({"gpu": GPU} if gpu.problem() is None else {})
-"""Names of bodies, and the order in which their threads run: shuffled shows most of what barriers are missing."""
+"""Names of backends, and the order in which their threads run: shuffled shows most of what barriers are missing."""
 
 
 ADDRESSES = ("gradient", "residual", "next_residual", "output")
@@ -44,7 +44,7 @@ class _OnGpu:
 
 
 @cache
-def cuda_body(order: int = 0) -> Any:
+def cuda_backend(order: int = 0) -> Any:
     """The kernels, in a thread order; for tables of the host's memory."""
     return _OnGpu() if order == GPU else CudaKernels(CpuDriver(FOLDER, order))
 
@@ -57,12 +57,12 @@ def is_gpu(value: Any) -> bool:
 class _Strict:
     """Kernels that refuse tables in which an address is not the device's."""
 
-    def __init__(self, body: CudaKernels, driver: CpuDriver) -> None:
-        self._body, self._driver = body, driver
+    def __init__(self, backend: CudaKernels, driver: CpuDriver) -> None:
+        self._backend, self._driver = backend, driver
         self.called: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
-        kernel = getattr(self._body, name)
+        kernel = getattr(self._backend, name)
 
         def call(*arguments: Any, **settings: Any) -> Any:
             self.called.add(name)
@@ -78,26 +78,25 @@ class _Strict:
         return call
 
 
-class _Unmixed(dispatch._Routed):
-    """Refuses tables of which some addresses are the device's and others are not, whoever they are for.
+def _unmixed(driver: CpuDriver) -> Any:
+    """`dispatch.device_of`, which refuses tables of which some addresses are the device's and others are not.
 
     The stand-in's memory is the host's too, so that a kernel of the host would take a gradient of the device.
     """
+    device_of = dispatch.device_of
 
-    def __init__(self, driver: CpuDriver) -> None:
-        super().__init__()
-        self._driver = driver
-
-    def _body_of(self, arguments: tuple[Any, ...]) -> Any:
+    def checked(arguments: Any) -> Any:
         for table in filter(is_table, arguments):
             sides = {
-                (column, self._driver.reaches(address))
+                (column, driver.reaches(address))
                 for column in ADDRESSES
                 for address in table[column][table["length"] > 0].tolist()
                 if address
             }
             assert len({side for _, side in sides}) < 2, f"a table of both sides: {sorted(sides)}"
-        return super()._body_of(arguments)
+        return device_of(arguments)
+
+    return checked
 
 
 @contextmanager
@@ -122,12 +121,13 @@ def lists_for_kernels_alone() -> Iterator[None]:
 def device(name: str = "stand-in", order: int = 0) -> Iterator[tuple[Device, Any]]:
     """A device of the stand-in, and its kernels, which note in ``called`` what ran; its memory is ``zeros`` only."""
     driver = CpuDriver(FOLDER, order)
-    before, dispatch._routed = dispatch._routed, _Unmixed(driver)
+    before = dispatch.device_backends, dispatch.device_of
+    dispatch.device_backends, dispatch.device_of = {}, _unmixed(driver)
     try:
         place = devices.on(name, driver)
         strict = _Strict(place.kernels, driver)
-        dispatch.bring(name, strict, driver.reaches)
+        dispatch.device_backends[name] = strict, driver.reaches
         with lists_for_kernels_alone():
             yield replace(place, kernels=strict), strict
     finally:
-        dispatch._routed = before
+        dispatch.device_backends, dispatch.device_of = before

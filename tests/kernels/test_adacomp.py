@@ -11,22 +11,24 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels.isas import NATIVE
 from kernels.layers import Layer, Layers
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_backend
 from tiers import examples
 
 from gradcomp.kernels import dispatch, segments
 
-BODIES: dict[str, Any] = {"reference": dispatch.named("reference"), "native": NATIVE}
-BODIES |= {name: cuda_body(order) for name, order in ORDERS.items()}
-OTHERS = [name for name in BODIES if name != "reference"]
+BACKENDS: dict[str, Any] = {"reference": dispatch.named("reference"), "native": NATIVE}
+BACKENDS |= {name: cuda_backend(order) for name, order in ORDERS.items()}
+OTHERS = [name for name in BACKENDS if name != "reference"]
 EXACT = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -3.0, 1e-45, 3e38, np.inf, np.nan]) | st.floats(width=32)
 
 
-def select(body: str, layers: list[Layer], contributions: list[Any], limits: list[int], bin_size: int) -> Any:
+def select(
+    backend: str, layers: list[Layer], contributions: list[Any], limits: list[int], bin_size: int
+) -> Any:
     memory = Layers(layers, contributions)
     numbers, offsets, indices, values = memory.space(limits)
     found = np.full(len(layers), -1, np.int64)
-    BODIES[body].select_adacomp(
+    BACKENDS[backend].select_adacomp(
         memory.table, memory.factors, numbers, offsets, indices, values, found, bin_size=bin_size
     )
     return memory.selections(offsets, found, indices, values), values.tobytes()
@@ -52,12 +54,12 @@ def test_definition(size: int, bin_size: int, data: Any) -> None:
     (chosen,), _ = select("reference", [layer], [c], [limit], bin_size)
     assert chosen == spelled_out(c, np.float32(0.5) * gradient, bin_size, limit)
     expected = select("reference", [layer], [c], [limit], bin_size)
-    for body in OTHERS:
-        assert select(body, [layer], [c], [limit], bin_size) == expected
+    for backend in OTHERS:
+        assert select(backend, [layer], [c], [limit], bin_size) == expected
 
 
 @pytest.mark.parametrize("bin_size", [1, 2, 50, 500, 10**6, 2**62])
-def test_bodies_give_the_same_bytes(bin_size: int) -> None:
+def test_backends_give_the_same_bytes(bin_size: int) -> None:
     rng = np.random.default_rng(0)
     layers, contributions, limits = [], [], []
     for length in (0, 1, 2, 49, 50, 51, 500, 3001):
@@ -72,8 +74,8 @@ def test_bodies_give_the_same_bytes(bin_size: int) -> None:
                 contributions.append(rng.standard_normal(length).astype(np.float32))
                 limits.append(min(length, 40))
     expected = select("reference", layers, contributions, limits, bin_size)
-    for body in OTHERS:
-        assert select(body, layers, contributions, limits, bin_size) == expected
+    for backend in OTHERS:
+        assert select(backend, layers, contributions, limits, bin_size) == expected
 
 
 @pytest.mark.parametrize("dtype", [segments.FLOAT16, segments.BFLOAT16])
@@ -83,7 +85,7 @@ def test_every_half_precision_number_is_read(dtype: int) -> None:
     c = np.where(np.arange(1 << 16) % 2, np.float32(0), np.abs(np.roll(gradient, -1).astype(np.float32)))
     layers = [Layer(gradient, dtype=dtype)]
     with np.errstate(all="ignore"):
-        results = [select(body, layers, [c], [1 << 16], 2) for body in BODIES]
+        results = [select(backend, layers, [c], [1 << 16], 2) for backend in BACKENDS]
     assert all(result == results[0] for result in results)
     assert len(results[0][0][0]) > 30_000
 
@@ -110,7 +112,7 @@ MISTYPED = {
 }
 
 
-def spoiled(body: str, **changes: Any) -> list[bytes]:
+def spoiled(backend: str, **changes: Any) -> list[bytes]:
     c = np.ones(8, np.float32)
     table = np.zeros(1, segments.SEGMENT)
     table["length"], table["next_residual"], table["gradient"] = 8, c.ctypes.data, c.ctypes.data
@@ -127,27 +129,29 @@ def spoiled(body: str, **changes: Any) -> list[bytes]:
     } | changes
     *positional, bin_size = arguments.values()
     try:
-        BODIES[body].select_adacomp(table, *positional, bin_size=bin_size)
+        BACKENDS[backend].select_adacomp(table, *positional, bin_size=bin_size)
     finally:
         written = (arguments[name] for name in ("indices", "values", "found"))
         assert changes == {} or all((array == array.flat[0]).all() for array in written)
     return [arguments[name].tolist() for name in ("indices", "found")]
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_plain_arguments_are_accepted(body: str) -> None:
-    assert spoiled(body) == [[7, 7, 0, 1, 2, 3], [4]]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plain_arguments_are_accepted(backend: str) -> None:
+    assert spoiled(backend) == [[7, 7, 0, 1, 2, 3], [4]]
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("changes", SPOILED.values(), ids=SPOILED)
-def test_malformed_calls_are_refused_before_anything_is_written(body: str, changes: dict[str, Any]) -> None:
+def test_malformed_calls_are_refused_before_anything_is_written(
+    backend: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match=r"."):
-        spoiled(body, **changes)
+        spoiled(backend, **changes)
 
 
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MISTYPED)
-def test_arrays_of_another_type_are_refused(body: str, name: str) -> None:
+def test_arrays_of_another_type_are_refused(backend: str, name: str) -> None:
     with pytest.raises(TypeError):
-        spoiled(body, **{name: MISTYPED[name]})
+        spoiled(backend, **{name: MISTYPED[name]})

@@ -17,8 +17,8 @@ from gradcomp.kernels import dispatch, reference, reference_bits, segments
 pytest.importorskip("gradcomp._native")
 
 BYTES, ERROR = segments.MINMAX_LEAST_BYTES, segments.MINMAX_LEAST_ERROR
-BODIES = pytest.mark.parametrize(
-    "body", [dispatch.named("reference"), dispatch.named("native")], ids=["reference", "native"]
+BACKENDS = pytest.mark.parametrize(
+    "backend", [dispatch.named("reference"), dispatch.named("native")], ids=["reference", "native"]
 )
 SIZE = 64
 
@@ -96,20 +96,20 @@ def test_draws_are_unbiased() -> None:
     assert (np.abs(decoded.mean(axis=0, dtype=np.float64) - values) <= 5 * spread).all()
 
 
-@BODIES
+@BACKENDS
 @pytest.mark.parametrize("codec", [BYTES, ERROR])
-def test_constant_buckets_take_no_bits(codec: int, body: Any) -> None:
+def test_constant_buckets_take_no_bits(codec: int, backend: Any) -> None:
     values = buckets(0.0, 3)
     values[:SIZE], values[2 * SIZE :] = 0.1, -0.0
     each = group(codec, values, next_residual=True)
-    encoded = each.encode(body, stochastic=True)
+    encoded = each.encode(backend, stochastic=True)
     assert bits_of(encoded.payload, 3).tolist() == [0, 4 if codec == BYTES else 8, 0]
     decoded = each.values(encoded.payload)[0]
     assert decoded[:SIZE].tolist() == values[:SIZE].tolist()
     residual = np.frombuffer(encoded.arrays[0] or b"", np.float32)
     assert residual.tolist() == (values - decoded).tolist()
     alone = group(codec, np.full(5, 7, np.float32))
-    assert alone.values(alone.encode(body).payload)[0].tolist() == [7.0] * 5
+    assert alone.values(alone.encode(backend).payload)[0].tolist() == [7.0] * 5
 
 
 def test_a_payload_by_hand() -> None:
@@ -121,39 +121,39 @@ def test_a_payload_by_hand() -> None:
     assert payload[18:] == bytes([0b10_11_01_00, 0, 0, 0, 0, 0])
 
 
-@BODIES
+@BACKENDS
 @pytest.mark.parametrize("codec", [BYTES, ERROR])
 @pytest.mark.parametrize("said", [[9, 4], [255, 4], [5, 4], [8, 8]])
-def test_bits_that_cannot_be_are_not_finite(codec: int, body: Any, said: list[int]) -> None:
+def test_bits_that_cannot_be_are_not_finite(codec: int, backend: Any, said: list[int]) -> None:
     each = group(codec, buckets(0.0, 2))
-    payload = bytearray(each.encode(body).payload)
+    payload = bytearray(each.encode(backend).payload)
     payload[16:18] = bytes(said)
-    found = each.decode(body, bytes(payload))
+    found = each.decode(backend, bytes(payload))
     assert found.flags == [1]
     assert np.isnan(np.frombuffer(found.arrays[0] or b"", np.float32)).all()
-    assert each.reduce(body, [bytes(payload), each.encode(body).payload]).flags == [1]
+    assert each.reduce(backend, [bytes(payload), each.encode(backend).payload]).flags == [1]
 
 
-@BODIES
+@BACKENDS
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_is_flagged(body: Any, value: float) -> None:
+def test_what_is_not_finite_is_flagged(backend: Any, value: float) -> None:
     values = buckets(0.0, 2)
     values[70] = value
-    encoded = group(BYTES, values).encode(body)
+    encoded = group(BYTES, values).encode(backend)
     assert encoded.flags == [1]
     assert not any(encoded.payload)
     wide = np.array([-3e38, 3e38], np.float32)
-    assert group(BYTES, wide).encode(body).flags == [1]
+    assert group(BYTES, wide).encode(backend).flags == [1]
 
 
-@BODIES
-def test_bytes_of_a_peer_are_never_read_past_their_end(body: Any) -> None:
+@BACKENDS
+def test_bytes_of_a_peer_are_never_read_past_their_end(backend: Any) -> None:
     rng = np.random.default_rng(3)
     each = group(BYTES, rng.normal(size=200).astype(np.float32), bits=3, size=40)
     for _ in range(200):
         payload = bytearray(rng.integers(0, 256, each.size, dtype=np.uint8).tobytes())
         payload[40:45] = rng.integers(0, 6, 5, dtype=np.uint8).tobytes()
-        found, expected = each.decode(body, bytes(payload)), each.decode(reference, bytes(payload))
+        found, expected = each.decode(backend, bytes(payload)), each.decode(reference, bytes(payload))
         assert found.flags == expected.flags
         assert found.arrays == expected.arrays
 
@@ -170,38 +170,38 @@ def travelling(codec: int = BYTES) -> Group:
     return Group(codec, rows)
 
 
-@BODIES
+@BACKENDS
 @pytest.mark.parametrize("codec", [BYTES, ERROR, segments.MINMAX])
-def test_compact_and_restore(codec: int, body: Any) -> None:
+def test_compact_and_restore(codec: int, backend: Any) -> None:
     each = travelling(codec)
-    payload = np.frombuffer(each.encode(body, stochastic=True).payload, np.uint8)
+    payload = np.frombuffer(each.encode(backend, stochastic=True).payload, np.uint8)
     out, back = np.zeros(each.size, np.uint8), np.full(each.size, 0xA5, np.uint8)
-    size = body.compact(codec, each.table, payload, out)
+    size = backend.compact(codec, each.table, payload, out)
     used = [reference_bits.used_bytes(row, payload[int(row["payload"]) :]) for row in each.table]
-    rooms = kernels.wire_bytes_table(codec, each.table)
+    rooms = segments.wire_bytes_table(codec, each.table)
     assert size == (sum(used) if codec in segments.ALLOCATED else rooms.sum())  # type: ignore[arg-type]
     assert (size < rooms.sum()) == (codec == BYTES)
-    assert body.restore(codec, each.table, out[: size + 1], back) == size
+    assert backend.restore(codec, each.table, out[: size + 1], back) == size
     assert back.tolist() == payload.tolist()
 
 
-@BODIES
-def test_what_cannot_be_restored(body: Any) -> None:
+@BACKENDS
+def test_what_cannot_be_restored(backend: Any) -> None:
     each = travelling()
-    payload = np.frombuffer(each.encode(body).payload, np.uint8)
+    payload = np.frombuffer(each.encode(backend).payload, np.uint8)
     out, back = np.zeros(each.size, np.uint8), np.zeros(each.size, np.uint8)
-    size = body.compact(BYTES, each.table, payload, out)
+    size = backend.compact(BYTES, each.table, payload, out)
     for length in range(size):
         with pytest.raises(ValueError, match="end too early"):
-            body.restore(BYTES, each.table, out[:length], back)
+            backend.restore(BYTES, each.table, out[:length], back)
     for at, bits in ((40, 9), (44, 255), (41, 8)):
         wrong = out.copy()
         wrong[at : at + 4] = bits
         with pytest.raises(ValueError, match=r"bits of the buckets|end too early"):
-            body.restore(BYTES, each.table, wrong[:size], back)
+            backend.restore(BYTES, each.table, wrong[:size], back)
     with pytest.raises(ValueError, match="out is too short"):
-        body.compact(BYTES, each.table, payload, out[: size - 1])
+        backend.compact(BYTES, each.table, payload, out[: size - 1])
     hostile = payload.copy()
     hostile[int(each.table["payload"][0]) + 40] = 9
     with pytest.raises(ValueError, match="bits of the buckets"):
-        body.compact(BYTES, each.table, hostile, out)
+        backend.compact(BYTES, each.table, hostile, out)

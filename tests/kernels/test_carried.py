@@ -44,7 +44,7 @@ def test_same_bytes_as_the_reference(carried: Any, dtype: int) -> None:
 
 
 def test_a_table_that_is_refused_is_refused_with_its_memory_as_it_was() -> None:
-    carried = Carried(standin.cuda_body(), standin.cuda_body().driver)
+    carried = Carried(standin.cuda_backend(), standin.cuda_backend().driver)
     gradient, next_residual = of(9), np.full(9, 7, np.float32)
     table = np.zeros(1, segments.SEGMENT)
     table["gradient"], table["next_residual"], table["length"] = (

@@ -1,6 +1,6 @@
 """What the codecs promise: layout, error bounds, unbiasedness, residuals, and what becomes of awkward numbers.
 
-These are facts about the definition, so they are asked of the body in use; test_bodies.py ties the others to it.
+These are facts about the definition, so they are asked of the backend in use; test_backends.py ties the others to it.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def one(codec: int, gradient: Any, residual: Any = None, **row: Any) -> Group:
     ],
 )
 def test_wire_bytes(codec: int, length: int, bits: int, bucket_size: int, size: int) -> None:
-    assert kernels.wire_bytes(codec, length, bits, bucket_size) == size
+    assert segments.wire_bytes(codec, length, bits, bucket_size) == size
     table = np.zeros(1, segments.SEGMENT)
     table["length"], table["level"], table["bucket_size"] = length, bits, bucket_size
-    assert kernels.wire_bytes_table(codec, table).tolist() == [size]
+    assert segments.wire_bytes_table(codec, table).tolist() == [size]
 
 
 # --- layout -------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def test_non_finite_contribution_is_flagged_and_sends_zeros(codec: int, bad: flo
     group = Group(codec, [good, spoilt, good])
     encoded = group.encode(kernels)
     assert encoded.flags == [0, 1, 0]
-    size = kernels.wire_bytes(codec, 700, bits, 512)
+    size = segments.wire_bytes(codec, 700, bits, 512)
     offset = group.table["payload"][1]
     assert encoded.payload[offset : offset + size] == bytes(size)
     decoded = group.decode(kernels, encoded.payload, encoded.flags)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from cuda_on_cpu.driver import CpuDriver
 from kernels.groups import CODECS, Group, Segment, nearest_level
-from kernels.standin import FOLDER, cuda_body
+from kernels.standin import FOLDER, cuda_backend
 
 from gradcomp.kernels import reference, segments
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 
 
 class Aligned(Group):
@@ -40,7 +40,7 @@ def both(group: Group, kernel: str, *arguments: Any, **settings: Any) -> None:
     """The bytes of the reference, in two orders of threads."""
     expected = getattr(group, kernel)(reference, *arguments, **settings)
     for order in (1, 2):
-        assert getattr(group, kernel)(cuda_body(order), *arguments, **settings) == expected
+        assert getattr(group, kernel)(cuda_backend(order), *arguments, **settings) == expected
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_more_parts_than_a_team_joins_at_once(codec: str) -> None:
     bits = nearest_level(CODECS[codec], 3)
     rows = [Segment(rng.normal(size=18 * PART + 5).astype(np.float32), bits=bits, bucket_size=1 << 30)]
     group = Group(CODECS[codec], rows)
-    assert group.encode(cuda_body(2)) == group.encode(reference)
+    assert group.encode(cuda_backend(2)) == group.encode(reference)
 
 
 @pytest.mark.parametrize("residents", [1, 4, 1000])
@@ -106,12 +106,12 @@ def test_blocks_share_the_tiles(residents: int) -> None:
     ]
     group, driver = Group(segments.MINMAX, rows), CpuDriver(FOLDER, 1)
     driver.residents = residents
-    body = CudaKernels(driver)
+    backend = CudaKernels(driver)
     expected = group.encode(reference)
-    assert group.encode(body) == expected
+    assert group.encode(backend) == expected
     payloads = [expected.payload] * 2
-    assert group.reduce(body, payloads) == group.reduce(reference, payloads)
-    assert group.decode(body, expected.payload) == group.decode(reference, expected.payload)
+    assert group.reduce(backend, payloads) == group.reduce(reference, payloads)
+    assert group.decode(backend, expected.payload) == group.decode(reference, expected.payload)
     launched = dict(driver.launched)
     assert launched["encode_nearest"] == launched["reduce_nearest"] == min(residents, 4 + 1 + 2)
     assert launched["decode"] == min(residents, 3)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu.driver import CpuDriver
-from kernels.standin import FOLDER, cuda_body
+from kernels.standin import FOLDER, cuda_backend
 from kernels.test_lowrank import DTYPES, Layers, assert_close
 
 from gradcomp.kernels import dispatch, reference_indices
-from gradcomp.kernels.codings import ALL, BITMAP, PACKED, RAW, index_bytes
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 from gradcomp.kernels.cuda.call import described
+from gradcomp.kernels.reference_indices import ALL, BITMAP, PACKED, RAW, index_bytes
 
 CALLS = ("project", "back_project", "orthogonalise", "expand", "subtract")
 
@@ -52,12 +52,12 @@ def test_matrices_of_whole_vectors(rank: int, dtype: int) -> None:
     layers = Aligned(shapes, rank, dtype)
     assert not (layers.table["gradient"] % 16).any()
     assert not (layers.p_at % 4 != 1).any()
-    layers.project(cuda_body())
+    layers.project(cuda_backend())
     for i in range(len(shapes)):
         c = layers.contribution(i, 0.9)
         assert layers.matrix(layers.next_residuals, i).tobytes() == c.tobytes()
         assert_close(layers.P[i].T, c, layers.Q[i].T)
-    layers.back_project(cuda_body())
+    layers.back_project(cuda_backend())
     for i in range(len(shapes)):
         assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.next_residuals, i))
     layers.check_guards()
@@ -67,10 +67,10 @@ def test_matrices_of_whole_vectors(rank: int, dtype: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_whole_vectors(rank: int, dtype: int) -> None:
     results = []
-    for body in (dispatch.named("reference"), cuda_body()):
+    for backend in (dispatch.named("reference"), cuda_backend()):
         layers = Aligned([(8, 4), (64, 64), (300, 8), (36, 132), (4, 1028)], rank, dtype)
-        layers.expand(body, divisor=3.0, scale=0.7)
-        layers.subtract(body)
+        layers.expand(backend, divisor=3.0, scale=0.7)
+        layers.subtract(backend)
         layers.check_guards()
         results.append(layers.bytes())
     assert results[0] == results[1]
@@ -91,10 +91,10 @@ def test_launches_do_not_grow_with_the_layers(call: str) -> None:
 @pytest.mark.parametrize("rank", [33, 70])
 def test_more_columns_than_fit_at_a_time(rank: int) -> None:
     layers = Layers([(37, 33), (70, 129)], rank)
-    layers.project(cuda_body())
+    layers.project(cuda_backend())
     for i in range(2):
         assert_close(layers.P[i].T, layers.contribution(i, 0.9), layers.Q[i].T)
-    layers.back_project(cuda_body())
+    layers.back_project(cuda_backend())
     for i in range(2):
         assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.next_residuals, i))
     layers.check_guards()
@@ -106,45 +106,45 @@ def test_columns_are_orthogonalised_the_same_in_any_order_of_threads() -> None:
     expected.orthogonalise(dispatch.named("reference"))
     for order in range(3):
         layers = Layers(shapes, 5)
-        layers.orthogonalise(cuda_body(order))
+        layers.orthogonalise(cuda_backend(order))
         assert layers.bytes() == expected.bytes()
 
 
 @pytest.mark.parametrize("shape", [(1, 70 * 1024), (70 * 256, 1)])
 def test_sums_of_many_parts(shape: tuple[int, int]) -> None:
     layers = Layers([(3, 5), shape], 1)
-    layers.project(cuda_body())
+    layers.project(cuda_backend())
     assert_close(layers.P[1].T, layers.contribution(1, 0.9), layers.Q[1].T)
-    layers.back_project(cuda_body())
+    layers.back_project(cuda_backend())
     assert_close(layers.Q[1], layers.P[1], layers.matrix(layers.next_residuals, 1))
     layers.check_guards()
 
 
 def test_layers_of_several_ranks_in_a_call() -> None:
     results = []
-    for body in (dispatch.named("reference"), cuda_body()):
+    for backend in (dispatch.named("reference"), cuda_backend()):
         layers = Layers([(20, 30)] * 5, 12)
         layers.ranks[:] = (1, 4, 12, 0, 7)
-        layers.project(body)
+        layers.project(backend)
         for i in range(5):
             r = layers.ranks[i]
             assert_close(layers.P[i][:r].T, layers.contribution(i, 0.9), layers.Q[i][:r].T)
-            layers.P[i][:] = np.round(layers.P[i])  # where the bodies agree
+            layers.P[i][:] = np.round(layers.P[i])  # where the backends agree
         for kernel in (layers.orthogonalise, layers.subtract, layers.expand):
-            kernel(body)
+            kernel(backend)
         results.append(layers.bytes())
     assert results[0] == results[1]
 
 
 def test_whole_numbers_are_factors_too() -> None:
     results = []
-    for body, (decay, divisor, scale) in (
+    for backend, (decay, divisor, scale) in (
         (dispatch.named("reference"), (1.0, 3.0, 2.0)),
-        (cuda_body(), (1, 3, 2)),
+        (cuda_backend(), (1, 3, 2)),
     ):
         layers = Layers([(20, 30)], 3)
-        layers.expand(body, divisor, scale)
-        layers.project(body, decay)
+        layers.expand(backend, divisor, scale)
+        layers.project(backend, decay)
         results.append([layers.next_residuals[0].tobytes(), layers.outputs[0].tobytes()])
     assert results[0] == results[1]
 
@@ -156,7 +156,7 @@ def test_factors_on_the_device() -> None:
         p, q = layers.p, layers.q
         layers.p, layers.q = wrap(p), wrap(q)
         for call in CALLS:
-            getattr(layers, call)(cuda_body())
+            getattr(layers, call)(cuda_backend())
         layers.p, layers.q = p, q
         results.append(layers.bytes())
         layers.check_guards()
@@ -170,15 +170,15 @@ def test_arrays_on_the_device_are_checked_by_what_they_say() -> None:
     for wrong in (np.zeros(80, np.float64), np.zeros((80, 1), np.float32), np.zeros(160, np.float32)[::2]):
         layers.p = OnDevice(wrong)
         with pytest.raises(TypeError):
-            layers.project(cuda_body())
+            layers.project(cuda_backend())
     frozen = np.zeros(80, np.float32)
     frozen.flags.writeable = False
     layers.p = OnDevice(frozen)
     with pytest.raises(TypeError):
-        layers.project(cuda_body())
+        layers.project(cuda_backend())
     layers.p = OnDevice(np.zeros(3, np.float32))
     with pytest.raises(ValueError, match="P does not lie inside"):
-        layers.project(cuda_body())
+        layers.project(cuda_backend())
 
 
 @pytest.mark.parametrize("call", ["encode_indices", "decode_indices"])
@@ -205,17 +205,17 @@ def test_lists_on_the_device() -> None:
     counts, lengths = np.array([30, 40, 0]), np.array([1000, 90, 7])
     layers, offsets = np.array([1, 2, 3], np.uint32), np.array([5, 35, 2])
     drawn, decoded = np.full(80, 7, np.uint32), np.full(80, 7, np.uint32)
-    cuda_body().draw_indices(lengths, counts, layers, offsets, OnDevice(drawn), seed=1, step=2, rank=3)
+    cuda_backend().draw_indices(lengths, counts, layers, offsets, OnDevice(drawn), seed=1, step=2, rank=3)
     codings = np.array([PACKED, BITMAP, RAW], np.int32)
     sizes = index_bytes(codings, lengths, counts)
     places, payload = np.array([3, 100, 0]), rng.integers(0, 256, 120).astype(np.uint8)
     expected = payload.copy()
     rows = (codings, lengths, counts, offsets)
-    cuda_body().encode_indices(*rows, OnDevice(drawn), places, OnDevice(payload))
+    cuda_backend().encode_indices(*rows, OnDevice(drawn), places, OnDevice(payload))
     reference_indices.encode_indices(*rows, drawn, places, expected)
     assert payload.tobytes() == expected.tobytes()
     assert sizes.sum() < 100
-    cuda_body().decode_indices(*rows, OnDevice(decoded), places, OnDevice(payload))
+    cuda_backend().decode_indices(*rows, OnDevice(decoded), places, OnDevice(payload))
     np.testing.assert_array_equal(decoded, drawn)
 
 
@@ -226,10 +226,10 @@ def test_what_is_wrong_with_a_list_is_said() -> None:
         payload = np.full(20, byte, np.uint8)
         payload[:8] = (1, 0, 0, 0, 2, 0, 0, 0)
         with pytest.raises(ValueError, match=f"row 1: .*{complaint}"):
-            cuda_body().decode_indices(*rows, np.zeros(4, np.uint32), np.array([0, 8]), payload)
+            cuda_backend().decode_indices(*rows, np.zeros(4, np.uint32), np.array([0, 8]), payload)
     for listed, complaint in (([2, 1], "ascending"), ([2, 9], "not below")):
         with pytest.raises(ValueError, match=f"row 0: .*{complaint}"):
-            cuda_body().encode_indices(
+            cuda_backend().encode_indices(
                 *rows, np.array([*listed, 5, 4], np.uint32), np.array([0, 8]), np.zeros(20, np.uint8)
             )
 
@@ -243,14 +243,14 @@ def test_no_layers(call: str) -> None:
 
 def test_no_lists() -> None:
     driver = CpuDriver(FOLDER)
-    body = CudaKernels(driver)
+    backend = CudaKernels(driver)
     codings, none = np.array([RAW, PACKED, BITMAP, ALL], np.int32), np.zeros(4, np.int64)
     lengths, indices, payload = np.array([5, 5, 5, 0]), np.zeros(0, np.uint32), np.zeros(0, np.uint8)
     for rows in (slice(None), slice(0)):
         columns = [column[rows] for column in (codings, lengths, none, none)]
-        body.encode_indices(*columns, indices, none[rows], payload)
-        body.decode_indices(*columns, indices, none[rows], payload)
+        backend.encode_indices(*columns, indices, none[rows], payload)
+        backend.decode_indices(*columns, indices, none[rows], payload)
         layers = np.zeros(4, np.uint32)[rows]
-        body.draw_indices(*columns[1:3], layers, columns[3], indices, seed=1, step=2, rank=3)
+        backend.draw_indices(*columns[1:3], layers, columns[3], indices, seed=1, step=2, rank=3)
     # Of rows without indices, nothing is left to do.
     assert {name for name, _ in driver.launched} <= {"add_counts"}

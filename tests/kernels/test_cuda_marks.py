@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-#: The tests of all bodies.
+#: The tests of all backends.
 MODULES = (
-    *("adacomp", "bodies", "draws", "driver", "indices", "lowrank", "scatter", "selection"),
+    *("adacomp", "backends", "draws", "driver", "indices", "lowrank", "scatter", "selection"),
     "selection_hostile",
 )
 

@@ -12,11 +12,11 @@ from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of
 from kernels.standin import FOLDER
 
 from gradcomp.kernels import segments
-from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.codec import CodecKernels
 from gradcomp.kernels.cuda.measures import MeasureKernels
 from gradcomp.kernels.cuda.modules import Module, holding, modules
 from gradcomp.kernels.cuda.prepared import Plans
+from gradcomp.kernels.segments import Draw
 
 LENGTH = 10_000
 
@@ -38,7 +38,7 @@ class Asking(CpuDriver):
 def asked_by(codec: int) -> set[Module]:
     """By all kernels of a codec, at all levels, for buckets of whole groups, of some other size, and large ones."""
     driver = Asking()
-    body = CodecKernels(Plans(driver))
+    backend = CodecKernels(Plans(driver))
     levels = np.array(levels_of(codec), np.int32)
     gradient = np.zeros(LENGTH, segments.DTYPES[dtypes_of(codec)[0]])
     for size in (512, 3, 9001):
@@ -48,15 +48,15 @@ def asked_by(codec: int) -> set[Module]:
         group = Group(codec, rows)
         payload = bytes(group.size)
         for stochastic in (False, True):
-            group.encode(body, stochastic=stochastic)
-            group.reduce(body, [payload, payload], stochastic=stochastic)
+            group.encode(backend, stochastic=stochastic)
+            group.reduce(backend, [payload, payload], stochastic=stochastic)
             if size == 512:
                 draw = Draw(0, 0, 0) if stochastic else None
                 MeasureKernels(Plans(driver)).losses(
                     codec, group.table[:1], levels, draw=draw, magnitudes=group.magnitudes
                 )
-        group.decode(body, payload)
-        group.decode_add(body, payload)
+        group.decode(backend, payload)
+        group.decode_add(backend, payload)
     return driver.asked
 
 
@@ -75,9 +75,9 @@ def test_every_first_step_needs_few_modules(codec: int) -> None:
     group = Group(
         codec, [Segment(np.zeros(LENGTH, segments.DTYPES[dtype]), bits=max(levels_of(codec)), dtype=dtype)]
     )
-    body = CodecKernels(Plans(driver))
-    group.encode(body)
-    group.reduce(body, [bytes(group.size)])
-    group.decode(body, bytes(group.size))
+    backend = CodecKernels(Plans(driver))
+    group.encode(backend)
+    group.reduce(backend, [bytes(group.size)])
+    group.decode(backend, bytes(group.size))
     for_units = codec in segments.UNIT_BYTES
     assert len({each for each in driver.asked if each.source != "rows.cu"}) <= 3 + for_units

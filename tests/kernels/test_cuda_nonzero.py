@@ -11,7 +11,7 @@ import pytest
 from cuda_on_cpu.driver import CpuDriver
 from kernels.standin import FOLDER
 
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 from gradcomp.kernels.segments import SEGMENT
 
 PAGE = mmap.PAGESIZE

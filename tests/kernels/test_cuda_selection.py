@@ -12,7 +12,7 @@ from kernels.layers import Layer, Layers
 from kernels.standin import FOLDER
 
 from gradcomp.kernels import dispatch, segments
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 
 reference = dispatch.named("reference")
 
@@ -41,7 +41,7 @@ def driver() -> CpuDriver:
 
 
 @pytest.fixture
-def body(driver: CpuDriver) -> CudaKernels:
+def backend(driver: CpuDriver) -> CudaKernels:
     return CudaKernels(driver)
 
 
@@ -57,10 +57,10 @@ def kernels(layers: list[Layer]) -> dict[str, Callable[[Any], Any]]:
     offsets, found = np.arange(len(layers)), np.zeros(len(layers), np.int64)
     indices, values = np.zeros(len(layers), np.uint32), np.zeros(len(layers), np.float32)
 
-    def scatter(body: Any) -> None:
+    def scatter(backend: Any) -> None:
         own = Layers(layers)
         own.table["output"] = own.table["next_residual"]
-        body.scatter_mean(
+        backend.scatter_mean(
             own.table,
             np.zeros_like(own.flags),
             offsets[None],
@@ -71,21 +71,21 @@ def kernels(layers: list[Layer]) -> dict[str, Callable[[Any], Any]]:
             scale=1,
         )
 
-    def adacomp(body: Any) -> None:
+    def adacomp(backend: Any) -> None:
         own = Layers(layers, c)
         flat = (numbers, offsets, indices.copy(), values.copy(), found)
-        body.select_adacomp(own.table, own.factors, *flat, bin_size=50)
+        backend.select_adacomp(own.table, own.factors, *flat, bin_size=50)
 
     return {
-        "contribute": lambda body: Layers(layers).contribute(body),
-        "squares": lambda body: Layers(layers).squares(body),
-        "select_top": lambda body: Layers(layers).select_top(body, ones),
-        "select_top without zeros": lambda body: Layers(layers).select_top(body, ones, zeros=False),
-        "select_above": lambda body: Layers(layers, c).select_above(body, [0.5] * len(layers), ones),
-        "sample_thresholds": lambda body: Layers(layers, c).sample_thresholds(body, ones, 3, 1),
-        "tail": lambda body: Layers(layers, c).tail(body, [0.5] * len(layers)),
-        "take": lambda body: body.take(Layers(layers, c).table, offsets, numbers, indices, values),
-        "put": lambda body: body.put(Layers(layers, c).table, offsets, numbers, indices, values),
+        "contribute": lambda backend: Layers(layers).contribute(backend),
+        "squares": lambda backend: Layers(layers).squares(backend),
+        "select_top": lambda backend: Layers(layers).select_top(backend, ones),
+        "select_top without zeros": lambda backend: Layers(layers).select_top(backend, ones, zeros=False),
+        "select_above": lambda backend: Layers(layers, c).select_above(backend, [0.5] * len(layers), ones),
+        "sample_thresholds": lambda backend: Layers(layers, c).sample_thresholds(backend, ones, 3, 1),
+        "tail": lambda backend: Layers(layers, c).tail(backend, [0.5] * len(layers)),
+        "take": lambda backend: backend.take(Layers(layers, c).table, offsets, numbers, indices, values),
+        "put": lambda backend: backend.put(Layers(layers, c).table, offsets, numbers, indices, values),
         "scatter_mean": scatter,
         "select_adacomp": adacomp,
     }
@@ -93,35 +93,35 @@ def kernels(layers: list[Layer]) -> dict[str, Callable[[Any], Any]]:
 
 @pytest.mark.parametrize("name", kernels(layers_of(1)))
 def test_one_round_trip_and_as_many_launches_however_many_rows(
-    driver: CpuDriver, body: CudaKernels, name: str
+    driver: CpuDriver, backend: CudaKernels, name: str
 ) -> None:
     launches = []
     for rows in (1, 2, 40):
         driver.launched.clear()
         driver.synchronized = 0
-        kernels(layers_of(rows))[name](body)
+        kernels(layers_of(rows))[name](backend)
         assert driver.synchronized == 1
         launches.append([kernel for kernel, _ in driver.launched])
     assert launches[0] == launches[1] == launches[2]
 
 
 @pytest.mark.parametrize("name", kernels(layers_of(1)))
-def test_no_rows(driver: CpuDriver, body: CudaKernels, name: str) -> None:
+def test_no_rows(driver: CpuDriver, backend: CudaKernels, name: str) -> None:
     if name.startswith(("select_top", "select_above")):  # `Layers.space` is for some rows
         none = Layers([])
         flat = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.float32))
         if name.startswith("select_top"):
             found = np.zeros(0, np.int64)
-            body.select_top(none.table, none.flags, none.factors, *flat, found, decay=1.0, zeros=False)
+            backend.select_top(none.table, none.flags, none.factors, *flat, found, decay=1.0, zeros=False)
         else:
-            body.select_above(none.table, none.factors, *flat, np.zeros(0, np.int64))
+            backend.select_above(none.table, none.factors, *flat, np.zeros(0, np.int64))
     else:
-        kernels([])[name](body)
+        kernels([])[name](backend)
     assert driver.launched == []
 
 
 @pytest.mark.parametrize("count", [300, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 515, 600))])
-def test_ties_at_the_borders_of_tiles(body: CudaKernels, count: int) -> None:
+def test_ties_at_the_borders_of_tiles(backend: CudaKernels, count: int) -> None:
     """More tiles than a block scans at once; the last key's elements lie in several of them."""
     length = 260 * 16384 + 5
     c = np.zeros(length, np.float32)
@@ -133,7 +133,7 @@ def test_ties_at_the_borders_of_tiles(body: CudaKernels, count: int) -> None:
             Layers([Layer(c), Layer(c[:20_000])]).select_top(each, [count, 2], zeros=zeros)[:3]
             for zeros in (True, False)
         ]
-        for each in (body, reference)
+        for each in (backend, reference)
     )
     assert result == expected
 
@@ -145,10 +145,10 @@ def selection() -> tuple[Layers, Any, Any, Any, Any]:
     return (layers, *layers.space([500, 10]))
 
 
-def test_selections_that_lie_on_the_device(body: CudaKernels) -> None:
+def test_selections_that_lie_on_the_device(backend: CudaKernels) -> None:
     expected, (layers, counts, offsets, indices, values) = selection(), selection()
     places = on_device(indices), on_device(values)
-    for each, flat, run in ((expected[0], expected[3:], reference), (layers, places, body)):
+    for each, flat, run in ((expected[0], expected[3:], reference), (layers, places, backend)):
         lists = counts, offsets, *flat, counts
         run.select_top(each.table, each.flags, each.factors, *lists, decay=1.0, zeros=False)
     assert (indices == expected[3]).all()
@@ -156,22 +156,22 @@ def test_selections_that_lie_on_the_device(body: CudaKernels) -> None:
     for other in (expected[4], values):
         other[offsets[0] : offsets[0] + 500] += 1
     reference.put(expected[0].table, offsets, counts, *expected[3:])
-    body.put(layers.table, offsets, counts, *places)
+    backend.put(layers.table, offsets, counts, *places)
     assert layers.next_residual_bytes() == expected[0].next_residual_bytes()
     taken = on_device(np.zeros_like(values))
-    body.take(layers.table, offsets, counts, places[0], taken)
+    backend.take(layers.table, offsets, counts, places[0], taken)
     place = slice(offsets[0], offsets[0] + 500)
     assert (np.asarray(taken)[place] == values[place]).all()
 
 
-def test_bad_lists_on_the_device_are_refused(body: CudaKernels) -> None:
+def test_bad_lists_on_the_device_are_refused(backend: CudaKernels) -> None:
     layers, counts, offsets, indices, values = selection()
     indices[offsets[0] : offsets[0] + 500] = np.arange(500)
     indices[offsets[1] : offsets[1] + 10] = np.arange(10)
     indices[offsets[1] + 3] = 100
     before = layers.next_residual_bytes(), values.tobytes()
     places = on_device(indices), on_device(values)
-    for kernel in (body.take, body.put):
+    for kernel in (backend.take, backend.put):
         with pytest.raises(ValueError, match="row's length"):
             kernel(layers.table, offsets, counts, *places)
     layers.table["output"] = layers.table["next_residual"]
@@ -179,30 +179,30 @@ def test_bad_lists_on_the_device_are_refused(body: CudaKernels) -> None:
     for wrong, complaint in ((100, "row 1: indices are not ascending"), (4, "row 1: .* ascending")):
         indices[offsets[1] + 3] = wrong
         with pytest.raises(ValueError, match=complaint):
-            body.scatter_mean(layers.table, *columns, divisor=1.0, scale=1.0)
+            backend.scatter_mean(layers.table, *columns, divisor=1.0, scale=1.0)
     indices[offsets[1] : offsets[1] + 10] = np.arange(91, 101)
     with pytest.raises(ValueError, match="row 1: an index is not below the length of 100"):
-        body.scatter_mean(layers.table, *columns, divisor=1.0, scale=1.0)
+        backend.scatter_mean(layers.table, *columns, divisor=1.0, scale=1.0)
     assert (layers.next_residual_bytes(), values.tobytes()) == before
 
 
-def test_arrays_of_the_device_are_checked(body: CudaKernels) -> None:
+def test_arrays_of_the_device_are_checked(backend: CudaKernels) -> None:
     layers, counts, offsets, indices, values = selection()
     frozen = values.copy()
     frozen.flags.writeable = False
     shifted = np.zeros(values.nbytes + 1, np.uint8)[1:].view(np.float32)
     for wrong in (values.view(np.int32), values[::2], values[None], frozen, shifted):
         with pytest.raises(TypeError):
-            body.take(layers.table, offsets, counts, on_device(indices), on_device(wrong))
+            backend.take(layers.table, offsets, counts, on_device(indices), on_device(wrong))
     with pytest.raises(ValueError, match="lie inside"):
-        body.take(layers.table, offsets, counts, on_device(indices), on_device(values[:20]))
+        backend.take(layers.table, offsets, counts, on_device(indices), on_device(values[:20]))
 
 
 @pytest.mark.parametrize("size", [2, 40, 3000])
-def test_of_a_repeated_index_the_last_value_stays(body: CudaKernels, size: int) -> None:
+def test_of_a_repeated_index_the_last_value_stays(backend: CudaKernels, size: int) -> None:
     rng = np.random.default_rng(size)
     next_residuals = []
-    for each in (reference, body):
+    for each in (reference, backend):
         layers = Layers([Layer(np.zeros(size, np.float32))] * 2, [np.zeros(size, np.float32)] * 2)
         counts, offsets, indices, values = layers.space([5000, size])
         rng = np.random.default_rng(size)
@@ -215,7 +215,7 @@ def test_of_a_repeated_index_the_last_value_stays(body: CudaKernels, size: int) 
     assert next_residuals[0] == next_residuals[1]
 
 
-def test_more_ranks_than_are_looked_up_together(body: CudaKernels) -> None:
+def test_more_ranks_than_are_looked_up_together(backend: CudaKernels) -> None:
     rng = np.random.default_rng(8)
     ranks, length = 131, 2100
     lists = [np.sort(rng.choice(length, rng.integers(0, 600), replace=False)) for _ in range(ranks)]
@@ -224,7 +224,7 @@ def test_more_ranks_than_are_looked_up_together(body: CudaKernels) -> None:
     indices = np.concatenate(lists).astype(np.uint32)
     values = rng.normal(size=len(indices)).astype(np.float32)
     outputs = []
-    for each in (reference, body):
+    for each in (reference, backend):
         output = np.full(length, np.nan, np.float32)
         table = np.zeros(1, segments.SEGMENT)
         table["length"], table["output"] = length, output.ctypes.data
@@ -246,7 +246,7 @@ class AlignedArray:
 
 @pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.BFLOAT16])
 def test_next_residuals_that_vectors_fit_into(
-    monkeypatch: pytest.MonkeyPatch, body: CudaKernels, dtype: int
+    monkeypatch: pytest.MonkeyPatch, backend: CudaKernels, dtype: int
 ) -> None:
     monkeypatch.setattr("kernels.layers.GuardedArray", AlignedArray)
     rng = np.random.default_rng(5)
@@ -261,7 +261,7 @@ def test_next_residuals_that_vectors_fit_into(
     ]
     wanted = [layer.length // 10 for layer in layers]
     results = []
-    for each in (reference, body):
+    for each in (reference, backend):
         own = Layers(layers)
         results.append(
             [

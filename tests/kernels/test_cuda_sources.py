@@ -1,4 +1,4 @@
-"""Every module compiles, into the arithmetic of the other bodies, and has the kernels that are launched from it."""
+"""Every module compiles, into the arithmetic of the other backends, and has the kernels that are launched from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_compiles(module: Module) -> None:
     assert sorted(re.findall(r"\.visible \.entry (\w+)", text)) == sorted(module.kernels)
     for forbidden in (r"\bfma\.", r"\.ftz\b", r"\bdiv\.(approx|full)", r"\bsqrt\.approx", r"\brcp\.(?!rn)"):
         found = re.search(forbidden, text)
-        assert found is None, f"{module}: {found[0]} does not round as the other bodies do"
+        assert found is None, f"{module}: {found[0]} does not round as the other backends do"
     for kernel, size in shared_bytes(text).items():
         assert size <= 48 << 10, f"{module}: {kernel} shares {size} bytes, for which it would have to ask"
 
@@ -42,7 +42,7 @@ def test_compiles_for_newer_devices(architecture: int) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("E4M3", "e4m3x2"), ("E5M2", "e5m2x2")])
 def test_a_newer_device_converts_to_eight_bits_by_its_instruction(name: str, kind: str) -> None:
-    """To nearest; draws, and what the instruction does not know, take the arithmetic of the other bodies."""
+    """To nearest; draws, and what the instruction does not know, take the arithmetic of the other backends."""
     word = f"cvt.rn.satfinite.{kind}.f32"
     defines = {"GRADCOMP_CLASS": f"BlockFloat<{name}>"}
     module = holding("encode.cu", "encode_nearest", defines)

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu.driver import CpuDriver
-from kernels.standin import FOLDER, cuda_body, device
+from kernels.standin import FOLDER, cuda_backend, device
 
 from gradcomp import LayerSpec, PowerSGD
 from gradcomp.kernels import dispatch
-from gradcomp.kernels.arguments import Factor
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.reference_memory import CHUNK
+from gradcomp.kernels.segments import Factor
 from gradcomp.testing.simulation import Simulation
 
 SIDES = [3 * CHUNK + 5, 7, CHUNK, CHUNK + 1, 2 * CHUNK]
@@ -30,10 +30,10 @@ def columns_of(sides: list[int], rank: int, seed: int = 0) -> tuple[Any, Any, An
     return rows, ranks, p, np.cumsum(rows * ranks) - rows * ranks
 
 
-def orthonormal(body: Any, given: tuple[Any, Any, Any, Any]) -> bytes:
+def orthonormal(backend: Any, given: tuple[Any, Any, Any, Any]) -> bytes:
     rows, ranks, p, p_at = given
     p = p.copy()
-    body.orthogonalise(rows, ranks, Factor(p, p_at))
+    backend.orthogonalise(rows, ranks, Factor(p, p_at))
     return np.where(np.isnan(p), np.float32(np.nan), p).tobytes()
 
 
@@ -69,26 +69,26 @@ def test_a_matrix_has_so_many_blocks_at_most() -> None:
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_special_columns_of_several_chunks(order: int) -> None:
     given = special_columns()
-    assert orthonormal(cuda_body(order), given) == orthonormal(dispatch.named("reference"), given)
+    assert orthonormal(cuda_backend(order), given) == orthonormal(dispatch.named("reference"), given)
 
 
 @pytest.mark.parametrize("given", [columns_of(SIDES, 5), special_columns()], ids=["plain", "special"])
 def test_blocks_that_run_side_by_side_wait_for_each_other(given: Any) -> None:
     """In whatever order they come; the stand-in's others run one after another, so that the first does it all."""
     expected = orthonormal(dispatch.named("reference"), given)
-    body = CudaKernels(CpuDriver(FOLDER, parallel=True))
+    backend = CudaKernels(CpuDriver(FOLDER, parallel=True))
     for _ in range(3):
-        assert orthonormal(body, given) == expected
+        assert orthonormal(backend, given) == expected
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def kept_by(body: Any, factor: Any, kept: Any) -> Any:
+def kept_by(backend: Any, factor: Any, kept: Any) -> Any:
     sides, ranks = np.array([5, 2500], np.int64), np.array([3, 2], np.int64)
     at, before, after = (np.array(places, np.int64) for places in ([1, 16], [0, 20], [10100, 5100]))
     kept = kept.copy()
-    body.keep(sides, ranks, Factor(factor, at), kept, before, after)
+    backend.keep(sides, ranks, Factor(factor, at), kept, before, after)
     return kept
 
 
@@ -100,7 +100,7 @@ def test_columns_are_kept_as_the_reference_has_it() -> None:
     factor[16:2516][7] = np.inf
     kept = rng.standard_normal(10200).astype(np.float32)
     expected = kept_by(dispatch.named("reference"), factor, kept)
-    assert kept_by(cuda_body(2), factor, kept).tobytes() == expected.tobytes()
+    assert kept_by(cuda_backend(2), factor, kept).tobytes() == expected.tobytes()
     changed = np.flatnonzero(expected != kept)
     assert changed.min() >= 5100
     np.testing.assert_array_equal(expected[10100:10105], kept[:5])  # the column of zeros

@@ -11,7 +11,7 @@ import pytest
 from kernels import nvrtc
 from kernels.groups import CODECS, Group, Segment
 from kernels.layers import Layer, Layers
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_backend
 
 from gradcomp.kernels import dispatch, reference, segments
 from gradcomp.kernels.cuda.modules import Module, holding
@@ -107,7 +107,7 @@ def test_half_precision_is_encoded_as_by_the_reference(dtype: int, codec: str, o
     group = Group(CODECS[codec], rows)
     for stochastic in (False, True):
         settings = {"stochastic": stochastic, "scale": 0.3, "decay": 0.7}
-        assert group.encode(cuda_body(order), **settings) == group.encode(reference, **settings)
+        assert group.encode(cuda_backend(order), **settings) == group.encode(reference, **settings)
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
@@ -129,13 +129,13 @@ def test_half_precision_contributes_as_by_the_reference(dtype: int, order: int) 
             )
             next_places.append(len(layers) % 3 == 2)
     found = []
-    for body in (dispatch.named("reference"), cuda_body(order)):
+    for backend in (dispatch.named("reference"), cuda_backend(order)):
         own = Layers(layers)
         nexts = [
             lying(np.zeros(layer.length, np.float32), int(odd))
             for layer, odd in zip(layers, next_places, strict=True)
         ]
         own.table["next_residual"] = [each.ctypes.data for each in nexts]
-        body.contribute(own.table, own.flags, own.factors, decay=0.7)
+        backend.contribute(own.table, own.flags, own.factors, decay=0.7)
         found.append((own.flags.tolist(), [each.tobytes() for each in nexts]))
     assert found[0] == found[1]

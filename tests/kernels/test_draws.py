@@ -1,4 +1,4 @@
-"""Random indices: the same from every body, and nothing written for numbers that are out of range."""
+"""Random indices: the same from every backend, and nothing written for numbers that are out of range."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.isas import NATIVE, available_isas, instruction_set
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_backend
 from tiers import examples
 
 from gradcomp.kernels import philox
 
 native = NATIVE
-CUDA = [cuda_body(order) for order in ORDERS.values()]
-BODY = pytest.mark.parametrize("body", [philox, native, *CUDA], ids=["reference", "native", *ORDERS])
+CUDA = [cuda_backend(order) for order in ORDERS.values()]
+BACKEND = pytest.mark.parametrize("backend", [philox, native, *CUDA], ids=["reference", "native", *ORDERS])
 LARGEST = philox.MAX_DRAWN_FROM
 GUARD = 0xDEADBEEF
 
 rows = st.tuples(
-    st.integers(0, 5000) | st.integers(LARGEST - 5000, LARGEST),
-    st.floats(0, 1),
-    st.integers(0, 2**32 - 1),
+    st.integers(0, 5000) | st.integers(LARGEST - 5000, LARGEST), st.floats(0, 1), st.integers(0, 2**32 - 1)
 ).map(lambda row: (row[0], int(row[1] * min(row[0], 5000)), row[2]))
 
 
-def draw(body: Any, table: list[tuple[int, int, int]], seed: int, step: int, rank: int) -> np.ndarray:
+def draw(backend: Any, table: list[tuple[int, int, int]], seed: int, step: int, rank: int) -> np.ndarray:
     """The whole array: rows in reverse order, with gaps between them that nobody may touch."""
     lengths, counts, layers = (np.array([row[i] for row in table], np.int64) for i in range(3))
     offsets = np.cumsum((counts + 3)[::-1])[::-1] - counts
     indices = np.full(int((counts + 3).sum()) + 3, GUARD, np.uint32)
-    body.draw_indices(
+    backend.draw_indices(
         lengths, counts, layers.astype(np.uint32), offsets, indices, seed=seed, step=step, rank=rank
     )
     return indices
@@ -46,7 +44,7 @@ def draw(body: Any, table: list[tuple[int, int, int]], seed: int, step: int, ran
     st.integers(0, 2**32 - 1),
 )
 @examples(60)
-def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
+def test_backends_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
     with instruction_set(isa):
         got = draw(native, table, seed, step, rank)
     np.testing.assert_array_equal(got, draw(philox, table, seed, step, rank))
@@ -54,22 +52,22 @@ def test_bodies_draw_the_same(isa: str, table, seed: int, step: int, rank: int):
 
 
 @pytest.mark.parametrize(
-    "body", [cuda_body(0), cuda_body(1), *CUDA], ids=["ascending", "descending", *ORDERS]
+    "backend", [cuda_backend(0), cuda_backend(1), *CUDA], ids=["ascending", "descending", *ORDERS]
 )
 @given(st.lists(rows, max_size=5), st.integers(0, 2**64 - 1))
 @examples(40)
-def test_a_gpu_draws_the_same(body: Any, table, seed: int):
+def test_a_gpu_draws_the_same(backend: Any, table, seed: int):
     expected = draw(philox, table, seed, 2**32 - 1, 3)
-    np.testing.assert_array_equal(draw(body, table, seed, 2**32 - 1, 3), expected)
+    np.testing.assert_array_equal(draw(backend, table, seed, 2**32 - 1, 3), expected)
 
 
 @pytest.mark.parametrize("count", [1, 4, 1023, 1024, 1025, 4096, 100_000])
 @pytest.mark.parametrize("length", [100_000, LARGEST])
-@pytest.mark.parametrize("body", [native, cuda_body(), *CUDA], ids=["native", "ascending", *ORDERS])
-def test_long_rows_are_drawn_the_same(body: Any, length: int, count: int):
+@pytest.mark.parametrize("backend", [native, cuda_backend(), *CUDA], ids=["native", "ascending", *ORDERS])
+def test_long_rows_are_drawn_the_same(backend: Any, length: int, count: int):
     table = [(length, count, 77)]
     expected = draw(philox, table, 5, 6, 7)
-    np.testing.assert_array_equal(draw(body, table, 5, 6, 7), expected)
+    np.testing.assert_array_equal(draw(backend, table, 5, 6, 7), expected)
 
 
 def arguments(**changes: Any) -> tuple[dict[str, Any], dict[str, int]]:
@@ -83,7 +81,7 @@ def arguments(**changes: Any) -> tuple[dict[str, Any], dict[str, int]]:
     return arrays | changes, {"seed": 1, "step": 2, "rank": 3}
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(
     ("name", "items", "complaint"),
     [
@@ -99,14 +97,16 @@ def arguments(**changes: Any) -> tuple[dict[str, Any], dict[str, int]]:
         ("offsets", [0, 3, 8], "offsets has 3"),
     ],
 )
-def test_numbers_out_of_range_are_refused_before_anything_is_written(body, name: str, items, complaint: str):
+def test_numbers_out_of_range_are_refused_before_anything_is_written(
+    backend, name: str, items, complaint: str
+):
     arrays, coordinates = arguments(**{name: np.array(items)})
     with pytest.raises(ValueError, match=complaint):
-        body.draw_indices(*arrays.values(), **coordinates)
+        backend.draw_indices(*arrays.values(), **coordinates)
     assert (arrays["indices"] == GUARD).all()
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(
     ("name", "array"),
     [
@@ -117,16 +117,16 @@ def test_numbers_out_of_range_are_refused_before_anything_is_written(body, name:
         ("counts", [3, 5]),
     ],
 )
-def test_arrays_of_another_kind_are_refused(body, name: str, array):
+def test_arrays_of_another_kind_are_refused(backend, name: str, array):
     arrays, coordinates = arguments(**{name: array})
     with pytest.raises(TypeError):
-        body.draw_indices(*arrays.values(), **coordinates)
+        backend.draw_indices(*arrays.values(), **coordinates)
 
 
-@BODY
-def test_an_array_that_may_not_be_written_is_refused(body):
+@BACKEND
+def test_an_array_that_may_not_be_written_is_refused(backend):
     indices = np.full(8, GUARD, np.uint32)
     indices.flags.writeable = False
     arrays, coordinates = arguments(indices=indices)
     with pytest.raises(TypeError):
-        body.draw_indices(*arrays.values(), **coordinates)
+        backend.draw_indices(*arrays.values(), **coordinates)

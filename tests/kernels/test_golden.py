@@ -51,11 +51,11 @@ def cases() -> dict[str, tuple[Group, dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("body", [reference, native], ids=["reference", "native"])
+@pytest.mark.parametrize("backend", [reference, native], ids=["reference", "native"])
 @pytest.mark.parametrize("key", cases())
-def test_payload(key: str, body: Any) -> None:
+def test_payload(key: str, backend: Any) -> None:
     group, options = cases()[key]
-    assert group.encode(body, **options).payload.hex() == json.loads(GOLDEN.read_text())[key]
+    assert group.encode(backend, **options).payload.hex() == json.loads(GOLDEN.read_text())[key]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from gradcomp.kernels import dispatch, reference, segments
 
 pytest.importorskip("gradcomp._native")
 native = dispatch.named("native")
-BODY = pytest.mark.parametrize("body", [reference, native], ids=["reference", "native"])
+BACKEND = pytest.mark.parametrize("backend", [reference, native], ids=["reference", "native"])
 
 
 OUTPUT = np.zeros(100, np.float64)
@@ -27,22 +27,22 @@ def table(**columns: Any) -> Any:
     return row
 
 
-def calls(body: Any, codec: int, rows: Any, payload: Any, flags: Any) -> dict[str, Callable[[], None]]:
+def calls(backend: Any, codec: int, rows: Any, payload: Any, flags: Any) -> dict[str, Callable[[], None]]:
     magnitudes = magnitudes_of(codec)
     nearest: dict[str, Any] = {"draw": None, "magnitudes": magnitudes}
     outputs = rows.copy()
     outputs["output"] = OUTPUT.ctypes.data
     other = np.zeros(1000, np.uint8)
     return {
-        "encode": lambda: body.encode(codec, rows, payload, flags, **nearest, scale=1.0, decay=1.0),
-        "decode": lambda: body.decode(
+        "encode": lambda: backend.encode(codec, rows, payload, flags, **nearest, scale=1.0, decay=1.0),
+        "decode": lambda: backend.decode(
             codec, outputs, payload, flags, divisor=1.0, scale=1.0, magnitudes=magnitudes
         ),
-        "decode_add": lambda: body.decode_add(codec, outputs, payload, scale=1.0, magnitudes=magnitudes),
-        "reduce out": lambda: body.reduce(
+        "decode_add": lambda: backend.decode_add(codec, outputs, payload, scale=1.0, magnitudes=magnitudes),
+        "reduce out": lambda: backend.reduce(
             codec, rows, [other], payload, flags, **nearest, divisor=1.0, decay=1.0
         ),
-        "reduce in": lambda: body.reduce(
+        "reduce in": lambda: backend.reduce(
             codec, rows, [other, payload], other.copy(), flags, **nearest, divisor=1.0, decay=1.0
         ),
     }
@@ -78,11 +78,11 @@ MALFORMED = {
 }
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(("codec", "columns"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_row(body: Any, codec: int, columns: dict[str, int]) -> None:
+def test_malformed_row(backend: Any, codec: int, columns: dict[str, int]) -> None:
     payload = np.full(12, 0xA5, np.uint8)
-    for name, call in calls(body, codec, table(**columns), payload, np.zeros(1, np.uint8)).items():
+    for name, call in calls(backend, codec, table(**columns), payload, np.zeros(1, np.uint8)).items():
         with pytest.raises(ValueError, match=r"segment|codec|bits|bucket_size|dtype|elements|payload"):
             call()
         assert (payload == 0xA5).all(), name
@@ -109,44 +109,46 @@ BAD_MAGNITUDES = {
 }
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(("wrong", "error"), BAD_MAGNITUDES.values(), ids=BAD_MAGNITUDES)
-def test_wrong_magnitudes(body: Any, wrong: Any, error: type[Exception]) -> None:
+def test_wrong_magnitudes(backend: Any, wrong: Any, error: type[Exception]) -> None:
     rows, payload, flags = table(level=3), np.full(100, 0xA5, np.uint8), np.zeros(1, np.uint8)
     outputs = table(level=3, output=OUTPUT.ctypes.data)
     nearest = {"draw": None, "decay": 1.0, "magnitudes": wrong}
     codec = segments.CODEBOOK_L2
     with pytest.raises(error):
-        body.encode(codec, rows, payload, flags, **nearest, scale=1.0)
+        backend.encode(codec, rows, payload, flags, **nearest, scale=1.0)
     with pytest.raises(error):
-        body.reduce(codec, rows, [payload.copy()], payload, flags, **nearest, divisor=1.0)
+        backend.reduce(codec, rows, [payload.copy()], payload, flags, **nearest, divisor=1.0)
     with pytest.raises(error):
-        body.decode(codec, outputs, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong)
+        backend.decode(codec, outputs, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong)
     with pytest.raises(error):
-        body.decode_add(codec, outputs, payload, scale=1.0, magnitudes=wrong)
+        backend.decode_add(codec, outputs, payload, scale=1.0, magnitudes=wrong)
     assert (payload == 0xA5).all()
 
 
-@BODY
-def test_only_the_magnitudes_in_use_matter(body: Any) -> None:
+@BACKEND
+def test_only_the_magnitudes_in_use_matter(backend: Any) -> None:
     rows, payload, flags = (
         table(level=4, output=OUTPUT.ctypes.data),
         np.zeros(100, np.uint8),
         np.zeros(1, np.uint8),
     )
     wrong_for_three = bad_magnitudes(0, 0.5, 0.2, 1)
-    body.decode(
+    backend.decode(
         segments.CODEBOOK_L2, rows, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong_for_three
     )
     with pytest.raises(ValueError, match="nothing else"):
-        body.decode(segments.L2, rows, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong_for_three)
+        backend.decode(segments.L2, rows, payload, flags, divisor=1.0, scale=1.0, magnitudes=wrong_for_three)
 
 
-@BODY
-def test_rows_without_output_are_not_checked(body: Any) -> None:
+@BACKEND
+def test_rows_without_output_are_not_checked(backend: Any) -> None:
     rows = table(payload=10**6)
-    body.decode(segments.MINMAX, rows, np.zeros(0, np.uint8), np.zeros(1, np.uint8), divisor=1.0, scale=1.0)
-    body.decode_add(segments.MINMAX, rows, np.zeros(0, np.uint8), scale=1.0)
+    backend.decode(
+        segments.MINMAX, rows, np.zeros(0, np.uint8), np.zeros(1, np.uint8), divisor=1.0, scale=1.0
+    )
+    backend.decode_add(segments.MINMAX, rows, np.zeros(0, np.uint8), scale=1.0)
 
 
 WRONG_ARRAYS = {
@@ -159,74 +161,74 @@ WRONG_ARRAYS = {
 }
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("wrong", WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
-def test_wrong_payload(body: Any, wrong: Any) -> None:
-    for call in calls(body, segments.MINMAX, table(), wrong, np.zeros(1, np.uint8)).values():
+def test_wrong_payload(backend: Any, wrong: Any) -> None:
+    for call in calls(backend, segments.MINMAX, table(), wrong, np.zeros(1, np.uint8)).values():
         with pytest.raises(TypeError):
             call()
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("wrong", WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
-def test_wrong_flags(body: Any, wrong: Any) -> None:
-    every_call = calls(body, segments.MINMAX, table(), np.zeros(100, np.uint8), wrong)
+def test_wrong_flags(backend: Any, wrong: Any) -> None:
+    every_call = calls(backend, segments.MINMAX, table(), np.zeros(100, np.uint8), wrong)
     for name in ("encode", "decode", "reduce out"):
         with pytest.raises(TypeError):
             every_call[name]()
 
 
-@BODY
-def test_read_only_target(body: Any) -> None:
+@BACKEND
+def test_read_only_target(backend: Any) -> None:
     payload = np.zeros(100, np.uint8)
     payload.flags.writeable = False
-    every_call = calls(body, segments.MINMAX, table(), payload, np.zeros(1, np.uint8))
+    every_call = calls(backend, segments.MINMAX, table(), payload, np.zeros(1, np.uint8))
     for name in ("encode", "reduce out"):
         with pytest.raises(TypeError):
             every_call[name]()
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(
     "wrong",
     [np.zeros(1, np.uint8), np.zeros((1, 1), segments.SEGMENT), np.zeros(4, segments.SEGMENT)[::2], None],
     ids=["bytes", "two dimensions", "strided", "None"],
 )
-def test_wrong_table(body: Any, wrong: Any) -> None:
+def test_wrong_table(backend: Any, wrong: Any) -> None:
     with pytest.raises(TypeError):
-        body.nonzero(wrong, np.zeros(1, np.uint8))
+        backend.nonzero(wrong, np.zeros(1, np.uint8))
 
 
-@BODY
-def test_flags_of_another_length(body: Any) -> None:
-    every_call = calls(body, segments.MINMAX, table(), np.zeros(100, np.uint8), np.zeros(2, np.uint8))
+@BACKEND
+def test_flags_of_another_length(backend: Any) -> None:
+    every_call = calls(backend, segments.MINMAX, table(), np.zeros(100, np.uint8), np.zeros(2, np.uint8))
     for name in ("encode", "decode", "reduce out"):
         with pytest.raises(ValueError, match="2 items for 1 segments"):
             every_call[name]()
 
 
-@BODY
-def test_reduce_of_nothing_or_onto_itself(body: Any) -> None:
+@BACKEND
+def test_reduce_of_nothing_or_onto_itself(backend: Any) -> None:
     options = {"draw": None, "divisor": 1.0, "decay": 1.0}
     out, flags = np.zeros(100, np.uint8), np.zeros(1, np.uint8)
     with pytest.raises(ValueError, match="at least one"):
-        body.reduce(segments.MINMAX, table(), [], out, flags, **options)
+        backend.reduce(segments.MINMAX, table(), [], out, flags, **options)
     with pytest.raises(ValueError, match="overlaps"):
-        body.reduce(segments.MINMAX, table(), [out], out, flags, **options)
+        backend.reduce(segments.MINMAX, table(), [out], out, flags, **options)
 
 
-@BODY
-def test_decode_add_to_half_precision(body: Any) -> None:
+@BACKEND
+def test_decode_add_to_half_precision(backend: Any) -> None:
     rows = table(output=OUTPUT.ctypes.data, dtype=segments.FLOAT16)
     with pytest.raises(ValueError, match="float32"):
-        body.decode_add(segments.MINMAX, rows, np.zeros(100, np.uint8), scale=1.0)
+        backend.decode_add(segments.MINMAX, rows, np.zeros(100, np.uint8), scale=1.0)
 
 
-@BODY
-def test_nonzero_of_malformed_rows(body: Any) -> None:
+@BACKEND
+def test_nonzero_of_malformed_rows(backend: Any) -> None:
     for columns in ({"length": -1}, {"dtype": 9}, {"start": -5}):
         with pytest.raises(ValueError, match=r"elements|dtype"):
-            body.nonzero(table(**columns), np.zeros(1, np.uint8))
+            backend.nonzero(table(**columns), np.zeros(1, np.uint8))
 
 
 @pytest.mark.parametrize(
@@ -235,14 +237,14 @@ def test_nonzero_of_malformed_rows(body: Any) -> None:
 )
 def test_wire_bytes_of_nonsense(arguments: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"codec|length|bits|bucket_size"):
-        kernels.wire_bytes(*arguments)
+        segments.wire_bytes(*arguments)
 
 
-def test_selecting_a_body() -> None:
-    before = kernels.body()
+def test_selecting_a_backend() -> None:
+    before = kernels.backend()
     with kernels.use("reference"):
-        assert kernels.body() == "reference"
-    assert kernels.body() == before
+        assert kernels.backend() == "reference"
+    assert kernels.backend() == before
     with pytest.raises(ValueError, match="not installed"):
         kernels.use("abacus")  # type: ignore[arg-type]
 

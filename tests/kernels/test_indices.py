@@ -1,4 +1,4 @@
-"""Coded index lists: bytes as documented, the same from every body, and nothing accepted that is not one."""
+"""Coded index lists: bytes as documented, the same from every backend, and nothing accepted that is not one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels.isas import NATIVE
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_backend
 from tiers import examples
 
 from gradcomp import kernels
 from gradcomp.kernels import indices, reference_indices
 
 native = NATIVE
-BODIES = {"reference": reference_indices, "native": native}
-BODIES |= {name: cuda_body(order) for name, order in ORDERS.items()}
-BODY = pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+BACKENDS = {"reference": reference_indices, "native": native}
+BACKENDS |= {name: cuda_backend(order) for name, order in ORDERS.items()}
+BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 CODINGS = {"raw": indices.RAW, "packed": indices.PACKED, "bitmap": indices.BITMAP, "all": indices.ALL}
 CODING = pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
 
@@ -75,12 +75,12 @@ class Table:
     def _places(self, sizes: Any) -> Any:
         return np.cumsum(sizes + self.GAP) - sizes
 
-    def encode(self, body: Any) -> bytes:
+    def encode(self, backend: Any) -> bytes:
         listed = np.zeros(int((self.counts + self.GAP).sum()) + self.GAP, np.uint32)
         for row, offset in zip(self.rows, self.offsets, strict=True):
             listed[offset : offset + len(row.indices)] = row.indices
         payload = np.full(int((self.sizes + self.GAP).sum()) + self.GAP, 0xA5, np.uint8)
-        body.encode_indices(
+        backend.encode_indices(
             self.codings, self.lengths, self.counts, self.offsets, listed, self.places, payload
         )
         return payload.tobytes()
@@ -90,14 +90,14 @@ class Table:
         gap = b"\xa5" * self.GAP
         return b"".join(gap + row for row in encoded) + gap
 
-    def decode(self, body: Any, payload: bytes) -> list[list[int]] | None:
+    def decode(self, backend: Any, payload: bytes) -> list[list[int]] | None:
         """The indices of each row; None where they are refused."""
         guard = 0xDEADBEEF
         listed = np.full(int((self.counts + self.GAP).sum()) + self.GAP, guard, np.uint32)
         source = np.frombuffer(payload, np.uint8)
         refused = False
         try:
-            body.decode_indices(
+            backend.decode_indices(
                 self.codings, self.lengths, self.counts, self.offsets, listed, self.places, source
             )
         except ValueError as error:
@@ -140,25 +140,25 @@ def sweep(coding: int) -> Table:
 # --- bytes --------------------------------------------------------------------------------------------------
 
 
-@BODY
+@BACKEND
 @CODING
-def test_encoding_is_the_documented_one(body: Any, coding: int) -> None:
+def test_encoding_is_the_documented_one(backend: Any, coding: int) -> None:
     table = sweep(coding)
     expected = [oracle(coding, row.length, row.indices.tolist()) for row in table.rows]
     assert [len(row) for row in expected] == table.sizes.tolist()
-    assert table.encode(body) == table.payload(expected)
+    assert table.encode(backend) == table.payload(expected)
 
 
-@BODY
+@BACKEND
 @CODING
-def test_round_trip(body: Any, coding: int) -> None:
+def test_round_trip(backend: Any, coding: int) -> None:
     table = sweep(coding)
-    assert table.decode(body, table.encode(body)) == [row.indices.tolist() for row in table.rows]
+    assert table.decode(backend, table.encode(backend)) == [row.indices.tolist() for row in table.rows]
 
 
 LONG = [
     (name, length, share)
-    for name in BODIES
+    for name in BACKENDS
     for length in (2**20 - 1, 2**20, 2**20 + 1)
     for share in (1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 1.0)
     # A GPU's stand-in is slow.
@@ -171,9 +171,9 @@ LONG = [
 def test_long_rows(name: str, length: int, share: float) -> None:
     chosen = choose(length, max(1, int(length * share)))
     table = Table([Row(coding, length, chosen) for coding in CODINGS.values() if coding != indices.ALL])
-    encoded = table.encode(BODIES[name])
+    encoded = table.encode(BACKENDS[name])
     assert encoded == table.encode(reference_indices)
-    assert table.decode(BODIES[name], encoded) == [chosen.tolist()] * 3
+    assert table.decode(BACKENDS[name], encoded) == [chosen.tolist()] * 3
 
 
 def test_dense_rows_of_many_tiles() -> None:
@@ -181,19 +181,19 @@ def test_dense_rows_of_many_tiles() -> None:
     table = Table([Row(coding, 20_001, chosen) for coding in (indices.RAW, indices.PACKED, indices.BITMAP)])
     encoded = table.encode(reference_indices)
     for order in range(3):
-        assert table.encode(cuda_body(order)) == encoded
-        assert table.decode(cuda_body(order), encoded) == [chosen.tolist()] * 3
+        assert table.encode(cuda_backend(order)) == encoded
+        assert table.decode(cuda_backend(order), encoded) == [chosen.tolist()] * 3
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("length", [2**32, 2**32 - 1, 2**31 + 1, 2**31])
 @pytest.mark.parametrize("coding", [indices.RAW, indices.PACKED], ids=["raw", "packed"])
-def test_lengths_up_to_the_limit(body: Any, coding: int, length: int) -> None:
+def test_lengths_up_to_the_limit(backend: Any, coding: int, length: int) -> None:
     lists = [[0], [length - 1], [0, length - 1], [2**31 - 1], choose(length, 700).tolist()]
     table = Table([Row(coding, length, np.array(listed, np.uint32)) for listed in lists])
-    encoded = table.encode(body)
+    encoded = table.encode(backend)
     assert encoded == table.payload([oracle(coding, length, listed) for listed in lists])
-    assert table.decode(body, encoded) == lists
+    assert table.decode(backend, encoded) == lists
 
 
 @examples(150)
@@ -207,12 +207,12 @@ def test_any_rows(data: Any) -> None:
         rows.append(Row(coding, length, np.array(listed, np.uint32)))
     table = Table(rows)
     expected = table.payload([oracle(row.coding, row.length, row.indices.tolist()) for row in rows])
-    for body in BODIES.values():
-        assert table.encode(body) == expected
-        assert table.decode(body, expected) == [row.indices.tolist() for row in rows]
+    for backend in BACKENDS.values():
+        assert table.encode(backend) == expected
+        assert table.decode(backend, expected) == [row.indices.tolist() for row in rows]
 
 
-def test_public_functions_run_the_body_in_use() -> None:
+def test_public_functions_run_the_backend_in_use() -> None:
     table = sweep(indices.PACKED)
     for name in ("reference", "native"):
         with kernels.use(name):
@@ -282,12 +282,12 @@ def test_sizes_of_nonsense(coding: int, length: int, count: int, complaint: str)
 # --- bytes from the network ---------------------------------------------------------------------------------
 
 
-def decode_with_every_body(table: Table, payload: bytes, *, cuda: bool = True) -> list[list[int]] | None:
-    """What the bodies agree on; a list that is accepted is one that encodes to just these bytes."""
+def decode_with_every_backend(table: Table, payload: bytes, *, cuda: bool = True) -> list[list[int]] | None:
+    """What the backends agree on; a list that is accepted is one that encodes to just these bytes."""
     decoded = table.decode(native, payload)
     assert table.decode(reference_indices, payload) == decoded
     if cuda:
-        assert table.decode(BODIES["cuda"], payload) == decoded
+        assert table.decode(BACKENDS["cuda"], payload) == decoded
     if decoded is not None:
         for row, listed in zip(table.rows, decoded, strict=True):
             assert all(a < b for a, b in zip(listed, [*listed[1:], row.length], strict=True))
@@ -317,7 +317,7 @@ def test_every_flipped_bit_is_seen_or_gives_another_list(coding: int, length: in
     for bit in range(8 * int(table.sizes[0])):
         flipped = bytearray(encoded)
         flipped[table.GAP + bit // 8] ^= 1 << bit % 8
-        outcomes.append(decode_with_every_body(table, bytes(flipped), cuda=bit % 13 == 0))
+        outcomes.append(decode_with_every_backend(table, bytes(flipped), cuda=bit % 13 == 0))
     if coding == indices.BITMAP:
         assert set(map(str, outcomes)) == {"None"}  # another number of bits
     assert [table.rows[0].indices.tolist()] not in outcomes
@@ -331,7 +331,7 @@ def test_any_bytes(data: Any) -> None:
     coding = data.draw(st.sampled_from([indices.RAW, indices.PACKED, indices.BITMAP]))
     table = Table([Row(coding, length, np.zeros(count))])
     size = int(table.sizes[0])
-    decode_with_every_body(table, table.payload([data.draw(st.binary(min_size=size, max_size=size))]))
+    decode_with_every_backend(table, table.payload([data.draw(st.binary(min_size=size, max_size=size))]))
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x55])
@@ -340,7 +340,7 @@ def test_monotonous_bytes(byte: int) -> None:
         for coding in (indices.RAW, indices.PACKED, indices.BITMAP):
             table = Table([Row(coding, length, np.zeros(count))])
             payload = table.payload([bytes([byte]) * int(table.sizes[0])])
-            decode_with_every_body(table, payload, cuda=count < 2**19)
+            decode_with_every_backend(table, payload, cuda=count < 2**19)
 
 
 MALFORMED = {
@@ -354,24 +354,24 @@ MALFORMED = {
 }
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(("coding", "length", "listed"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed_lists(body: Any, coding: int, length: int, listed: list[int]) -> None:
+def test_malformed_lists(backend: Any, coding: int, length: int, listed: list[int]) -> None:
     first = Row(indices.BITMAP, 20, choose(20, 4))
     table = Table([first, Row(coding, length, np.array(listed, np.uint32))])
     payload = table.payload(
         [oracle(indices.BITMAP, 20, first.indices.tolist()), oracle(coding, length, listed)]
     )
     with pytest.raises(ValueError, match=r"row 1: "):
-        decode(body, table, payload)
+        decode(backend, table, payload)
     with pytest.raises(ValueError, match=r"row 1: (indices are not ascending|an index is not below)"):
-        table.encode(body)
+        table.encode(backend)
 
 
-def decode(body: Any, table: Table, payload: bytes) -> None:
+def decode(backend: Any, table: Table, payload: bytes) -> None:
     listed = np.zeros(int((table.counts + table.GAP).sum()), np.uint32)
     source = np.frombuffer(payload, np.uint8)
-    body.decode_indices(
+    backend.decode_indices(
         table.codings, table.lengths, table.counts, table.offsets, listed, table.places, source
     )
 
@@ -399,14 +399,14 @@ def unaligned(dtype: Any, length: int) -> Any:
     return np.zeros(length * np.dtype(dtype).itemsize + 1, np.uint8)[1:].view(dtype)
 
 
-@BODY
-def test_the_well_formed_arguments_are(body: Any) -> None:
+@BACKEND
+def test_the_well_formed_arguments_are(backend: Any) -> None:
     given_arguments = arguments()
-    body.encode_indices(*given_arguments)
+    backend.encode_indices(*given_arguments)
     payload = given_arguments[-1]
     assert payload[:8].tolist() == [1, 0, 0, 0, 2, 0, 0, 0]
     given_arguments[4] = np.zeros(5, np.uint32)
-    body.decode_indices(*given_arguments)
+    backend.decode_indices(*given_arguments)
     assert given_arguments[4].tolist() == WELL_FORMED["indices"].tolist()
 
 
@@ -429,29 +429,29 @@ HOSTILE = {
 }
 
 
-@BODY
+@BACKEND
 @CALL
 @pytest.mark.parametrize(("name", "column"), HOSTILE.values(), ids=HOSTILE)
-def test_hostile_columns(body: Any, call: str, name: str, column: list[int]) -> None:
+def test_hostile_columns(backend: Any, call: str, name: str, column: list[int]) -> None:
     given_arguments = arguments(**{name: np.array(column, WELL_FORMED[name].dtype)})
     with pytest.raises(ValueError, match="row 1: "):
-        getattr(body, call)(*given_arguments)
+        getattr(backend, call)(*given_arguments)
     assert not given_arguments[-1].any()
     assert (given_arguments[4] == WELL_FORMED["indices"]).all()
 
 
-@BODY
+@BACKEND
 @CALL
 @pytest.mark.parametrize("name", ["lengths", "counts", "offsets", "places"])
-def test_columns_of_another_length(body: Any, call: str, name: str) -> None:
+def test_columns_of_another_length(backend: Any, call: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has 3 items for 2"):
-        getattr(body, call)(*arguments(**{name: np.zeros(3, np.int64)}))
+        getattr(backend, call)(*arguments(**{name: np.zeros(3, np.int64)}))
 
 
-@BODY
+@BACKEND
 @CALL
 @pytest.mark.parametrize("name", WELL_FORMED)
-def test_wrong_arrays(body: Any, call: str, name: str) -> None:
+def test_wrong_arrays(backend: Any, call: str, name: str) -> None:
     right = WELL_FORMED[name]
     wrong = [
         right.astype(np.int16),
@@ -465,21 +465,21 @@ def test_wrong_arrays(body: Any, call: str, name: str) -> None:
         wrong.append(unaligned(right.dtype, len(right)))
     for array in wrong:
         with pytest.raises(TypeError):
-            getattr(body, call)(*arguments(**{name: array}))
+            getattr(backend, call)(*arguments(**{name: array}))
 
 
-@BODY
-def test_read_only_targets(body: Any) -> None:
+@BACKEND
+def test_read_only_targets(backend: Any) -> None:
     for call, name in (("encode_indices", "payload"), ("decode_indices", "indices")):
         target = WELL_FORMED[name].copy()
         target.flags.writeable = False
         with pytest.raises(TypeError):
-            getattr(body, call)(*arguments(**{name: target[:]}))
+            getattr(backend, call)(*arguments(**{name: target[:]}))
 
 
-@BODY
+@BACKEND
 @CALL
-def test_indices_inside_the_payload(body: Any, call: str) -> None:
+def test_indices_inside_the_payload(backend: Any, call: str) -> None:
     memory = np.zeros(10, np.uint32)
     with pytest.raises(ValueError, match="overlap"):
-        getattr(body, call)(*arguments(indices=memory[:5], payload=memory.view(np.uint8)[19:31]))
+        getattr(backend, call)(*arguments(indices=memory[:5], payload=memory.view(np.uint8)[19:31]))

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.isas import NATIVE, available_isas, instruction_set
-from kernels.standin import ORDERS, cuda_body, device
+from kernels.standin import ORDERS, cuda_backend, device
 
 from gradcomp import kernels
 from gradcomp.kernels import dispatch, lowrank, philox, segments
-from gradcomp.kernels.arguments import Factor, Shapes
+from gradcomp.kernels.segments import Factor, Shapes
 from gradcomp.testing.simulation import shared
 
 SHAPES = [(1, 1), (1, 7), (1, 100), (7, 1), (100, 1), (3, 5), (64, 65), (300, 7), (5, 16), (37, 33), (2, 48)]
@@ -22,30 +22,30 @@ DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 
 
 ISAS = available_isas()
-BODIES = ("reference", *ISAS, *ORDERS)
+BACKENDS = ("reference", *ISAS, *ORDERS)
 
 
-@pytest.fixture(params=BODIES)
-def body(request: Any) -> Iterator[Any]:
-    """Run a test once per body of the kernels."""
+@pytest.fixture(params=BACKENDS)
+def backend(request: Any) -> Iterator[Any]:
+    """Run a test once per backend of the kernels."""
     if request.param == "reference":
         with kernels.use("reference"):
             yield dispatch.active()
     elif request.param in ORDERS:
-        yield cuda_body(ORDERS[request.param])
+        yield cuda_backend(ORDERS[request.param])
     else:
         with instruction_set(request.param):
             yield NATIVE
 
 
-def each_body(names: str, cases: Sequence[tuple[Any, ...]], *, but_cuda: Sequence[tuple[Any, ...]]) -> Any:
-    """Parametrise a test by bodies and cases, some of which are not for a GPU, which reads aligned floats only."""
+def each_backend(names: str, cases: Sequence[tuple[Any, ...]], *, but_cuda: Sequence[tuple[Any, ...]]) -> Any:
+    """Parametrise a test by backends and cases, some of which are not for a GPU, which reads aligned floats only."""
     every = [*cases, *but_cuda]
-    params = [(name, *case) for name in BODIES for case in (cases if name in ORDERS else every)]
-    taken = ("body", *names.split())
+    params = [(name, *case) for name in BACKENDS for case in (cases if name in ORDERS else every)]
+    taken = ("backend", *names.split())
 
     def decorate(test: Any) -> Any:
-        test = pytest.mark.parametrize(taken, params, indirect=["body"])(test)
+        test = pytest.mark.parametrize(taken, params, indirect=["backend"])(test)
         return pytest.mark.factors(*taken)(test)
 
     return decorate
@@ -138,21 +138,21 @@ class Layers:
         shapes = Shapes(self.rows, self.columns, self.ranks)
         return shapes, Factor(self.p, self.p_at), Factor(self.q, self.q_at)
 
-    def project(self, body: Any, decay: float = 0.9) -> None:
+    def project(self, backend: Any, decay: float = 0.9) -> None:
         shapes, p, q = self.arguments
-        body.project(self.table, self.flags, self.factors, shapes, q, p, decay=decay)
+        backend.project(self.table, self.flags, self.factors, shapes, q, p, decay=decay)
 
-    def back_project(self, body: Any) -> None:
-        body.back_project(self.table, *self.arguments)
+    def back_project(self, backend: Any) -> None:
+        backend.back_project(self.table, *self.arguments)
 
-    def orthogonalise(self, body: Any) -> None:
-        body.orthogonalise(self.rows, self.ranks, Factor(self.p, self.p_at))
+    def orthogonalise(self, backend: Any) -> None:
+        backend.orthogonalise(self.rows, self.ranks, Factor(self.p, self.p_at))
 
-    def expand(self, body: Any, divisor: float = 1.0, scale: float = 1.0) -> None:
-        body.expand(self.table, self.flags, *self.arguments, divisor=divisor, scale=scale)
+    def expand(self, backend: Any, divisor: float = 1.0, scale: float = 1.0) -> None:
+        backend.expand(self.table, self.flags, *self.arguments, divisor=divisor, scale=scale)
 
-    def subtract(self, body: Any) -> None:
-        body.subtract(self.table, *self.arguments)
+    def subtract(self, backend: Any) -> None:
+        backend.subtract(self.table, *self.arguments)
 
 
 def assert_close(found: Any, left: Any, right: Any) -> None:
@@ -166,14 +166,12 @@ def assert_close(found: Any, left: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@each_body(
-    "dtype shift",
-    [(dtype, 0) for dtype in DTYPES],
-    but_cuda=[(segments.FLOAT32, 1), (segments.BFLOAT16, 1)],
+@each_backend(
+    "dtype shift", [(dtype, 0) for dtype in DTYPES], but_cuda=[(segments.FLOAT32, 1), (segments.BFLOAT16, 1)]
 )
-def test_project(body: Any, rank: int, dtype: int, shift: int) -> None:
+def test_project(backend: Any, rank: int, dtype: int, shift: int) -> None:
     layers = Layers(shapes_for(rank), rank, dtype, shift)
-    layers.project(body)
+    layers.project(backend)
     for i in range(len(layers.shapes)):
         c = layers.contribution(i, 0.9)
         assert layers.matrix(layers.next_residuals, i).tobytes() == c.tobytes()
@@ -183,12 +181,12 @@ def test_project(body: Any, rank: int, dtype: int, shift: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, 9])
-def test_project_without_residual_or_gradient(body: Any, rank: int) -> None:
+def test_project_without_residual_or_gradient(backend: Any, rank: int) -> None:
     layers = Layers(SHAPES * 2, rank)
     half = len(SHAPES)
     layers.table["residual"][:half] = 0
     layers.table["gradient"][half:] = 0
-    layers.project(body)
+    layers.project(backend)
     for i in range(half):
         c = layers.factors[i] * layers.matrix(layers.gradients, i)
         assert layers.matrix(layers.next_residuals, i).tobytes() == c.tobytes()
@@ -199,7 +197,7 @@ def test_project_without_residual_or_gradient(body: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 4, 9])
-def test_project_onto_the_residual_itself(body: Any, rank: int) -> None:
+def test_project_onto_the_residual_itself(backend: Any, rank: int) -> None:
     layers = Layers(shapes_for(rank), rank)
     layers.table["residual"] = layers.table["next_residual"]
     expected = [
@@ -207,44 +205,44 @@ def test_project_onto_the_residual_itself(body: Any, rank: int) -> None:
         + np.float32(0.9) * layers.matrix(layers.next_residuals, i)
         for i in range(len(layers.shapes))
     ]
-    layers.project(body)
+    layers.project(backend)
     for i, c in enumerate(expected):
         np.testing.assert_array_equal(layers.matrix(layers.next_residuals, i), c)
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@each_body("shift", [(0,)], but_cuda=[(1,)])
-def test_back_project(body: Any, rank: int, shift: int) -> None:
+@each_backend("shift", [(0,)], but_cuda=[(1,)])
+def test_back_project(backend: Any, rank: int, shift: int) -> None:
     layers = Layers(shapes_for(rank), rank, shift=shift)
-    layers.back_project(body)
+    layers.back_project(backend)
     for i in range(len(layers.shapes)):
         assert_close(layers.Q[i], layers.P[i], layers.matrix(layers.next_residuals, i))
     layers.check_guards()
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_expand(body: Any, rank: int) -> None:
+def test_expand(backend: Any, rank: int) -> None:
     layers = Layers(shapes_for(rank), rank)
-    layers.expand(body, divisor=4.0, scale=0.5)
+    layers.expand(backend, divisor=4.0, scale=0.5)
     for i in range(len(layers.shapes)):
         assert_close(layers.matrix(layers.outputs, i), 0.125 * layers.P[i].T, layers.Q[i])
     assert not layers.flags.any()
 
 
-def test_products_are_summed_in_the_order_of_columns(body: Any) -> None:
+def test_products_are_summed_in_the_order_of_columns(backend: Any) -> None:
     layers = Layers([(1, 1)], 3)
     layers.Q[0][:] = 1
     for terms, total in (([2.0**25, 1, -(2.0**25)], 0), ([2.0**25, -(2.0**25), 1], 1)):
         layers.P[0][:, 0] = terms
-        layers.expand(body)
+        layers.expand(backend)
         assert layers.matrix(layers.outputs, 0) == total
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_subtract(body: Any, rank: int) -> None:
+def test_subtract(backend: Any, rank: int) -> None:
     layers = Layers(shapes_for(rank), rank)
     before = [layers.matrix(layers.next_residuals, i).copy() for i in range(len(layers.shapes))]
-    layers.subtract(body)
+    layers.subtract(backend)
     for i, m in enumerate(before):
         difference = m - layers.matrix(layers.next_residuals, i)
         bound = 1e-6 * (np.abs(layers.P[i].T) @ np.abs(layers.Q[i]) + np.abs(m))
@@ -258,11 +256,11 @@ PARITY += [(name, segments.FLOAT32, 0, rank) for name in ORDERS for rank in (0, 
 PARITY += [(name, dtype, 0, 4) for name in ORDERS for dtype in DTYPES[1:]]
 
 
-@pytest.mark.factors("body", "dtype", "shift", "rank")
-@pytest.mark.parametrize(("body", "dtype", "shift", "rank"), PARITY, indirect=["body"])
-def test_bodies_give_the_bytes_of_the_reference(body: Any, rank: int, dtype: int, shift: int) -> None:
+@pytest.mark.factors("backend", "dtype", "shift", "rank")
+@pytest.mark.parametrize(("backend", "dtype", "shift", "rank"), PARITY, indirect=["backend"])
+def test_backends_give_the_bytes_of_the_reference(backend: Any, rank: int, dtype: int, shift: int) -> None:
     results = []
-    for each in (dispatch.named("reference"), body):
+    for each in (dispatch.named("reference"), backend):
         layers = Layers([*shapes_for(rank), (0, 5), (5, 0), (0, 0)], rank, dtype, shift)
         layers.subtract(each)
         layers.expand(each)
@@ -275,11 +273,11 @@ def test_bodies_give_the_bytes_of_the_reference(body: Any, rank: int, dtype: int
     assert results[0] == results[1]
 
 
-def test_matrices_without_elements(body: Any) -> None:
+def test_matrices_without_elements(backend: Any) -> None:
     layers = Layers([(0, 5), (5, 0), (0, 0)], 3)
-    layers.project(body)
+    layers.project(backend)
     assert layers.P[1].tolist() == [[0] * 5] * 3
-    layers.back_project(body)
+    layers.back_project(backend)
     assert layers.Q[0].tolist() == [[0] * 5] * 3
     layers.check_guards()
 
@@ -287,11 +285,11 @@ def test_matrices_without_elements(body: Any) -> None:
 # --- orthogonalise ------------------------------------------------------------------------------------------
 
 
-def orthonormal(body: Any, columns: Any) -> Any:
+def orthonormal(backend: Any, columns: Any) -> Any:
     """The columns of a matrix, given as rows, after orthogonalisation."""
     p = np.array(columns, np.float32)
     count, n = p.shape
-    body.orthogonalise(np.array([n]), np.array([count]), Factor(p.reshape(-1), np.array([0])))
+    backend.orthogonalise(np.array([n]), np.array([count]), Factor(p.reshape(-1), np.array([0])))
     return p
 
 
@@ -303,9 +301,9 @@ def deviation(p: Any) -> float:
 
 @pytest.mark.parametrize(("n", "rank"), [(1, 1), (5, 5), (16, 4), (100, 9), (3000, 32)])
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1, 1e30])
-def test_columns_become_orthonormal(body: Any, n: int, rank: int, magnitude: float) -> None:
+def test_columns_become_orthonormal(backend: Any, n: int, rank: int, magnitude: float) -> None:
     columns = np.random.default_rng(n).standard_normal((rank, n)).astype(np.float32)
-    p = orthonormal(body, columns * np.float32(magnitude))
+    p = orthonormal(backend, columns * np.float32(magnitude))
     assert p.any(axis=1).all()
     assert deviation(p) < 1e-6
     # Column k is made of the columns up to k.
@@ -315,64 +313,64 @@ def test_columns_become_orthonormal(body: Any, n: int, rank: int, magnitude: flo
 
 
 @pytest.mark.parametrize("distance", [1e-2, 1e-4, 1e-5])
-def test_nearly_dependent_columns(body: Any, distance: float) -> None:
+def test_nearly_dependent_columns(backend: Any, distance: float) -> None:
     rng = np.random.default_rng(1)
     direction = rng.standard_normal(1000)
     columns = direction + distance * rng.standard_normal((6, 1000))
-    p = orthonormal(body, columns)
+    p = orthonormal(backend, columns)
     assert p.any(axis=1).all()
     assert deviation(p) < 1e-6
 
 
-def test_dependent_columns_become_zero(body: Any) -> None:
+def test_dependent_columns_become_zero(backend: Any) -> None:
     rng = np.random.default_rng(2)
     a, b = rng.standard_normal((2, 500)).astype(np.float32)
-    p = orthonormal(body, [a, a, b, -4 * a, np.zeros(500), a])
+    p = orthonormal(backend, [a, a, b, -4 * a, np.zeros(500), a])
     assert p.any(axis=1).tolist() == [True, False, True, False, False, False]
     assert deviation(p) < 1e-6
 
 
-def test_columns_of_any_magnitude_beside_each_other(body: Any) -> None:
+def test_columns_of_any_magnitude_beside_each_other(backend: Any) -> None:
     columns = np.random.default_rng(3).standard_normal((4, 100)).astype(np.float32)
     columns *= np.array([1e30, 1e-30, 1, 1e-38], np.float32)[:, None]
-    p = orthonormal(body, columns)
+    p = orthonormal(backend, columns)
     assert p.any(axis=1).all()
     assert deviation(p) < 1e-6
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_more_columns_than_rows(body: Any, n: int) -> None:
-    p = orthonormal(body, np.random.default_rng(4).standard_normal((7, n)))
+def test_more_columns_than_rows(backend: Any, n: int) -> None:
+    p = orthonormal(backend, np.random.default_rng(4).standard_normal((7, n)))
     assert p.any(axis=1).tolist() == [True] * n + [False] * (7 - n)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_not_finite_columns(body: Any, value: float) -> None:
+def test_not_finite_columns(backend: Any, value: float) -> None:
     columns = np.ones((3, 20))
     columns[1, 19] = value
-    assert np.isnan(orthonormal(body, columns)).all()
+    assert np.isnan(orthonormal(backend, columns)).all()
 
 
-def test_zeros(body: Any) -> None:
+def test_zeros(backend: Any) -> None:
     layers = Layers([(40, 30)], 4)
     layers.gradients[0][:] = 0
     layers.residuals[0][:] = 0
     for kernel in (layers.project, layers.orthogonalise, layers.back_project, layers.expand):
-        kernel(body)
+        kernel(backend)
     assert not layers.matrix(layers.outputs, 0).any()
     assert not layers.flags.any()
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 9])
 @pytest.mark.parametrize("spare", [0, 3])
-def test_a_matrix_of_that_rank_is_its_own_projection(body: Any, rank: int, spare: int) -> None:
+def test_a_matrix_of_that_rank_is_its_own_projection(backend: Any, rank: int, spare: int) -> None:
     layers = Layers([(64, 65), (300, 40), (20, 2000)], rank + spare)
     for i, (n, m) in enumerate(layers.shapes):
         exact = layers.rng.standard_normal((n, rank)) @ layers.rng.standard_normal((rank, m))
         layers.matrix(layers.gradients, i)[:] = exact
     layers.table["residual"] = 0
     for kernel in (layers.project, layers.orthogonalise, layers.back_project, layers.expand, layers.subtract):
-        kernel(body)
+        kernel(backend)
     for i in range(len(layers.shapes)):
         m = layers.factors[i] * layers.matrix(layers.gradients, i)
         error = np.linalg.norm(layers.matrix(layers.outputs, i) - m)
@@ -386,12 +384,12 @@ def test_a_matrix_of_that_rank_is_its_own_projection(body: Any, rank: int, spare
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", [1, 4, 9])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_not_finite_contributions(body: Any, dtype: int, rank: int, value: float) -> None:
+def test_not_finite_contributions(backend: Any, dtype: int, rank: int, value: float) -> None:
     shape = (7, 33)
     for place in range(0, 7 * 33, 10):
         layers = Layers([shape, shape, shape], rank, dtype)
         layers.gradients[1][1 + place] = value
-        layers.project(body)
+        layers.project(backend)
         assert layers.flags.tolist() == [0, 1, 0]
         assert np.isnan(layers.P[1]).all()
         assert np.isfinite(layers.P[0]).all()
@@ -399,29 +397,29 @@ def test_not_finite_contributions(body: Any, dtype: int, rank: int, value: float
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_flagged_layers_become_nan(body: Any, dtype: int) -> None:
+def test_flagged_layers_become_nan(backend: Any, dtype: int) -> None:
     layers = Layers([(7, 33), (7, 33)], 2, dtype)
     layers.flags[0] = 1
-    layers.expand(body)
+    layers.expand(backend)
     assert np.isnan(layers.outputs[0].astype(np.float32)).all()
     assert np.isfinite(layers.matrix(layers.outputs, 1).astype(np.float32)).all()
     assert layers.flags.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(("dtype", "scale"), list(zip(DTYPES, [1e39, 1e6, 1e39], strict=True)))
-def test_outputs_that_overflow_are_flagged(body: Any, dtype: int, scale: float) -> None:
+def test_outputs_that_overflow_are_flagged(backend: Any, dtype: int, scale: float) -> None:
     layers = Layers([(7, 33)], 2, dtype)
     layers.P[0][:], layers.Q[0][:] = 0, 0
     layers.P[0][0, 6], layers.Q[0][0, 32] = 1, scale / 1e10
-    layers.expand(body, scale=1e10)
+    layers.expand(backend, scale=1e10)
     assert layers.flags.tolist() == [1]
 
 
-def test_layers_without_output_are_skipped(body: Any) -> None:
+def test_layers_without_output_are_skipped(backend: Any) -> None:
     layers = Layers([(7, 33), (7, 33)], 2)
     layers.table["output"][0] = 0
     layers.rows[0] = -5
-    layers.expand(body)
+    layers.expand(backend)
     assert np.isnan(layers.outputs[0][0])
     assert_close(layers.matrix(layers.outputs, 1), layers.P[1].T, layers.Q[1])
 
@@ -446,10 +444,10 @@ def malformed(field: str, value: int) -> Layers:
         *[("p_at", value) for value in (-1, 18, 2**62, -(2**63))],
     ],
 )
-def test_malformed_p(body: Any, call: str, field: str, value: int) -> None:
+def test_malformed_p(backend: Any, call: str, field: str, value: int) -> None:
     layers = malformed(field, value)
     with pytest.raises(ValueError, match="segment 1"):
-        getattr(layers, call)(body)
+        getattr(layers, call)(backend)
     layers.check_guards()
 
 
@@ -463,17 +461,17 @@ def test_malformed_p(body: Any, call: str, field: str, value: int) -> None:
         *[("dtype", segments.FLOAT64), ("dtype", 4), ("dtype", -1)],
     ],
 )
-def test_malformed_row(body: Any, call: str, field: str, value: int) -> None:
+def test_malformed_row(backend: Any, call: str, field: str, value: int) -> None:
     layers = malformed(field, value)
     with pytest.raises(ValueError, match=r"segment 1|dtype|elements"):
-        getattr(layers, call)(body)
+        getattr(layers, call)(backend)
     layers.check_guards()
 
 
 @pytest.mark.parametrize("call", ["project", "back_project", "subtract"])
-def test_nowhere_to_hold_the_matrix(body: Any, call: str) -> None:
+def test_nowhere_to_hold_the_matrix(backend: Any, call: str) -> None:
     with pytest.raises(ValueError, match="no next residual"):
-        getattr(malformed("next_residual", 0), call)(body)
+        getattr(malformed("next_residual", 0), call)(backend)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -488,11 +486,11 @@ def test_nowhere_to_hold_the_matrix(body: Any, call: str) -> None:
     ],
     ids=["dtype", "strided", "two dimensions", "a list"],
 )
-def test_wrong_arrays(body: Any, call: str, field: str, change: Any) -> None:
+def test_wrong_arrays(backend: Any, call: str, field: str, change: Any) -> None:
     layers = Layers([(7, 33), (7, 33)], 2)
     setattr(layers, field, change(getattr(layers, field)))
     with pytest.raises(TypeError):
-        getattr(layers, call)(body)
+        getattr(layers, call)(backend)
 
 
 VECTORS = {
@@ -507,11 +505,11 @@ VECTORS = {
 @pytest.mark.parametrize(
     ("call", "field"), [(call, field) for call, fields in VECTORS.items() for field in fields]
 )
-def test_vectors_of_another_length(body: Any, call: str, field: str) -> None:
+def test_vectors_of_another_length(backend: Any, call: str, field: str) -> None:
     layers = Layers([(7, 33), (7, 33)], 2)
     setattr(layers, field, getattr(layers, field)[:1])
     with pytest.raises(ValueError, match="1 items for 2 segments"):
-        getattr(layers, call)(body)
+        getattr(layers, call)(backend)
 
 
 @pytest.mark.parametrize(
@@ -524,11 +522,11 @@ def test_vectors_of_another_length(body: Any, call: str, field: str) -> None:
         ("expand", "flags"),
     ],
 )
-def test_read_only_targets(body: Any, call: str, field: str) -> None:
+def test_read_only_targets(backend: Any, call: str, field: str) -> None:
     layers = Layers([(7, 33)], 2)
     getattr(layers, field).flags.writeable = False
     with pytest.raises(TypeError):
-        getattr(layers, call)(body)
+        getattr(layers, call)(backend)
 
 
 # --- random factors -----------------------------------------------------------------------------------------
@@ -587,7 +585,7 @@ def test_factors_differ(other: dict[str, int]) -> None:
     assert (lowrank.random_q(50, 2, **base) != lowrank.initial_q(50, 2, **WHERE)).mean() > 0.9
 
 
-def test_public_functions_use_the_active_body() -> None:
+def test_public_functions_use_the_active_backend() -> None:
     results = []
     for name in ("reference", "native"):
         with kernels.use(name):  # type: ignore[arg-type]
@@ -626,9 +624,9 @@ def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
 def test_numpy_multiplies_where_it_is_faster() -> None:
     results = []
     with instruction_set("baseline"):
-        for body in (lowrank, dispatch.named("reference")):
+        for backend in (lowrank, dispatch.named("reference")):
             layers = Layers([(64, 650)], lowrank.BASELINE_RANKS + 1)
-            layers.project(body)
-            layers.back_project(body)
+            layers.project(backend)
+            layers.back_project(backend)
             results.append(layers.bytes())
     assert results[0] == results[1]

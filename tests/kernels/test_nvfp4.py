@@ -11,11 +11,13 @@ from kernels.groups import Group, Segment
 
 from gradcomp import BlockFloat, ConfigError, LayerSpec
 from gradcomp.kernels import dispatch, reference, segments
-from gradcomp.kernels.formats import rounded_up
+from gradcomp.kernels.quantisers import rounded_up
 
 pytest.importorskip("gradcomp._native")
 
-BODIES = pytest.mark.parametrize("body", [reference, dispatch.named("native")], ids=["reference", "native"])
+BACKENDS = pytest.mark.parametrize(
+    "backend", [reference, dispatch.named("native")], ids=["reference", "native"]
+)
 BLOCK = 16
 NUMBERS = np.arange(0x7F).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 """Those of E4M3 that are finite and have no sign."""
@@ -42,23 +44,23 @@ def uneven(count: int = 4096, octaves: int = 12) -> Any:
     return (rng.normal(size=(count // BLOCK, BLOCK)) * sizes[:, None]).astype(np.float32).reshape(-1)
 
 
-@BODIES
-def test_nearest_is_the_formats_own_cast(body: Any) -> None:
+@BACKENDS
+def test_nearest_is_the_formats_own_cast(backend: Any) -> None:
     values = uneven()
-    unit, scales, codes = parts(group(values).encode(body).payload, len(values))
+    unit, scales, codes = parts(group(values).encode(backend).payload, len(values))
     assert unit == np.abs(values).max() / np.float32(448 * 6)
     inverse = (np.float32(1) / (scales * unit)).repeat(BLOCK)
     expected = (np.abs(values) * inverse).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     assert codes.tolist() == np.where((values < 0) & (expected != 0), expected | 8, expected).tolist()
-    decoded = group(values).values(group(values).encode(body).payload)[0]
+    decoded = group(values).values(group(values).encode(backend).payload)[0]
     numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     assert np.array_equal(decoded, numbers * (scales * unit).repeat(BLOCK))
 
 
-@BODIES
-def test_a_scale_is_the_least_that_cuts_nothing_off(body: Any) -> None:
+@BACKENDS
+def test_a_scale_is_the_least_that_cuts_nothing_off(backend: Any) -> None:
     values = uneven()
-    unit, scales, _ = parts(group(values).encode(body).payload, len(values))
+    unit, scales, _ = parts(group(values).encode(backend).payload, len(values))
     peaks = np.abs(values).reshape(-1, BLOCK).max(axis=1).astype(np.float64)
     reach = 6.0 * scales.astype(np.float64) * unit
     assert (peaks <= reach * (1 + 2.0**-22)).all()
@@ -107,57 +109,57 @@ def test_its_scales_lose_less_than_powers_of_two() -> None:
     assert lost[0] < 0.9 * lost[1]
 
 
-@BODIES
-def test_every_segment_has_a_unit_of_its_own(body: Any) -> None:
+@BACKENDS
+def test_every_segment_has_a_unit_of_its_own(backend: Any) -> None:
     rows = [Segment(np.full(20, size, np.float32), bits=4, bucket_size=BLOCK) for size in (1.0, 1e-6, 0.0)]
     each = Group(segments.NVFP4, rows, gap=0)
-    payload = each.encode(body).payload
+    payload = each.encode(backend).payload
     units = [np.frombuffer(payload[at : at + 4], "<f4")[0] for at in each.table["payload"].tolist()]
     assert units == [np.float32(1) / np.float32(2688), np.float32(1e-6) / np.float32(2688), 2.0**-117]
     assert [np.unique(v).tolist() for v in each.values(payload)][2] == [0.0]
 
 
-@BODIES
-def test_blocks_far_below_the_largest_have_the_least_scale(body: Any) -> None:
+@BACKENDS
+def test_blocks_far_below_the_largest_have_the_least_scale(backend: Any) -> None:
     values = np.concatenate(([1.0], np.zeros(15), np.full(16, 1e-9), np.zeros(16)))
-    _, scales, codes = parts(group(values).encode(body).payload, 48)
+    _, scales, codes = parts(group(values).encode(backend).payload, 48)
     assert scales.tolist() == [448, 2.0**-9, 2.0**-9]
     assert codes[0] == 7
     assert not codes[16:].any()
 
 
-@BODIES
+@BACKENDS
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("position", [0, 39])
-def test_what_is_not_finite_is_flagged(body: Any, value: float, position: int) -> None:
+def test_what_is_not_finite_is_flagged(backend: Any, value: float, position: int) -> None:
     values = np.ones(40, np.float32)
     values[position] = value
-    encoded = group(values).encode(body)
+    encoded = group(values).encode(backend)
     assert encoded.flags == [1]
     assert not any(encoded.payload)
 
 
-@BODIES
+@BACKENDS
 @pytest.mark.parametrize("byte", [0, 1, 0x7E, 0x7F, 0x80, 0xB8, 0xFF])
-def test_a_scale_from_a_peer_is_a_number_or_flagged(body: Any, byte: int) -> None:
+def test_a_scale_from_a_peer_is_a_number_or_flagged(backend: Any, byte: int) -> None:
     each = group(np.ones(32, np.float32))
-    payload = bytearray(each.encode(body).payload)
+    payload = bytearray(each.encode(backend).payload)
     payload[5] = byte
-    found = each.decode(body, bytes(payload))
+    found = each.decode(backend, bytes(payload))
     assert found.flags == [int(byte > 0x7E)]
     assert found.arrays == each.decode(reference, bytes(payload)).arrays
-    assert each.reduce(body, [bytes(payload)] * 2).flags == found.flags
+    assert each.reduce(backend, [bytes(payload)] * 2).flags == found.flags
 
 
-@BODIES
+@BACKENDS
 @pytest.mark.parametrize("unit", [np.inf, -np.inf, np.nan, 3e38, -1e-3, 0.0, 1e-45])
-def test_a_unit_from_a_peer_is_a_number_or_flagged(body: Any, unit: float) -> None:
+def test_a_unit_from_a_peer_is_a_number_or_flagged(backend: Any, unit: float) -> None:
     each = group(np.ones(32, np.float32))
-    payload = np.array([unit], "<f4").tobytes() + each.encode(body).payload[4:]
-    found = each.decode(body, payload)
+    payload = np.array([unit], "<f4").tobytes() + each.encode(backend).payload[4:]
+    found = each.decode(backend, payload)
     assert found.flags == [int(not np.abs(unit) < 1e38)]
     assert found.arrays == each.decode(reference, payload).arrays
-    mean = each.reduce(body, [payload, each.encode(body).payload])
+    mean = each.reduce(backend, [payload, each.encode(backend).payload])
     assert mean == each.reduce(reference, [payload, each.encode(reference).payload])
     assert mean.flags == found.flags
 

@@ -17,7 +17,7 @@ from gradcomp.core.errors import ConfigError, DeviceError, StateError
 from gradcomp.kernels import reference
 from gradcomp.kernels.cuda import driver as driver_module
 from gradcomp.kernels.cuda import over_cuda
-from gradcomp.kernels.cuda.body import CudaKernels
+from gradcomp.kernels.cuda.backend import CudaKernels
 
 
 @pytest.fixture(params=[fake_cupy, fake_bindings], ids=["cupy", "bindings"])
@@ -237,10 +237,10 @@ def test_kernels_that_the_bindings_launch_give_the_bytes_of_the_reference(
         for length in (0, 1, 777)
     ]
     group = Group(CODECS[codec], rows)
-    body = Carried(CudaKernels(driver), driver)
+    backend = Carried(CudaKernels(driver), driver)
     payload = group.encode(reference, stochastic=True)
-    assert group.encode(body, stochastic=True) == payload
-    assert group.decode(body, payload.payload) == group.decode(reference, payload.payload)
+    assert group.encode(backend, stochastic=True) == payload
+    assert group.decode(backend, payload.payload) == group.decode(reference, payload.payload)
 
 
 def test_memory_and_events_go_back_with_their_last_reference(by_bindings: Any) -> None:

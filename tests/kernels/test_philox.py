@@ -29,12 +29,7 @@ def test_known_answers(counter: str, key: str, words: str) -> None:
 def test_lanes_of_a_counter() -> None:
     # Known answer 3, as the draws of the eight elements that share its counter.
     draws = philox.uniform(
-        0x243F6A88 * 8,
-        8,
-        seed=0x299F31D0A4093822,
-        layer=0x85A308D3,
-        step=0x13198A2E,
-        rank=0x03707344,
+        0x243F6A88 * 8, 8, seed=0x299F31D0A4093822, layer=0x85A308D3, step=0x13198A2E, rank=0x03707344
     )
     halves = [0xFE09, 0xD16C, 0xCCEB, 0x94FD, 0xE420, 0x5001, 0x6EA1, 0x2412]
     assert (draws * 65536 - philox.offset(0x13198A2E)).tolist() == halves

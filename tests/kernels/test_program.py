@@ -1,4 +1,4 @@
-"""The dynamic program over levels: against brute force, body against body, and its promises one by one."""
+"""The dynamic program over levels: against brute force, backend against backend, and its promises one by one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ extension = pytest.importorskip("gradcomp._native")
 
 
 @pytest.fixture(params=["reference", *extension.available_isas()])
-def body(request: Any) -> Iterator[str]:
-    """Run a test once per body of the kernels."""
+def backend(request: Any) -> Iterator[str]:
+    """Run a test once per backend of the kernels."""
     if request.param == "reference":
         with kernels.use("reference"):
             yield request.param
@@ -74,7 +74,7 @@ def large_problem(seed: int, layers: int, choices: int, buckets: int) -> tuple[A
     return steps, costs, budget
 
 
-def test_equal_to_brute_force(body: str) -> None:
+def test_equal_to_brute_force(backend: str) -> None:
     rng = np.random.default_rng(0)
     nothing = 0
     for _ in range(1500):
@@ -85,7 +85,7 @@ def test_equal_to_brute_force(body: str) -> None:
     assert 100 < nothing < 1000  # both kinds of answer were asked for
 
 
-def test_no_sum_of_rounded_costs_is_less(body: str) -> None:
+def test_no_sum_of_rounded_costs_is_less(backend: str) -> None:
     rng = np.random.default_rng(1)
     for _ in range(200):
         steps = rng.integers(0, 5, (4, 3)).astype(np.int32)
@@ -127,12 +127,12 @@ def sweep() -> list[tuple[Any, Any, int, list[int] | None]]:
     return problems
 
 
-def test_equal_to_the_reference(body: str) -> None:
+def test_equal_to_the_reference(backend: str) -> None:
     for steps, costs, budget, expected in sweep():
         assert cheapest(steps, costs, budget) == expected
 
 
-def test_all_choices_of_a_layer_can_be_taken(body: str) -> None:
+def test_all_choices_of_a_layer_can_be_taken(backend: str) -> None:
     # 256 candidates fit into a byte, 257 do not.
     for choices in (255, 256, 257, 1000):
         steps = np.arange(choices, dtype=np.int32)[None]
@@ -145,7 +145,7 @@ def test_all_choices_of_a_layer_can_be_taken(body: str) -> None:
             )
 
 
-def test_the_budget_is_kept_and_more_budget_never_costs_more(body: str) -> None:
+def test_the_budget_is_kept_and_more_budget_never_costs_more(backend: str) -> None:
     steps, costs, budget = large_problem(3, 30, 12, 500)
     least = int(np.where(steps == NEVER, 10**6, steps).min(axis=1).sum())
     assert cheapest(steps, costs, least - 1) is None
@@ -161,7 +161,7 @@ def test_the_budget_is_kept_and_more_budget_never_costs_more(body: str) -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 3.0])
 @pytest.mark.parametrize("buckets", [1, 100, 10_000])
-def test_never_worse_than_the_reference(body: str, alpha: float, buckets: int) -> None:
+def test_never_worse_than_the_reference(backend: str, alpha: float, buckets: int) -> None:
     rng = np.random.default_rng(buckets)
     for _ in range(10):
         errors, costs = rng.random((20, 6)), rng.random((20, 6))
@@ -172,7 +172,7 @@ def test_never_worse_than_the_reference(body: str, alpha: float, buckets: int) -
         assert total(costs, found) <= total(costs, [column] * 20)
 
 
-def test_ties(body: str) -> None:
+def test_ties(backend: str) -> None:
     # Equal cost: the fewer steps in total.
     assert cheapest([[3, 2], [4, 1]], [[5, 5], [6, 6]], 9) == [1, 1]
     # Equal cost and equal steps in total: the fewer steps of the last layer.
@@ -183,14 +183,14 @@ def test_ties(body: str) -> None:
     assert cheapest([[1, 1, 0]], [[3, 3, 3]], 1) == [2]
 
 
-def test_nothing_fits(body: str) -> None:
+def test_nothing_fits(backend: str) -> None:
     assert cheapest([[1], [1]], [[1], [1]], 1) is None
     assert cheapest([[1], [NEVER]], [[1], [1]], 2**62) is None  # no budget is large enough
     assert cheapest([[1], [1]], [[1], [np.inf]], 9) is None
     assert program.cheapest(np.zeros((2, 0), np.int32), np.zeros((2, 0)), 9) is None
 
 
-def test_smallest_problems(body: str) -> None:
+def test_smallest_problems(backend: str) -> None:
     assert cheapest([[0]], [[0]], 0) == [0]
     assert cheapest([[5]], [[3]], 5) == [0]
     assert cheapest([[5]], [[3]], 4) is None
@@ -225,7 +225,7 @@ def replaced(array: Any, value: float) -> Any:
         (np.zeros((1, 65537), np.int32), np.zeros((1, 65537)), 9, "more than 65536 choices"),
     ],
 )
-def test_numbers_out_of_range(body: str, steps: Any, costs: Any, budget: int, complaint: str) -> None:
+def test_numbers_out_of_range(backend: str, steps: Any, costs: Any, budget: int, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         program.cheapest(steps, costs, budget)
 
@@ -250,7 +250,7 @@ def unaligned(array: Any) -> Any:
         (STEPS, COSTS, 9.0),
     ],
 )
-def test_other_types(body: str, steps: Any, costs: Any, budget: Any) -> None:
+def test_other_types(backend: str, steps: Any, costs: Any, budget: Any) -> None:
     with pytest.raises(TypeError):
         program.cheapest(steps, costs, budget)
 
@@ -271,7 +271,7 @@ def test_the_target_is_checked_and_untouched_unless_something_is_found(name: str
         kernel(STEPS, COSTS, chosen, budget=9)
 
 
-def test_read_only_sources_are_read(body: str) -> None:
+def test_read_only_sources_are_read(backend: str) -> None:
     steps, costs = STEPS.copy(), COSTS.copy()
     steps.flags.writeable = costs.flags.writeable = False
     assert cheapest(steps, costs, 2) == [0, 0]

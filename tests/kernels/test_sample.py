@@ -13,6 +13,7 @@ from kernels import standin
 from tiers import examples
 
 from gradcomp import kernels
+from gradcomp.kernels import segments
 from gradcomp.kernels.reference_checksum import sample_of
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 
@@ -38,11 +39,11 @@ def parameters(dtype: str) -> list[np.ndarray[Any, Any]]:
     return [draw.normal(size=length).astype(DTYPES[dtype]) for length in LENGTHS]
 
 
-DTYPES = {name: np.dtype(name) if name != "bfloat16" else kernels.DTYPES[2] for name in DTYPE_NUMBERS}
+DTYPES = {name: np.dtype(name) if name != "bfloat16" else segments.DTYPES[2] for name in DTYPE_NUMBERS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_bodies_give_the_same_values(dtype: str):
+def test_all_backends_give_the_same_values(dtype: str):
     arrays = parameters(dtype)
     for turn in (0, 1, 77, 2**32 - 1):
         with kernels.use("reference"):

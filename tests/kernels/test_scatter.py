@@ -1,4 +1,4 @@
-"""Sparse values scattered over dense outputs: the same bytes from every body, and from one scalar at a time."""
+"""Sparse values scattered over dense outputs: the same bytes from every backend, and from one scalar at a time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels.groups import GuardedArray
 from kernels.isas import NATIVE, available_isas, instruction_set
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_backend
 from tiers import examples
 
 from gradcomp import kernels
 from gradcomp.kernels import indices, reference_indices, segments
 
 native = NATIVE
-CUDA = {name: cuda_body(order) for name, order in ORDERS.items()}
-BODIES = {"reference": reference_indices, "native": native, **CUDA}
-BODY = pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+CUDA = {name: cuda_backend(order) for name, order in ORDERS.items()}
+BACKENDS = {"reference": reference_indices, "native": native, **CUDA}
+BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])
 EACH = pytest.mark.parametrize("compiled", [*available_isas(), *CUDA], indirect=True)
@@ -29,7 +29,7 @@ EACH = pytest.mark.parametrize("compiled", [*available_isas(), *CUDA], indirect=
 
 @pytest.fixture
 def compiled(request: Any) -> Any:
-    """A compiled body: the native one with an instruction set, for the time of a test, or that of a GPU."""
+    """A compiled backend: the native one with an instruction set, for the time of a test, or that of a GPU."""
     if request.param in CUDA:
         yield CUDA[request.param]
         return
@@ -74,7 +74,7 @@ class Lists:
 
     def scatter(
         self,
-        body: Any,
+        backend: Any,
         *,
         divisor: float = 1.0,
         scale: float = 1.0,
@@ -84,7 +84,7 @@ class Lists:
         """Flags and outputs."""
         table, flags, outputs = self.targets()
         columns = self.columns | changed
-        getattr(body, name)(table, flags, *columns.values(), divisor=divisor, scale=scale)
+        getattr(backend, name)(table, flags, *columns.values(), divisor=divisor, scale=scale)
         for output in outputs:
             assert np.isnan(output.base[[0, -1]].astype(np.float64)).all(), "written beyond the output"
         return flags.tolist(), outputs
@@ -130,12 +130,12 @@ def draw_lists(
 LENGTHS = (0, 1, 2, 15, 16, 17, 100, 2047, 2048, 2049, 4096, 5000)
 
 
-@BODY
+@BACKEND
 @DTYPE
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_mean(body: Any, dtype: int, ranks: int) -> None:
+def test_mean(backend: Any, dtype: int, ranks: int) -> None:
     lists = draw_lists(ranks, LENGTHS[:7], [dtype] * 7, density=0.4)
-    found = lists.scatter(body, divisor=ranks, scale=0.7)
+    found = lists.scatter(backend, divisor=ranks, scale=0.7)
     assert same(found, one_by_one(lists, ranks, 0.7))
     assert found[0] == [0] * 7
     assert any(output.any() for output in found[1])
@@ -144,7 +144,7 @@ def test_mean(body: Any, dtype: int, ranks: int) -> None:
 @EACH
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("density", [0.0, 0.0005, 0.01, 0.5, 1.0])
-def test_bodies_agree(compiled: Any, ranks: int, density: float) -> None:
+def test_backends_agree(compiled: Any, ranks: int, density: float) -> None:
     lists = draw_lists(ranks, LENGTHS * 3, np.repeat(DTYPES, len(LENGTHS)).tolist(), density)
     for divisor, scale in [(1.0, 1.0), (2.0, 1.0), (3.0, 0.3)]:
         expected = lists.scatter(reference_indices, divisor=divisor, scale=scale)
@@ -165,30 +165,30 @@ def test_long_segments_at_every_alignment(compiled: Any, dtype: int) -> None:
         assert same(lists.scatter(compiled, divisor=3.0), lists.scatter(reference_indices, divisor=3.0))
 
 
-@BODY
-def test_disjoint_and_equal_lists(body: Any) -> None:
+@BACKEND
+def test_disjoint_and_equal_lists(backend: Any) -> None:
     disjoint = Lists([6], [0], [[([0, 2], [1.0, 2.0])], [([1, 5], [3.0, 4.0])]])
-    assert disjoint.scatter(body, divisor=2.0)[1][0].tolist() == [0.5, 1.5, 1.0, 0.0, 0.0, 2.0]
+    assert disjoint.scatter(backend, divisor=2.0)[1][0].tolist() == [0.5, 1.5, 1.0, 0.0, 0.0, 2.0]
     equal = Lists([4], [0], [[([1, 3], [1.0, 2.0])], [([1, 3], [3.0, 4.0])]])
-    assert equal.scatter(body, divisor=2.0, scale=10.0)[1][0].tolist() == [0.0, 20.0, 0.0, 30.0]
+    assert equal.scatter(backend, divisor=2.0, scale=10.0)[1][0].tolist() == [0.0, 20.0, 0.0, 30.0]
 
 
-@BODY
-def test_ranks_are_added_in_their_order(body: Any) -> None:
+@BACKEND
+def test_ranks_are_added_in_their_order(backend: Any) -> None:
     values = (1e8, 1.0, -1e8)
     for order in ((0, 1, 2), (2, 0, 1), (0, 2, 1)):
         lists = Lists([1], [0], [[([0], [values[rank]])] for rank in order])
         total = np.float32(0)
         for rank in order:
             total += np.float32(values[rank])
-        assert lists.scatter(body)[1][0].tolist() == [total]
+        assert lists.scatter(backend)[1][0].tolist() == [total]
 
 
-@BODY
+@BACKEND
 @DTYPE
-def test_zeros_are_positive(body: Any, dtype: int) -> None:
+def test_zeros_are_positive(backend: Any, dtype: int) -> None:
     lists = Lists([4], [dtype], [[([1], [-0.0])], [([2], [-0.0])]])
-    (output,) = lists.scatter(body, divisor=2.0)[1]
+    (output,) = lists.scatter(backend, divisor=2.0)[1]
     assert not output.view(np.uint8).any()
 
 
@@ -212,11 +212,11 @@ def test_any_numbers(data: Any) -> None:
     divisor = data.draw(st.sampled_from(divisors))
     scale = data.draw(st.sampled_from([1.0, 0.1, 0.0, 1e30, 2.0**-140]))
     expected = one_by_one(lists, divisor, scale)
-    for body in BODIES.values():
-        assert same(lists.scatter(body, divisor=divisor, scale=scale), expected)
+    for backend in BACKENDS.values():
+        assert same(lists.scatter(backend, divisor=divisor, scale=scale), expected)
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(
     ("dtype", "value", "overflows"),
     [
@@ -229,29 +229,31 @@ def test_any_numbers(data: Any) -> None:
         (segments.BFLOAT16, 3.4e38, True),
     ],
 )
-def test_overflow_sets_the_flag_of_its_segment(body: Any, dtype: int, value: float, overflows: bool) -> None:
+def test_overflow_sets_the_flag_of_its_segment(
+    backend: Any, dtype: int, value: float, overflows: bool
+) -> None:
     lists = Lists([3, 3000, 3], [dtype] * 3, [[([1], [1.0]), ([2999], [value]), ([], [])]])
-    flags, outputs = lists.scatter(body)
+    flags, outputs = lists.scatter(backend)
     assert flags == [0, int(overflows), 0]
     assert np.isfinite(outputs[1].astype(np.float32)[2999]) == (not overflows)
     assert not outputs[1][:2999].any()
 
 
-@BODY
+@BACKEND
 @DTYPE
-def test_flagged_segments_become_nan_and_their_lists_are_not_looked_at(body: Any, dtype: int) -> None:
+def test_flagged_segments_become_nan_and_their_lists_are_not_looked_at(backend: Any, dtype: int) -> None:
     good = ([1], [5.0])
     lists = Lists([3, 3], [dtype] * 2, [[good, ([9, 2], [1.0, 1.0])], [good, good]], flags=[0, 7])
-    flags, (first, second) = lists.scatter(body, offsets=np.array([[0, 99], [3, -5]]))
+    flags, (first, second) = lists.scatter(backend, offsets=np.array([[0, 99], [3, -5]]))
     assert flags == [0, 7]
     assert first.tolist() == [0, 10, 0]
     assert np.isnan(second).all()
 
 
-@BODY
-def test_rows_without_output_are_skipped_unchecked(body: Any) -> None:
+@BACKEND
+def test_rows_without_output_are_skipped_unchecked(backend: Any) -> None:
     lists = Lists([3, 2], [segments.FLOAT32] * 2, [[([1], [5.0]), ([9, 2], [1.0, 1.0])]], skipped=[1])
-    flags, (first, second) = lists.scatter(body, offsets=np.array([[0, -1]]))
+    flags, (first, second) = lists.scatter(backend, offsets=np.array([[0, -1]]))
     assert flags == [0, 0]
     assert first.tolist() == [0, 5, 0]
     assert np.isnan(second).all()
@@ -290,19 +292,19 @@ HOSTILE = {
 }
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("changed", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_lists(body: Any, changed: dict[str, Any]) -> None:
+def test_hostile_lists(backend: Any, changed: dict[str, Any]) -> None:
     lists = well_formed()
     columns = {name: np.array(value, lists.columns[name].dtype) for name, value in changed.items()}
     table, flags, outputs = lists.targets()
     with pytest.raises(ValueError, match="row 1: "):
-        body.scatter_mean(table, flags, *(lists.columns | columns).values(), divisor=1.0, scale=1.0)
+        backend.scatter_mean(table, flags, *(lists.columns | columns).values(), divisor=1.0, scale=1.0)
     assert not flags.any()
     assert np.isnan(outputs).all(), "something was written"
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(
     ("column", "value", "complaint"),
     [
@@ -313,14 +315,14 @@ def test_hostile_lists(body: Any, changed: dict[str, Any]) -> None:
         ("lengths", segments.MAX_ELEMENTS + 1, "elements"),
     ],
 )
-def test_malformed_rows(body: Any, column: str, value: int, complaint: str) -> None:
+def test_malformed_rows(backend: Any, column: str, value: int, complaint: str) -> None:
     table = np.zeros(1, segments.SEGMENT)
     table["length"] = 5
     table[column.removesuffix("s")] = value
     table["output"] = np.zeros(8).ctypes.data
     none = np.zeros((1, 1), np.int64)
     with pytest.raises(ValueError, match=complaint):
-        body.scatter_mean(
+        backend.scatter_mean(
             table,
             np.zeros(1, np.uint8),
             none,
@@ -332,7 +334,7 @@ def test_malformed_rows(body: Any, column: str, value: int, complaint: str) -> N
         )
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(
     ("divisor", "scale"),
     [
@@ -347,14 +349,14 @@ def test_malformed_rows(body: Any, column: str, value: int, complaint: str) -> N
         (1.0, np.nan),
     ],
 )
-def test_nothing_but_zero_becomes_of_zero(body: Any, divisor: float, scale: float) -> None:
+def test_nothing_but_zero_becomes_of_zero(backend: Any, divisor: float, scale: float) -> None:
     with pytest.raises(ValueError, match="divisor"):
-        well_formed().scatter(body, divisor=divisor, scale=scale)
+        well_formed().scatter(backend, divisor=divisor, scale=scale)
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("name", ["offsets", "counts", "indices", "values"])
-def test_wrong_arrays(body: Any, name: str) -> None:
+def test_wrong_arrays(backend: Any, name: str) -> None:
     lists = well_formed()
     right = lists.columns[name]
     wrong: list[Any] = [right.astype(np.int16), right.astype(np.float64), right.tolist(), None]
@@ -362,16 +364,16 @@ def test_wrong_arrays(body: Any, name: str) -> None:
     wrong.append(np.zeros(right.nbytes + 1, np.uint8)[1:].view(right.dtype).reshape(right.shape))
     for array in wrong:
         with pytest.raises(TypeError):
-            lists.scatter(body, **{name: array})
+            lists.scatter(backend, **{name: array})
 
 
-@BODY
-def test_wrong_shapes(body: Any) -> None:
+@BACKEND
+def test_wrong_shapes(backend: Any) -> None:
     lists = well_formed()
     for name in ("offsets", "counts"):
         for shape in ((1, 2), (2, 1), (2, 3)):
             with pytest.raises(ValueError, match="offsets"):
-                lists.scatter(body, **{name: np.zeros(shape, np.int64)})
+                lists.scatter(backend, **{name: np.zeros(shape, np.int64)})
     lists.flags = [0]
     with pytest.raises(ValueError, match="flags"):
-        lists.scatter(body)
+        lists.scatter(backend)

@@ -1,4 +1,4 @@
-"""Selections: the reference is what a sort of Python's makes, and every body gives the bytes of the reference."""
+"""Selections: the reference is what a sort of Python's makes, and every backend gives the bytes of the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.layers import Layer, Layers
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_backend
 from tiers import examples
 
 from gradcomp.kernels import dispatch, segments, selection
@@ -26,10 +26,10 @@ DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 
 
 class Comparison:
-    """What a body and the reference make of fresh copies of layers is the same."""
+    """What a backend and the reference make of fresh copies of layers is the same."""
 
-    def __init__(self, body: Any, step: int = 1) -> None:
-        self._body = body
+    def __init__(self, backend: Any, step: int = 1) -> None:
+        self._backend = backend
         self.step = step  # of small layers, one in so many
 
     def __call__(
@@ -37,7 +37,7 @@ class Comparison:
     ) -> Any:
         expected, result = (
             getattr(Layers(layers, contributions), kernel)(each, *arguments, **settings)
-            for each in (reference, self._body)
+            for each in (reference, self._backend)
         )
         assert result == expected
         return expected
@@ -45,9 +45,9 @@ class Comparison:
 
 @contextmanager
 def comparing(name: str) -> Iterator[Comparison]:
-    """For the native body with an instruction set, or that of a GPU with an order of threads."""
+    """For the native backend with an instruction set, or that of a GPU with an order of threads."""
     if name in ORDERS:
-        yield Comparison(cuda_body(ORDERS[name]), 7)
+        yield Comparison(cuda_backend(ORDERS[name]), 7)
         return
     with instruction_set(name):
         yield Comparison(native)
@@ -124,7 +124,7 @@ def test_reference_contribution_and_values() -> None:
     assert (values[place] == layer.contribution(0.9)[indices[place]]).all()
 
 
-# --- the bodies against the reference -----------------------------------------------------------------------
+# --- the backends against the reference -----------------------------------------------------------------------
 
 
 def small_layers() -> list[Layer]:
@@ -348,9 +348,9 @@ def test_squares_of_doubles(same: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [reference, native, *map(cuda_body, ORDERS.values())], ids=["reference", "native", *ORDERS]
+    "backend", [reference, native, *map(cuda_backend, ORDERS.values())], ids=["reference", "native", *ORDERS]
 )
-def test_put_then_take(body: Any) -> None:
+def test_put_then_take(backend: Any) -> None:
     layers = Layers([Layer(None, length=9), Layer(None, length=0), Layer(None, length=4)])
     for next_residual in layers.next_residuals:
         next_residual.array[:] = 0
@@ -359,20 +359,20 @@ def test_put_then_take(body: Any) -> None:
     indices[offsets[2] : offsets[2] + 2] = [1, 3]
     values[offsets[0] : offsets[0] + 5] = [1, 2, 3, 4, 5]
     values[offsets[2] : offsets[2] + 2] = [6, np.nan]
-    body.put(layers.table, offsets, counts, indices, values)
+    backend.put(layers.table, offsets, counts, indices, values)
     # Of a repeated index the last value stays.
     assert layers.next_residuals[0].array.tolist() == [5, 0, 0, 4, 0, 0, 0, 0, 1]
     assert layers.next_residuals[2].array[:3].tolist() == [0, 6, 0]
     assert np.isnan(layers.next_residuals[2].array[3])
     taken = np.full_like(values, 7)
-    body.take(layers.table, offsets, counts, indices, taken)
+    backend.take(layers.table, offsets, counts, indices, taken)
     assert taken[offsets[0] : offsets[0] + 5].tolist() == [1, 5, 4, 4, 5]
     assert (taken[:3] == 7).all()
     assert (taken[-3:] == 7).all()
     layers.next_residual_bytes()
 
 
-def test_public_functions_call_the_body_in_use() -> None:
+def test_public_functions_call_the_backend_in_use() -> None:
     layer = Layer(np.array([1, -3, 2], np.float32))
     for name in ("reference", "native"):
         with dispatch.use(name):  # type: ignore[arg-type]

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 from kernels.isas import NATIVE
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_backend
 
 from gradcomp.kernels import dispatch, segments
 
-BODY = pytest.mark.parametrize("name", ["reference", "native", *ORDERS])
+BACKEND = pytest.mark.parametrize("name", ["reference", "native", *ORDERS])
 
 LENGTH = 8
 GRADIENT = np.ones(LENGTH, np.float32)
 NEXT_RESIDUAL = np.zeros(LENGTH, np.float32)
 
 
-def body_of(name: str) -> Any:
+def backend_of(name: str) -> Any:
     if name in ORDERS:
-        return cuda_body(ORDERS[name])
+        return cuda_backend(ORDERS[name])
     return NATIVE if name == "native" else dispatch.named(name)
 
 
@@ -46,12 +46,12 @@ class Arguments:
         self.stride, self.phase = 2, 0
         self.zeros = False
 
-    def calls(self, body: Any) -> dict[str, Callable[[], None]]:
+    def calls(self, backend: Any) -> dict[str, Callable[[], None]]:
         flat = (self.offsets, self.indices, self.values)
         return {
-            "contribute": lambda: body.contribute(self.table, self.flags, self.factors, decay=1.0),
-            "squares": lambda: body.squares(self.table, self.sums),
-            "select_top": lambda: body.select_top(
+            "contribute": lambda: backend.contribute(self.table, self.flags, self.factors, decay=1.0),
+            "squares": lambda: backend.squares(self.table, self.sums),
+            "select_top": lambda: backend.select_top(
                 self.table,
                 self.flags,
                 self.factors,
@@ -61,17 +61,17 @@ class Arguments:
                 decay=1.0,
                 zeros=self.zeros,
             ),
-            "select_above": lambda: body.select_above(
+            "select_above": lambda: backend.select_above(
                 self.table, self.thresholds, self.counts, *flat, self.found
             ),
-            "sample_thresholds": lambda: body.sample_thresholds(
+            "sample_thresholds": lambda: backend.sample_thresholds(
                 self.table, self.counts, self.thresholds, stride=self.stride, phase=self.phase
             ),
-            "tail": lambda: body.tail(
+            "tail": lambda: backend.tail(
                 self.table, self.thresholds, self.counts, self.sums, self.squares, self.maxima
             ),
-            "take": lambda: body.take(self.table, self.offsets, self.counts, *flat[1:]),
-            "put": lambda: body.put(self.table, self.offsets, self.counts, *flat[1:]),
+            "take": lambda: backend.take(self.table, self.offsets, self.counts, *flat[1:]),
+            "put": lambda: backend.put(self.table, self.offsets, self.counts, *flat[1:]),
         }
 
 
@@ -109,7 +109,7 @@ BAD_NUMBERS: dict[str, tuple[dict[str, Any], set[str]]] = {
 def refused(arguments: Arguments, name: str, kernels: set[str], error: type[Exception]) -> None:
     before = {key: np.copy(value) for key, value in vars(arguments).items()}
     next_residual = NEXT_RESIDUAL.copy()
-    calls = arguments.calls(body_of(name))
+    calls = arguments.calls(backend_of(name))
     for kernel in sorted(kernels):
         with pytest.raises(error):
             calls[kernel]()
@@ -118,13 +118,13 @@ def refused(arguments: Arguments, name: str, kernels: set[str], error: type[Exce
         assert np.array_equal(next_residual, NEXT_RESIDUAL), f"{kernel} wrote the next residual"
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(("columns", "kernels"), MALFORMED_ROWS.values(), ids=MALFORMED_ROWS)
 def test_malformed_row(name: str, columns: dict[str, Any], kernels: set[str]) -> None:
     refused(Arguments(**columns), name, kernels, ValueError)
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize(("numbers", "kernels"), BAD_NUMBERS.values(), ids=BAD_NUMBERS)
 def test_bad_number(name: str, numbers: dict[str, Any], kernels: set[str]) -> None:
     arguments = Arguments()
@@ -136,7 +136,7 @@ def test_bad_number(name: str, numbers: dict[str, Any], kernels: set[str]) -> No
     refused(arguments, name, kernels, ValueError)
 
 
-@BODY
+@BACKEND
 def test_a_later_row_is_checked_before_the_first_is_written(name: str) -> None:
     arguments = Arguments()
     for key in (
@@ -175,7 +175,7 @@ USED_BY = {
 }
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("key", USED_BY)
 def test_wrong_arrays(name: str, key: str) -> None:
     right = getattr(Arguments(), key)
@@ -183,7 +183,7 @@ def test_wrong_arrays(name: str, key: str) -> None:
     for wrong in (right.astype(np.int16), np.stack([right] * 2), strided, right.tolist(), None):
         arguments = Arguments()
         setattr(arguments, key, wrong)
-        calls = arguments.calls(body_of(name))
+        calls = arguments.calls(backend_of(name))
         for kernel in sorted(USED_BY[key]):
             with pytest.raises(TypeError):
                 calls[kernel]()
@@ -202,7 +202,7 @@ WRITTEN_BY = {
 }
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("key", WRITTEN_BY)
 def test_read_only_targets(name: str, key: str) -> None:
     arguments = Arguments()
@@ -210,7 +210,7 @@ def test_read_only_targets(name: str, key: str) -> None:
     refused(arguments, name, WRITTEN_BY[key], TypeError)
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("key", sorted(USED_BY.keys() - {"flags"}))
 def test_unaligned_arrays(name: str, key: str) -> None:
     arguments = Arguments()
@@ -220,7 +220,7 @@ def test_unaligned_arrays(name: str, key: str) -> None:
     refused(arguments, name, USED_BY[key], TypeError)
 
 
-@BODY
+@BACKEND
 @pytest.mark.parametrize("key", sorted(USED_BY.keys() - {"indices", "values"}))
 def test_one_item_per_row(name: str, key: str) -> None:
     arguments = Arguments()
@@ -228,11 +228,11 @@ def test_one_item_per_row(name: str, key: str) -> None:
     refused(arguments, name, USED_BY[key], ValueError)
 
 
-@BODY
+@BACKEND
 def test_read_only_sources_are_read(name: str) -> None:
     arguments = Arguments()
     for key in ("factors", "counts", "offsets", "thresholds"):
         getattr(arguments, key).flags.writeable = False
-    calls = arguments.calls(body_of(name))
+    calls = arguments.calls(backend_of(name))
     for kernel in ("contribute", "select_top", "select_above", "take", "put"):
         calls[kernel]()

@@ -15,7 +15,7 @@ import pytest
 
 import gradcomp
 from gradcomp.kernels import dispatch, reference, subspace
-from gradcomp.kernels.cuda import body as cuda_body
+from gradcomp.kernels.cuda import backend as cuda_backend
 
 STUB = Path(gradcomp.__file__).parent / "_native.pyi"
 
@@ -43,7 +43,7 @@ DEFINED: dict[str, Callable[..., Any]] = {
     for name, member in vars(module).items()
     if inspect.isfunction(member) and member.__module__ == module.__name__
 }
-"""The functions of the modules that define kernels: what another body has of them is a kernel."""
+"""The functions of the modules that define kernels: what another backend has of them is a kernel."""
 
 DEVICE_DEFINED = DEFINED | {
     f"subspace_{each.__name__}": each for each in (subspace.project, subspace.iterate, subspace.finish)
@@ -52,7 +52,7 @@ DEVICE_DEFINED = DEFINED | {
 
 CUDA = {
     name: getattr(part, name)
-    for part in cuda_body.PARTS
+    for part in cuda_backend.PARTS
     for name in vars(part)
     if name in DEVICE_DEFINED and not name.startswith("_")
 }

@@ -10,11 +10,11 @@ import pytest
 from kernels.groups import CODECS, Group, Segment
 from kernels.isas import instruction_set
 from kernels.layers import Layer, Layers
-from kernels.standin import ORDERS, cuda_body
+from kernels.standin import ORDERS, cuda_backend
 
 from gradcomp.kernels import dispatch, reference, segments
-from gradcomp.kernels.arguments import Factor
 from gradcomp.kernels.reference_memory import CHUNK, ordered_sum
+from gradcomp.kernels.segments import Factor
 
 extension = pytest.importorskip("gradcomp._native")
 
@@ -22,33 +22,33 @@ BIG = 2.0**54  # the next float64 is 4 more: it swallows a 1 that is added to it
 
 
 @pytest.fixture(params=["reference", *extension.available_isas(), *ORDERS])
-def body(request: pytest.FixtureRequest) -> Any:
+def backend(request: pytest.FixtureRequest) -> Any:
     if request.param in ORDERS:
-        yield cuda_body(ORDERS[request.param])
+        yield cuda_backend(ORDERS[request.param])
     elif request.param == "reference":
-        yield reference_body()
+        yield reference_backend()
     else:
         with instruction_set(request.param):
             yield dispatch.named("native")
 
 
-def reference_body() -> Any:
+def reference_backend() -> Any:
     return dispatch.named("reference")
 
 
-def squares(body: Any, gradient: Any) -> float:
-    return float(np.frombuffer(Layers([Layer(gradient)]).squares(body))[0])
+def squares(backend: Any, gradient: Any) -> float:
+    return float(np.frombuffer(Layers([Layer(gradient)]).squares(backend))[0])
 
 
-def test_a_chunk_begins_with_new_lanes(body: Any) -> None:
+def test_a_chunk_begins_with_new_lanes(backend: Any) -> None:
     gradient = np.zeros(2 * CHUNK, np.float32)
     gradient[0] = np.sqrt(BIG)
     gradient[16:CHUNK:16] = 1  # swallowed, one by one
     gradient[CHUNK::16] = 1  # the same lane of the next chunk
-    assert squares(body, gradient) == BIG + CHUNK / 16
+    assert squares(backend, gradient) == BIG + CHUNK / 16
 
 
-def test_chunks_are_added_as_a_tree_of_neighbours(body: Any) -> None:
+def test_chunks_are_added_as_a_tree_of_neighbours(backend: Any) -> None:
     sums = (BIG, 0, 2, 1)
     gradient = np.zeros(len(sums) * CHUNK, np.float32)
     for chunk, number in enumerate(sums):
@@ -56,7 +56,7 @@ def test_chunks_are_added_as_a_tree_of_neighbours(body: Any) -> None:
             gradient[chunk * CHUNK] = np.sqrt(BIG)
         else:
             gradient[chunk * CHUNK :][:number] = 1
-    assert squares(body, gradient) == BIG + 4  # of 3; one by one, or across, they are lost
+    assert squares(backend, gradient) == BIG + 4  # of 3; one by one, or across, they are lost
 
 
 def plain(x: Any) -> np.float64:
@@ -85,22 +85,22 @@ LENGTHS = (CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 16 * CHUNK, 16 * CHUNK + 7, 3
 
 
 @pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16, segments.FLOAT64])
-def test_layers_of_many_chunks(body: Any, dtype: int) -> None:
+def test_layers_of_many_chunks(backend: Any, dtype: int) -> None:
     rng = np.random.default_rng(1)
     layers = [
         Layer(rng.normal(size=length).astype(segments.DTYPES[dtype]), dtype=dtype) for length in LENGTHS
     ]
-    assert Layers(layers).squares(body) == Layers(layers).squares(reference_body())
+    assert Layers(layers).squares(backend) == Layers(layers).squares(reference_backend())
 
 
-def test_tails_of_many_chunks(body: Any) -> None:
+def test_tails_of_many_chunks(backend: Any) -> None:
     rng = np.random.default_rng(2)
     c = [rng.normal(size=length).astype(np.float32) for length in (*LENGTHS, 0)]
     layers = [Layer(each) for each in c]
     for threshold in (-1.0, 0.0, 1.5, 10.0):
         thresholds = [threshold] * len(c)
-        expected = Layers(layers, c).tail(reference_body(), thresholds)
-        assert Layers(layers, c).tail(body, thresholds) == expected
+        expected = Layers(layers, c).tail(reference_backend(), thresholds)
+        assert Layers(layers, c).tail(backend, thresholds) == expected
 
 
 # What is rounded to float32 hides the order, unless all but the last bits of a sum are known.
@@ -117,34 +117,34 @@ def near_a_tie(size: int, squared: bool) -> Any:
 
 
 @pytest.mark.parametrize("size", [2 * CHUNK, 2 * CHUNK + 809, 32 * CHUNK])
-def test_norms_of_many_chunks(body: Any, size: int) -> None:
+def test_norms_of_many_chunks(backend: Any, size: int) -> None:
     gradient = np.tile(near_a_tie(size, squared=True), 2)  # the second bucket begins anywhere
     group = Group(CODECS["l2"], [Segment(gradient, next_residual=True, bits=4, bucket_size=size)], gap=0)
-    encoded = group.encode(body, stochastic=False)
+    encoded = group.encode(backend, stochastic=False)
     assert np.frombuffer(encoded.payload[:8], "<f4").tolist() == [1 + 2.0**-23] * 2
     assert encoded == group.encode(reference, stochastic=False)
 
 
 @pytest.mark.parametrize("size", [2 * CHUNK, 32 * CHUNK])
 @pytest.mark.parametrize("codec", ["sign", "onebit"])
-def test_means_of_many_chunks(body: Any, codec: str, size: int) -> None:
+def test_means_of_many_chunks(backend: Any, codec: str, size: int) -> None:
     group = Group(CODECS[codec], [Segment(near_a_tie(size, squared=False), bits=1, bucket_size=size)], gap=0)
-    payload = group.encode(body, stochastic=False).payload
+    payload = group.encode(backend, stochastic=False).payload
     scales = np.frombuffer(payload[: 4 if codec == "sign" else 8], "<f4")
     assert scales[-1] == (1 + 2.0**-23) / size
 
 
 @pytest.mark.parametrize("size", [2 * CHUNK + 13, 18 * CHUNK + 1])
-def test_means_of_payloads_are_encoded_alike(body: Any, size: int) -> None:
+def test_means_of_payloads_are_encoded_alike(backend: Any, size: int) -> None:
     gradient = np.random.default_rng(3).normal(size=size + 5000).astype(np.float32)
     group = Group(CODECS["l2"], [Segment(gradient, next_residual=True, bits=4, bucket_size=size)], gap=0)
     payloads = [group.encode(reference, stochastic=False).payload] * 2
     expected = group.reduce(reference, payloads, stochastic=False)
-    assert group.reduce(body, payloads, stochastic=False) == expected
+    assert group.reduce(backend, payloads, stochastic=False) == expected
 
 
 @pytest.mark.parametrize(("small", "minus"), [(1, 2), (5, 16), (17, 18)])
-def test_columns_of_many_chunks(body: Any, small: int, minus: int) -> None:
+def test_columns_of_many_chunks(backend: Any, small: int, minus: int) -> None:
     # The large products cancel out; what the small ones leave shows in the one place where x is 0 and u is not.
     rows = (minus + 1) * CHUNK - 11
     u, x = np.zeros((2, rows), np.float32)
@@ -152,7 +152,7 @@ def test_columns_of_many_chunks(body: Any, small: int, minus: int) -> None:
     x[minus * CHUNK] = -1
     u[small * CHUNK :][:CHUNK:16] = x[small * CHUNK :][:CHUNK:16] = 2.0**-27
     found, expected = np.stack((u, x)), np.stack((u, x))
-    for each, p in ((body, found), (reference_body(), expected)):
+    for each, p in ((backend, found), (reference_backend(), expected)):
         each.orthogonalise(np.array([rows]), np.array([2]), Factor(p.reshape(-1), np.array([0])))
     assert expected[1, 5] != 0
     assert found.tobytes() == expected.tobytes()

@@ -24,7 +24,7 @@ from gradcomp import kernels
 print(gradcomp.__file__)
 job._choose_kernels(Config(log_level="warning"))
 from gradcomp import _native
-print(kernels.body(), _native.__file__)
+print(kernels.backend(), _native.__file__)
 """
 
 

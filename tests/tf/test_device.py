@@ -75,7 +75,7 @@ def on_device(here: bool = True) -> Iterator[Any]:
         try:
             yield driver
         finally:
-            dispatch.take_away("cuda:0")
+            del dispatch.device_backends["cuda:0"]
 
 
 def variables(shapes: Any = SHAPES, dtype: str = "float32", where: str = "CPU:1") -> list[Any]:

@@ -68,7 +68,7 @@ def on_device() -> Iterator[_Everything]:
         with replaced("device_of", lambda named: device, distributed_state, ddp):
             yield driver
     finally:
-        dispatch.take_away("cuda:0")
+        del dispatch.device_backends["cuda:0"]
 
 
 @contextmanager

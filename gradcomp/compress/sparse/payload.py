@@ -72,8 +72,8 @@ class Selection:
 class IndexFormat:
     """Encode and decode the indices of a group's rows, where both sides know how many there are.
 
-    Rows are coded one by one (:mod:`gradcomp.kernels.codings`). With DEFLATE, the differences between neighbours, 4
-    bytes each, are compressed for all rows together: no formula gives the size then.
+    Rows are coded one by one (:mod:`gradcomp.kernels.reference_indices`). With DEFLATE, the differences between
+    neighbours, 4 bytes each, are compressed for all rows together: no formula gives the size then.
     """
 
     def __init__(self, lengths: Sizes, coding: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.bits import write_decode_add_bits, write_decode_bits, write_encode_bits
 from gradcomp.kernels.cuda.call import Call, overlap_any
 from gradcomp.kernels.cuda.codes import write_decode, write_decode_add, write_encode, write_nonzero
@@ -21,6 +20,7 @@ from gradcomp.kernels.segments import (
     SEGMENT,
     STOCHASTIC,
     Bytes,
+    Draw,
     Magnitudes,
     SegmentTable,
     check_array,

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.arguments import Floats, Int64s
 from gradcomp.kernels.cuda.call import GROUP, THREADS, Call, spans, tiles, to_read, to_write
 from gradcomp.kernels.cuda.layout import Parameter, Real, Ref, Source
 from gradcomp.kernels.cuda.prepared import source_of
 from gradcomp.kernels.reference_memory import CHUNK
-from gradcomp.kernels.segments import FLOAT64, MAX_ELEMENTS, SegmentTable, check_elements
+from gradcomp.kernels.segments import FLOAT64, MAX_ELEMENTS, Floats, SegmentTable, Sizes, check_elements
 
 RANKS = (4, 8, 16, 32)
 """The numbers of columns of P and Q that project.cu is compiled for."""
@@ -36,10 +35,10 @@ _TABLE, _P, _Q, _FOUND, _OTHER = range(5)
 _COPY = _FOUND
 
 Arrays = tuple[Any, ...]
-Columns = tuple[Int64s, ...]
+Columns = tuple[Sizes, ...]
 
 
-def write_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
+def write_project(call: Call, arrays: Arrays, columns: Columns, low: Sizes | None = None) -> None:
     """Writes down project, of all rows of a table or of some."""
     table, p, q, found, factors = arrays
     layers = _checked(table, low, columns, len(p), len(q))
@@ -65,7 +64,7 @@ def write_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | No
     sums.add(written, 0, bad)
 
 
-def write_back_project(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
+def write_back_project(call: Call, arrays: Arrays, columns: Columns, low: Sizes | None = None) -> None:
     """Writes down back_project, of all rows of a table or of some."""
     table, p, q, copy = arrays
     layers = _checked(table, low, columns, len(p), len(q) if copy is None else min(len(q), len(copy)))
@@ -118,7 +117,7 @@ def write_orthogonalise(call: Call, p: Floats, columns: Columns) -> None:
 
 
 def _largest(
-    call: Call, factor: Parameter, sides: Int64s, ranks: Int64s, at: Int64s
+    call: Call, factor: Parameter, sides: Sizes, ranks: Sizes, at: Sizes
 ) -> tuple[int, tuple[Parameter, int], Ref]:
     """Launches the search for the largest magnitude of each column; returns it, and the tiling of all columns."""
     (places,), lengths = _columns(sides, ranks, at)
@@ -129,7 +128,7 @@ def _largest(
     return blocks, tiling, largest
 
 
-def _columns(sides: Int64s, ranks: Int64s, *at: Int64s) -> tuple[list[Int64s], Int64s]:
+def _columns(sides: Sizes, ranks: Sizes, *at: Sizes) -> tuple[list[Sizes], Sizes]:
     """Returns the beginnings of the factors' columns in each array, and their lengths."""
     owners = np.repeat(np.arange(len(sides)), ranks)
     lengths = sides[owners]
@@ -153,7 +152,7 @@ def write_keep(call: Call, arrays: Arrays, columns: Columns) -> None:
     call.launch("orthogonalise.cu", "keep", blocks, work, *tiling, given, written, largest)
 
 
-def write_expand(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
+def write_expand(call: Call, arrays: Arrays, columns: Columns, low: Sizes | None = None) -> None:
     """Writes down expand, of all rows of a table or of some."""
     table, p, q, found, flags = arrays
     layers = _checked(table, low, columns, len(p), len(q), outputs=True)
@@ -161,7 +160,7 @@ def write_expand(call: Call, arrays: Arrays, columns: Columns, low: Int64s | Non
     _launch_product(call, "expand", layers, arrays, *marks, Real(0), Real(1))
 
 
-def write_subtract(call: Call, arrays: Arrays, columns: Columns, low: Int64s | None = None) -> None:
+def write_subtract(call: Call, arrays: Arrays, columns: Columns, low: Sizes | None = None) -> None:
     """Writes down subtract, of all rows of a table or of some."""
     table, p, q = arrays
     _launch_product(call, "subtract", _checked(table, low, columns, len(p), len(q)), arrays, 0, 0, 1.0, 1.0)
@@ -171,19 +170,19 @@ def write_subtract(call: Call, arrays: Arrays, columns: Columns, low: Int64s | N
 class _Layers:
     """The rows that a call works on, column by column; `index` is their place in the whole table."""
 
-    index: Int64s
+    index: Sizes
     table: SegmentTable
-    rows: Int64s
-    columns: Int64s
-    ranks: Int64s
-    p_at: Int64s
-    q_at: Int64s
+    rows: Sizes
+    columns: Sizes
+    ranks: Sizes
+    p_at: Sizes
+    q_at: Sizes
 
-    def only(self, members: Int64s) -> _Layers:
+    def only(self, members: Sizes) -> _Layers:
         return _Layers(*(column[members] for column in vars(self).values()))
 
     def give(
-        self, call: Call, table: SegmentTable, lanes: Int64s, chunks: Int64s, parts_at: Int64s
+        self, call: Call, table: SegmentTable, lanes: Sizes, chunks: Sizes, parts_at: Sizes
     ) -> tuple[Parameter, Parameter]:
         """Registers the segments, and each one's Layer of matrices.cuh."""
         numbers = (self.index, self.rows, self.columns, self.ranks, self.p_at, self.q_at)
@@ -194,10 +193,10 @@ class _Layers:
 class _Sums:
     """The memory for the blocks' partial sums, and the launch that adds these up."""
 
-    def __init__(self, call: Call, layers: _Layers, lengths: Int64s, places: Int64s, parts: Int64s) -> None:
+    def __init__(self, call: Call, layers: _Layers, lengths: Sizes, places: Sizes, parts: Sizes) -> None:
         sizes = lengths * layers.ranks
         ends = np.cumsum(sizes * parts)
-        self.begins: Int64s = ends - sizes * parts
+        self.begins: Sizes = ends - sizes * parts
         self.workspace = call.workspace(4 * int(ends[-1]) if len(ends) else 0)
         self._call = call
         self._per_element = np.where(parts > _MANY_PARTS, 32, 1)
@@ -226,19 +225,19 @@ def _launch_product(call: Call, name: str, layers: _Layers, arrays: Arrays, *par
     call.launch("expand.cu", name, blocks, *work, *tiling, *factors, *parameters)
 
 
-def _tiling(call: Call, counts: Int64s) -> tuple[int, tuple[Parameter, int]]:
+def _tiling(call: Call, counts: Sizes) -> tuple[int, tuple[Parameter, int]]:
     """Returns the blocks for so many tiles per row, and the parameters by which kernels find a block's row."""
     begins = tiles(counts)
     return int(begins[-1]), (call.give(begins), len(counts))
 
 
-def _lanes(columns: Int64s, width: int) -> Int64s:
+def _lanes(columns: Sizes, width: int) -> Sizes:
     """Returns the lanes of a warp, a power of two, whose threads take ``width`` columns each."""
-    lanes: Int64s = np.int64(1) << np.searchsorted(width * 2 ** np.arange(5), columns)
+    lanes: Sizes = np.int64(1) << np.searchsorted(width * 2 ** np.arange(5), columns)
     return lanes
 
 
-def _by_rank(layers: _Layers) -> list[tuple[int, Int64s]]:
+def _by_rank(layers: _Layers) -> list[tuple[int, Sizes]]:
     """Returns the rows that each of RANKS serves."""
     kinds = np.minimum(np.searchsorted(RANKS, layers.ranks), len(RANKS) - 1)
     found = [(most, np.flatnonzero(kinds == kind)) for kind, most in enumerate(RANKS)]
@@ -250,7 +249,7 @@ def _by_rank(layers: _Layers) -> list[tuple[int, Int64s]]:
 
 def _checked(
     table: SegmentTable,
-    low: Int64s | None,
+    low: Sizes | None,
     columns: Columns,
     p_size: int,
     q_size: int,
@@ -280,7 +279,7 @@ def _checked(
 
 
 def _check_factor(
-    name: str, at: Int64s, lengths: Int64s, counts: Int64s, size: int, index: Int64s | None = None
+    name: str, at: Sizes, lengths: Sizes, counts: Sizes, size: int, index: Sizes | None = None
 ) -> None:
     inside = (at >= 0) & (at <= size) & (lengths >= 0) & (counts >= 0)
     capacity = (size - np.where(inside, at, 0)) // np.maximum(lengths, 1)
@@ -288,7 +287,7 @@ def _check_factor(
     require(inside, np.arange(len(at)) if index is None else index, f"{name} does not lie inside its array")
 
 
-def require(condition: npt.NDArray[np.bool_], index: Int64s, complaint: str) -> None:
+def require(condition: npt.NDArray[np.bool_], index: Sizes, complaint: str) -> None:
     """Raises ValueError for the first layer, by its index, that does not fulfil a condition."""
     if not condition.all():
         raise ValueError(f"segment {index[np.argmin(condition)]}: {complaint}")

@@ -12,23 +12,21 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.codings import (
+from gradcomp.kernels.cuda.call import THREADS, Call, check_flat, described, overlap, tiles, to_read, to_write
+from gradcomp.kernels.cuda.layout import Integer, Parameter, Ref, Source
+from gradcomp.kernels.cuda.prepared import Kernels, place_of
+from gradcomp.kernels.philox import check_draws
+from gradcomp.kernels.reference_indices import (
     ALL,
     BITMAP,
     PACKED,
     RAW,
     Codings,
-    Indices,
-    Sizes,
+    check_coding,
     low_bits,
     upper_bits,
 )
-from gradcomp.kernels.cuda.call import THREADS, Call, check_flat, described, overlap, tiles, to_read, to_write
-from gradcomp.kernels.cuda.layout import Integer, Parameter, Ref, Source
-from gradcomp.kernels.cuda.prepared import Kernels, place_of
-from gradcomp.kernels.philox import check_draws
-from gradcomp.kernels.reference_indices import check_coding
-from gradcomp.kernels.segments import Bytes, check_array
+from gradcomp.kernels.segments import Bytes, Indices, Sizes, check_array
 
 _TILE_BITS = 8192  # bits of a stream's tile, as in indices.cu
 _LIST_TILE = 4 * THREADS  # indices of a list's tile

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.kernels.arguments import Factor, Floats, Int64s, Shapes
 from gradcomp.kernels.cuda.call import described
 from gradcomp.kernels.cuda.factors import (
     require,
@@ -24,7 +23,17 @@ from gradcomp.kernels.cuda.factors import (
 )
 from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.cuda.vectors import DeviceVector
-from gradcomp.kernels.segments import SEGMENT, Bytes, SegmentTable, check_array, is_table
+from gradcomp.kernels.segments import (
+    SEGMENT,
+    Bytes,
+    Factor,
+    Floats,
+    SegmentTable,
+    Shapes,
+    Sizes,
+    check_array,
+    is_table,
+)
 
 
 class LowRankKernels(Kernels):
@@ -60,7 +69,7 @@ class LowRankKernels(Kernels):
         check_next_residuals(table)
         self._plans.run(key, lambda call: write_back_project(call, arrays, columns), arrays)
 
-    def orthogonalise(self, rows: Int64s, ranks: Int64s, p: Factor) -> None:
+    def orthogonalise(self, rows: Sizes, ranks: Sizes, p: Factor) -> None:
         columns = (rows, ranks, p.at)
         key = ("orthogonalise", *_bytes(len(rows), columns), _factor("p", p.values, writable=True))
         self._plans.run(key, lambda call: write_orthogonalise(call, p.values, columns), (p.values,))
@@ -99,12 +108,12 @@ class LowRankKernels(Kernels):
 
     def keep(
         self,
-        sides: Int64s,
-        ranks: Int64s,
+        sides: Sizes,
+        ranks: Sizes,
         factor: Factor,
         kept: Floats,
-        before: Int64s,
-        after: Int64s,
+        before: Sizes,
+        after: Sizes,
     ) -> None:
         columns = (sides, ranks, factor.at, before, after)
         given = _factor("factor", factor.values), _factor("kept", kept, writable=True)
@@ -120,13 +129,13 @@ def check_next_residuals(table: SegmentTable) -> None:
         require(held, np.arange(len(table)), "no next residual to hold the matrix")
 
 
-def _key(table: SegmentTable, columns: Sequence[Int64s]) -> tuple[Any, ...]:
+def _key(table: SegmentTable, columns: Sequence[Sizes]) -> tuple[Any, ...]:
     """Returns the part of a call's key that describes its layers."""
     check_array("table", table, SEGMENT)
     return fixed_columns(table), *_bytes(len(table), columns)
 
 
-def _bytes(count: int, vectors: Sequence[Int64s]) -> list[bytes]:
+def _bytes(count: int, vectors: Sequence[Sizes]) -> list[bytes]:
     for vector in vectors:
         if not (
             type(vector) is np.ndarray

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.arguments import Draw
 from gradcomp.kernels.cuda.call import THREADS, Call, tiles
 from gradcomp.kernels.cuda.codes import encoders_of, find_largest, rounding
 from gradcomp.kernels.cuda.prepared import Kernels
 from gradcomp.kernels.reference_checksum import Words, sample_of
-from gradcomp.kernels.segments import STOCHASTIC, UNIT_BYTES, Magnitudes, SegmentTable
+from gradcomp.kernels.segments import STOCHASTIC, UNIT_BYTES, Draw, Magnitudes, SegmentTable
 
 Doubles = npt.NDArray[np.float64]
 

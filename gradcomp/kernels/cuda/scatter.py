@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.kernels.codings import Indices, Sizes
 from gradcomp.kernels.cuda.call import Call, check_flat, groups, tiles, to_read
 from gradcomp.kernels.cuda.layout import Real, Source
 from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of, source_of
 from gradcomp.kernels.reference_indices import check_targets
-from gradcomp.kernels.reference_selection import Floats
-from gradcomp.kernels.segments import Bytes, SegmentTable
+from gradcomp.kernels.segments import Bytes, Floats, Indices, SegmentTable, Sizes
 
 _ITEMS = 2048  # items that a block checks of a list
 

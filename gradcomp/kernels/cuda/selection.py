@@ -16,23 +16,19 @@ from gradcomp.kernels.cuda.prepared import Kernels, fixed_columns, place_of
 from gradcomp.kernels.cuda.radix import Contribution, Marks, RadixSelect
 from gradcomp.kernels.cuda.row_sums import RowSums
 from gradcomp.kernels.reference_selection import (
-    Doubles,
-    Floats,
-    Indices,
-    Numbers,
     check_counts,
     check_inside,
     check_narrow,
     check_next_residuals,
     check_vectors,
 )
-from gradcomp.kernels.segments import Bytes, SegmentTable, require_rows
+from gradcomp.kernels.segments import Bytes, Doubles, Floats, Indices, SegmentTable, Sizes, require_rows
 
 _ITEMS = 2048  # items that a block of lists.cu serves of a list
 
 
 class SelectionKernels(Kernels):
-    """The kernels of `reference_selection`, and select_adacomp of `reference_adacomp`, under the same names."""
+    """The kernels of `reference_selection`, and select_adacomp of `reference_selection`, under the same names."""
 
     def contribute(self, table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
         check_vectors(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
@@ -63,11 +59,11 @@ class SelectionKernels(Kernels):
         table: SegmentTable,
         flags: Bytes,
         factors: Floats,
-        counts: Numbers,
-        offsets: Numbers,
+        counts: Sizes,
+        offsets: Sizes,
         indices: Indices,
         values: Floats,
-        found: Numbers,
+        found: Sizes,
         *,
         decay: float,
         zeros: bool,
@@ -115,11 +111,11 @@ class SelectionKernels(Kernels):
         self,
         table: SegmentTable,
         thresholds: Floats,
-        limits: Numbers,
-        offsets: Numbers,
+        limits: Sizes,
+        offsets: Sizes,
         indices: Indices,
         values: Floats,
-        found: Numbers,
+        found: Sizes,
     ) -> None:
         check_vectors(
             table,
@@ -148,11 +144,11 @@ class SelectionKernels(Kernels):
         self,
         table: SegmentTable,
         factors: Floats,
-        limits: Numbers,
-        offsets: Numbers,
+        limits: Sizes,
+        offsets: Sizes,
         indices: Indices,
         values: Floats,
-        found: Numbers,
+        found: Sizes,
         *,
         bin_size: int,
     ) -> None:
@@ -181,7 +177,7 @@ class SelectionKernels(Kernels):
         self._plans.run(key, write_down, (table, factors, found, indices, values))
 
     def sample_thresholds(
-        self, table: SegmentTable, counts: Numbers, thresholds: Floats, *, stride: int, phase: int
+        self, table: SegmentTable, counts: Sizes, thresholds: Floats, *, stride: int, phase: int
     ) -> None:
         check_vectors(table, counts=(counts, np.int64, False), thresholds=(thresholds, np.float32, True))
         check_next_residuals(table)
@@ -220,7 +216,7 @@ class SelectionKernels(Kernels):
         self,
         table: SegmentTable,
         thresholds: Floats,
-        counts: Numbers,
+        counts: Sizes,
         sums: Doubles,
         squares_out: Doubles,
         maxima: Floats,
@@ -246,20 +242,20 @@ class SelectionKernels(Kernels):
         self._plans.run(("tail", fixed_columns(table)), write_down, arrays)
 
     def take(
-        self, table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats
+        self, table: SegmentTable, offsets: Sizes, counts: Sizes, indices: Indices, values: Floats
     ) -> None:
         self._over_lists(table, offsets, counts, indices, values, taking=True)
 
     def put(
-        self, table: SegmentTable, offsets: Numbers, counts: Numbers, indices: Indices, values: Floats
+        self, table: SegmentTable, offsets: Sizes, counts: Sizes, indices: Indices, values: Floats
     ) -> None:
         self._over_lists(table, offsets, counts, indices, values, taking=False)
 
     def _over_lists(
         self,
         table: SegmentTable,
-        offsets: Numbers,
-        counts: Numbers,
+        offsets: Sizes,
+        counts: Sizes,
         indices: Indices,
         values: Floats,
         *,
@@ -297,8 +293,8 @@ class _Lists:
         self,
         call: Call,
         table: SegmentTable,
-        offsets: Numbers,
-        counts: Numbers,
+        offsets: Sizes,
+        counts: Sizes,
         indices: Indices,
         bad: Indices,
     ) -> None:
@@ -351,8 +347,8 @@ def _mark_bins(call: Call, table: SegmentTable, factors: Parameter, bin_size: in
 def _write_some(
     call: Call,
     selection: RadixSelect,
-    offsets: Numbers,
-    limits: Numbers,
+    offsets: Sizes,
+    limits: Sizes,
     indices: Indices,
     values: Floats,
     found: Parameter,
@@ -364,7 +360,7 @@ def _write_some(
     selection.write(call.give(offsets), index_list, value_list, found)
 
 
-def _lists_key(offsets: Numbers, counts: Numbers, indices: Any, values: Any) -> tuple[Hashable, ...]:
+def _lists_key(offsets: Sizes, counts: Sizes, indices: Any, values: Any) -> tuple[Hashable, ...]:
     """Returns the part of a call's key that describes lists in flat arrays."""
     return offsets.tobytes(), counts.tobytes(), place_of(indices), place_of(values)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.kernels.arguments import Factor, Floats, Int64s
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.cuda.codes import write_decode, write_encode
 from gradcomp.kernels.cuda.factors import (
@@ -19,7 +18,7 @@ from gradcomp.kernels.cuda.factors import (
 )
 from gradcomp.kernels.cuda.lowrank import check_next_residuals
 from gradcomp.kernels.cuda.prepared import Kernels, place_of
-from gradcomp.kernels.segments import FP32, Bytes, SegmentTable
+from gradcomp.kernels.segments import FP32, Bytes, Factor, Floats, SegmentTable, Sizes
 
 
 class SubspaceKernels(Kernels):
@@ -120,7 +119,7 @@ class SubspaceKernels(Kernels):
         self._plans.run(key, write_down, arrays, (divisor, scale), (flags, found))
 
 
-def _columns(layers: Any) -> tuple[Int64s, ...]:
+def _columns(layers: Any) -> tuple[Sizes, ...]:
     return (*layers.shapes, layers.p_at, layers.q_at)
 
 

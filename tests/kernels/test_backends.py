@@ -1,4 +1,4 @@
-"""Every body of the kernels gives the bytes of the reference, guard bytes and gaps included."""
+"""Every backend of the kernels gives the bytes of the reference, guard bytes and gaps included."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradcomp.kernels import reference, segments
 
 
 class Compiled:
-    """The compiled body that a test runs with: of one instruction set, or for a GPU, in one order of threads."""
+    """The compiled backend that a test runs with: of one instruction set, or for a GPU, in one order of threads."""
 
     kernels: Any = NATIVE
 
@@ -38,7 +38,7 @@ CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def isa(request: Any) -> Any:
     """Run a test once per instruction set, and per order of threads of a GPU."""
     if request.param in standin.ORDERS:
-        native.kernels = standin.cuda_body(standin.ORDERS[request.param])
+        native.kernels = standin.cuda_backend(standin.ORDERS[request.param])
         yield request.param
         native.kernels = NATIVE
         return
@@ -292,9 +292,9 @@ def test_nonzero(dtype: int, length: int, value: float) -> None:
     gradient[-1:] = value
     codec = segments.FP64 if dtype == segments.FLOAT64 else segments.FP32
     group = Group(codec, [Segment(gradient, dtype=dtype), Segment(None, length=5, dtype=dtype)])
-    for body in (reference, native):
+    for backend in (reference, native):
         out = np.full(2, 7, np.uint8)
-        body.nonzero(group.table, out)
+        backend.nonzero(group.table, out)
         assert out.tolist() == [length > 0 and value != 0, False]
 
 

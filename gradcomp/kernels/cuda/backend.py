@@ -1,4 +1,4 @@
-"""All kernels of a device under the names that they have in the other bodies."""
+"""All kernels of a device under the names that they have in the other backends."""
 
 from __future__ import annotations
 
