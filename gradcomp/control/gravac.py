@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress import Compressor
+from gradcomp.compress.policy import assign
 from gradcomp.compress.sparse.base import elements_at
 from gradcomp.compress.sparse.two_level_selection import (
     CANDIDATE,
@@ -185,9 +186,7 @@ class GraVACRun(ControllerRun):
         for layer, choice in zip(self._layers.tolist(), self._chosen, strict=True):
             if (layer, choice) not in self._assignments:
                 compressor = self._compressor(layer, choice)
-                self._assignments[layer, choice] = Assignment(
-                    rows[layer].layer, compressor.family_string(), compressor.level
-                )
+                self._assignments[layer, choice] = assign(rows[layer].layer, compressor)
             rows[layer] = self._assignments[layer, choice]
         return Plan(before.version + 1, tuple(rows))
 

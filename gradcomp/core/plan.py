@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,11 +25,14 @@ class Assignment:
     """One layer's entry: ``compressor`` is the string form without its level, ``level`` the level.
 
     A tuple has a level for each block of rows: see :mod:`gradcomp.compress.blocks`. In JSON it is a list.
+    ``built`` is the compressor itself where it is known, so that nobody has to parse its text; it is no part of the
+    value. See :func:`gradcomp.compress.policy.assign`.
     """
 
     layer: str
     compressor: str
     level: Level = None
+    built: Any = field(default=None, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
