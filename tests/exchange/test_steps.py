@@ -17,6 +17,7 @@ from gradcomp import (
     TransportError,
     WireFormatError,
 )
+from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.exchange.waiting import Waiting
 from gradcomp.reduce.header import ByteHeader
