@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.quantise.cast import Cast
-from gradcomp.compress.registry import from_string
+from gradcomp.compress.registry import at_level, from_string
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.plan import Assignment, Plan
@@ -128,10 +128,8 @@ class Policy:
 
     def plan(self, layers: Sequence[LayerSpec], version: int = 0, step: int = 0) -> Plan:
         """Return the plan for these layers at a step, with schedules replaced by what they give then."""
-        chosen = (
-            (layer.name, c.at_step(step)) for layer, (c, _) in zip(layers, self._placed(layers), strict=True)
-        )
-        return Plan(version, tuple(Assignment(name, c.family_string(), c.level) for name, c in chosen))
+        placed = zip(layers, self._placed(layers), strict=True)
+        return Plan(version, tuple(assign(layer.name, c.at_step(step)) for layer, (c, _) in placed))
 
     def scheduled(self, layers: Sequence[LayerSpec]) -> Schedule:
         """Return a function of step and version: the plan that begins at that step, or None."""
@@ -153,6 +151,18 @@ class Policy:
         """Return name -> reason for the layers that are not compressed, or only rounded to bfloat16."""
         reasons = ((layer.name, self.choose(layer)[1]) for layer in layers)
         return {name: reason for name, reason in reasons if reason}
+
+
+def assign(layer: str, compressor: Compressor) -> Assignment:
+    """Return a plan's entry that gives a compressor to a layer, and holds it."""
+    entry = Assignment(layer, compressor.family_string(), compressor.level)
+    object.__setattr__(entry, "built", compressor)
+    return entry
+
+
+def assigned(entry: Assignment) -> Compressor:
+    """Return the compressor of a plan's entry: the one that it holds, or else what its text says."""
+    return at_level(entry.compressor, entry.level) if entry.built is None else entry.built
 
 
 def resolve(compression: Compressor | str) -> Compressor:

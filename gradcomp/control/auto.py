@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor, Identity
-from gradcomp.compress.policy import AUTO_CHOICES, EXACT, resolve
+from gradcomp.compress.policy import AUTO_CHOICES, EXACT, assign, resolve
 from gradcomp.control.base import Controller, Doubles, Environment, Step
 from gradcomp.control.distortion.round_trip import Rates, measure_rates
 from gradcomp.control.forecast import MARGIN, Observed, decide, slower
 from gradcomp.control.levels import check_count, check_number
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.plan import Assignment, Plan, level_text, short_name
+from gradcomp.core.plan import Plan, level_text, short_name
 from gradcomp.core.vectors import Floats
 from gradcomp.reduce.model import Network
 
@@ -147,7 +147,7 @@ class AutoRun(PhasedRun[AutoState]):
         replaced = (EXACT.family_string(), Identity().family_string())
         for i, layer in enumerate(self.environment.layers):
             if i not in self.choices and layer.dtype != "float64" and rows[i].compressor in replaced:
-                rows[i] = Assignment(layer.name, exact.family_string(), exact.level)
+                rows[i] = assign(layer.name, exact)
         return Plan(before.version + 1, tuple(rows))
 
     # -- observe and share -------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress import Compressor
+from gradcomp.compress.policy import assign
 from gradcomp.core.errors import StateError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.core.plan import Assignment, Plan
+from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.core.vectors import Zeros, host_zeros
@@ -237,7 +238,7 @@ class ControllerRun:
         """Returns the next plan: ``before`` with the choices in it."""
         rows = list(before.assignments)
         for layer, compressor in self.choices.items():
-            rows[layer] = Assignment(rows[layer].layer, compressor.family_string(), compressor.level)
+            rows[layer] = assign(rows[layer].layer, compressor)
         return Plan(before.version + 1, tuple(rows))
 
     # -- state in a checkpoint ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
+from gradcomp.compress.policy import assign
 from gradcomp.compress.sparse import two_level_selection as selection
 from gradcomp.compress.sparse.base import elements_at
 from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Numbers, Step
@@ -154,7 +155,7 @@ class GraVACRun(ControllerRun):
             assert own is not None, "the layer is up for choice"
             made = selection.select_twice(own, 1 / factors[least], 1 / factors[candidate], send)
             name = self.environment.layers[layer].name
-            self._known[layer, choice] = made, Assignment(name, made.family_string(), made.level)
+            self._known[layer, choice] = made, assign(name, made)
         return self._known[layer, choice]
 
     def plan(self, before: Plan) -> Plan:

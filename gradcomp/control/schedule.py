@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gradcomp.compress import Compressor, at_level, from_string
+from gradcomp.compress import Compressor, from_string
+from gradcomp.compress.policy import assigned
 from gradcomp.control.base import Controller, ControllerRun, Environment, Step
 from gradcomp.control.candidates import Candidate, resolve
 from gradcomp.control.levels import checked, text
@@ -211,8 +212,7 @@ class FixedPlan(Controller):
         if isinstance(plan, str | os.PathLike):
             plan = _parsed(plan)
         if isinstance(plan, Plan):
-            rows = ((a.layer, at_level(a.compressor, a.level)) for a in plan.assignments)
-            entries = tuple(Entry(layer, choice, exactly=True) for layer, choice in rows)
+            entries = tuple(Entry(a.layer, assigned(a), exactly=True) for a in plan.assignments)
         elif isinstance(plan, Mapping):
             entries = entries_of(plan, self.name)
         else:

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -40,11 +40,14 @@ class Assignment:
     """One layer's entry: ``compressor`` is the string form without its level, ``level`` the level.
 
     A tuple has a level for each block of rows: see :mod:`gradcomp.compress.blocks`. In JSON it is a list.
+    ``built`` is the compressor itself where it is known, so that nobody has to parse its text; it is no part of the
+    value. See :func:`gradcomp.compress.policy.assign`.
     """
 
     layer: str
     compressor: str
     level: Level = None
+    built: Any = field(default=None, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

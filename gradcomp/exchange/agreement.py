@@ -56,13 +56,9 @@ def agree(
     digests = transport.allgather_bytes(hashlib.sha256(text.encode()).digest(), wait_for)
     if error is None and len(set(digests)) == 1:
         return
-    if len(set(digests)) > 1 or error is not None:
-        everyone = [
-            _parse(rank, part) for rank, part in enumerate(transport.allgather_bytes(text.encode(), wait_for))
-        ]
-        if error is not None:
-            raise error
-        raise PlanMismatchError(printable(_difference(everyone)))
+    texts = transport.allgather_bytes(text.encode(), wait_for)
+    everyone = [_parse(rank, part) for rank, part in enumerate(texts)]
+    raise error or PlanMismatchError(printable(_difference(everyone)))
 
 
 def agree_on_slices(
@@ -201,14 +197,11 @@ def _open_journal(transport: Transport, config: Config, name: str) -> Journal | 
     """Open rank 0's run log, if there is to be one; all ranks raise if it cannot be opened."""
     if transport.rank != 0 or not config.run_log:
         return None
+    path = Path(config.run_log)
+    if name != FIRST:  # exchangers behind the job's first one put their names into their paths
+        path = path.with_name(f"{path.stem}.{name}{path.suffix}")
     try:
-        return Journal(_log_path(config.run_log, name))
+        return Journal(path)
     except ConfigError as error:
         agree(transport, None, error)
         raise
-
-
-def _log_path(path: str, name: str) -> Path:
-    """Return ``path`` for the job's first exchanger; others put their names into theirs."""
-    whole = Path(path)
-    return whole if name == FIRST else whole.with_name(f"{whole.stem}.{name}{whole.suffix}")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress import Compressor
 from gradcomp.control.candidates import sent_bytes
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
@@ -165,7 +164,7 @@ class PlanCompiler:
             position,
             predicted,
             by_layer(travels, sent, len(layers)),
-            np.array([_momentum(compressor) for compressor in compressors]),
+            np.array([np.nan if isinstance(m := c.traits.momentum, str) else m for c in compressors]),
         )
 
     def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
@@ -174,11 +173,6 @@ class PlanCompiler:
         if scheme.name == AUTO:
             scheme = cheapest(parts, layers, self._topology, self._network)
         return make(scheme, parts, layers, self._rank, self._topology, bucket, self._memory)
-
-
-def _momentum(compressor: Compressor) -> float:
-    factor = compressor.traits.momentum
-    return np.nan if isinstance(factor, str) else factor
 
 
 def memory_on(device: Device, transport: Transport) -> Memory:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress import Compressor, Identity, at_level
+from gradcomp.compress import Compressor, Identity
 from gradcomp.compress.groups import Piece, by_family, group_of, pack
+from gradcomp.compress.policy import assigned
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -109,9 +110,9 @@ def fields_of(
 
 
 def compressors_of(layers: Sequence[LayerSpec], plan: Plan) -> list[Compressor]:
-    """Return each layer's compressor; raise ConfigError for an unknown one or an unsuitable dtype or level."""
-    assigned = [plan.by_layer[layer.name] for layer in layers]
-    compressors = [at_level(a.compressor, a.level) for a in assigned]
+    """Return each layer's compressor; ConfigError for other layers, an unknown one or an unsuitable dtype or level."""
+    plan.check_covers(layers)
+    compressors = [assigned(plan.by_layer[layer.name]) for layer in layers]
     for layer, compressor in zip(layers, compressors, strict=True):
         if layer.dtype == "float64" and not isinstance(compressor, Identity):
             raise ConfigError(f"layer {layer.name!r} is float64, which only travels uncompressed")

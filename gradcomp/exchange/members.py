@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,18 +11,8 @@ from dataclasses import dataclass
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError, TransportError
 from gradcomp.core.strings import printable
-from gradcomp.exchange.watchdog import (
-    LEFT,
-    LEFT_GRACE_SECONDS,
-    NOWHERE,
-    Position,
-    Wait,
-    Watchdog,
-    abort_of,
-    encode_departure,
-    left_of,
-    parse_departure,
-)
+from gradcomp.exchange.watchdog import ABORT, LEFT, LEFT_GRACE_SECONDS, NOWHERE, Position, Wait, Watchdog
+from gradcomp.transport.control import numbers_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -70,7 +61,7 @@ class Watch(Wait, ABC):
         self.roster = roster
         self.scope = scope
         self._member = member
-        self._abort = abort_of(scope)
+        self._abort = f"{scope}/{ABORT}"
         self._aborts = (self._abort, *aborts)
 
     @property
@@ -94,7 +85,7 @@ class Watch(Wait, ABC):
                 self.told = True
                 return TransportError(f"{self.aborted}{printable(abort)}")
         if waited > LEFT_GRACE_SECONDS:
-            left = parse_departure(control.lookup(left_of(self.scope)))
+            left = first_departure(self.watchdog, self.scope)
             if left is not None and 0 <= left[0] < len(self.roster.ranks) and left[0] != self._member:
                 member, reached = left
                 if order(reached) < order(self.position):
@@ -138,13 +129,18 @@ class Watch(Wait, ABC):
         publish_departure(self.watchdog, self.scope, self._member, self.position)
 
 
+def first_departure(watchdog: Watchdog, scope: str) -> tuple[int, Position] | None:
+    """Return the member that left the scope first and the position that it had reached; None while all are there."""
+    found = numbers_of(watchdog.control.lookup(f"{scope}/left"), 4)
+    return None if found is None else (found[0], (found[1], found[2], found[3]))
+
+
 def publish_departure(watchdog: Watchdog, scope: str, member: int, reached: Position = NOWHERE) -> None:
     """Publish that a member of a scope takes no further part; of several departures the earliest counts."""
-    key = left_of(scope)
     try:
-        known = parse_departure(watchdog.control.lookup(key))
+        known = first_departure(watchdog, scope)
         if known is None or reached < known[1]:
-            watchdog.control.publish(key, encode_departure(member, reached))
+            watchdog.control.publish(f"{scope}/left", json.dumps([member, *reached]).encode())
     except TransportError:
         logger.debug("the departure could not be published", exc_info=True)
 

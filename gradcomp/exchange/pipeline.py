@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -36,7 +36,7 @@ from gradcomp.exchange.fingerprint import (
 )
 from gradcomp.exchange.layout import Layout, Ordering
 from gradcomp.exchange.memory import Allocate, Times
-from gradcomp.exchange.plans import Steering, Succession, Switch
+from gradcomp.exchange.plans import Plans, Switch
 from gradcomp.exchange.settings import Settings
 from gradcomp.exchange.step import StepExchange, StepResult, Waits, Workplace
 from gradcomp.exchange.waiting import Number, Waiting, collective, until_complete
@@ -47,27 +47,6 @@ from gradcomp.transport.base import AllReduce, Handle, Transport
 
 #: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
 _LONGEST_FAREWELL_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """Holds what a pipeline resumes from: a checkpoint's state, or that of a pipeline with fewer layers.
-
-    Layers are given by number. ``residuals``, ``fields`` and ``learning_rate`` replace the pipeline's own, which
-    are kept where these are None. ``switch`` is an unfinished change of compression; no controller decides beside
-    it.
-    """
-
-    step: int
-    order: Sequence[int]
-    plan: Plan
-    cold: frozenset[int] = frozenset()
-    sparse: frozenset[int] = frozenset()
-    streak: Sequence[int] | None = None
-    residuals: Residuals | None = None
-    fields: Fields | None = None
-    learning_rate: float | None = None
-    switch: Switch | None = None
 
 
 class Pipeline:
@@ -124,16 +103,15 @@ class Pipeline:
         self.result: StepResult | None = None
         self._average = settings.average
         self._order_step = settings.order_step
-        self.plans = Succession(self.layers, settings.schedule)
-        self._discards = Discards()
         controller = settings.controller
-        self._steering = Steering(controller, len(layers))
+        self.plans = Plans(self.layers, settings.schedule, controller)
+        self._discards = Discards()
         self.advances = 0  # rounds completed, from which the watchdog sees progress
         self._checksums = config.checksums and transport.checksums
         self._workplace = Workplace(
             device,
             self.arrivals,
-            self._steering,
+            self.plans,
             Times(self.trace, self.statistics),
             allocate,
             self.round_complete,
@@ -167,7 +145,7 @@ class Pipeline:
     @property
     def controller(self) -> ControllerRun | None:
         """Return the running controller, or None."""
-        return self._steering.controller
+        return self.plans.controller
 
     @property
     def keeps_state(self) -> bool:
@@ -288,9 +266,7 @@ class Pipeline:
             self.fields.commit(result.present)
             self.trace.add("feedback", result.step, WHOLE_STEP, begin, perf_counter())
             self.learning_rate = self._exchange.learning_rate
-            self._steering.commit(result.present)
-            if self.plans.switch is not None:
-                self.plans.switch.commit(self.laid_out_plan, result.present)
+            self.plans.commit(self.laid_out_plan, result.present)
         else:
             self.statistics.skipped_steps += 1
         return result.finite
@@ -309,7 +285,7 @@ class Pipeline:
 
         It raises StateError where a controller decides about plans.
         """
-        if self._steering.decides(self.step):
+        if self.plans.decides(self.step):
             raise StateError("a plan cannot be proposed here, since a controller decides about plans")
         self.plans.propose(plan, self.plan)
 
@@ -323,7 +299,7 @@ class Pipeline:
         if self.is_open or self.result is not None:
             raise StateError("a step is open: the compression can be changed between steps only")
         self.lay_out()
-        self.plans.ask(target, later, self.residuals.first.lengths > 0, self.step, self.plan)
+        self.plans.change(target, later, self.residuals.first.lengths > 0, self.step, self.plan)
 
     def lay_out(self) -> None:
         """Make the next step's layout now, if the last step changed it; server-side errors move along."""
@@ -331,22 +307,37 @@ class Pipeline:
             self.layout = self._relayout()
         self._compiled_plans.age(self.step)
 
-    def restore(self, state: Resumption) -> None:
-        """Go on from a saved state; see :mod:`gradcomp.exchange.snapshot`."""
+    def restore(
+        self,
+        step: int,
+        plan: Plan,
+        order: Sequence[int],
+        *,
+        cold: frozenset[int] = frozenset(),
+        sparse: frozenset[int] = frozenset(),
+        streak: Sequence[int] | None = None,
+        residuals: Residuals | None = None,
+        fields: Fields | None = None,
+        learning_rate: float | None = None,
+        switch: Switch | None = None,
+    ) -> None:
+        """Go on from a saved state; see :mod:`gradcomp.exchange.snapshot`.
+
+        Layers are given by number. ``residuals``, ``fields`` and ``learning_rate`` replace the pipeline's own, which
+        are kept where these are None. ``switch`` is an unfinished change of compression; no controller decides beside
+        it.
+        """
         if self.is_open:
             raise StateError("an exchange is open")
-        state.plan.check_covers(self.layers)
-        self.step, self.plan = state.step, state.plan
-        self.ordering.restore(state.order, state.cold, state.sparse, state.streak)
-        self.plans.restore(state.switch, state.plan)
-        if state.switch is not None:
-            self._steering.stop()
-        if state.residuals is not None:
-            self.residuals = state.residuals
-        if state.fields is not None:
-            self.fields = state.fields
-        if state.learning_rate is not None:
-            self.learning_rate = state.learning_rate
+        plan.check_covers(self.layers)
+        self.step, self.plan = step, plan
+        self.ordering.restore(order, cold, sparse, streak)
+        self.plans.restore(switch, plan)
+        if switch is not None:
+            self.plans.controller = None
+        self.residuals = self.residuals if residuals is None else residuals
+        self.fields = self.fields if fields is None else fields
+        self.learning_rate = self.learning_rate if learning_rate is None else learning_rate
         self.result = None
         self._exchange = None
         self.outcome = self.notices = self.results = 0
@@ -356,10 +347,9 @@ class Pipeline:
 
     def _run(self, exchange: StepExchange) -> Waits:
         self.plans.follow(self.step, self.plan, self.ordering.cold | self.ordering.sparse)
-        while self._steering.overdue:
+        while self.plans.overdue:
             yield Waiting.BACKGROUND
-        ready = self.plans.next is not None or self._steering.ready
-        own_state = self.outcome | self.notices & EDITED | (READY if ready else WAITING)
+        own_state = self.outcome | self.notices & EDITED | (READY if self.plans.ready else WAITING)
         yield from exchange.run(HeaderId(self._check, self.step, 0, self._checksums), own_state)
         yield from self._finish(exchange)
 
@@ -380,8 +370,8 @@ class Pipeline:
             self.fingerprints = yield from exchange_fingerprints(
                 self.transport, len(self.layers), exchange.fingerprint
             )
-        if self.plans.switch is not None and self._programs:
-            self.plans.switch.check(self.step, all_ready, self.transport.rank)
+        if self._programs:
+            self.plans.check(self.step, all_ready, self.transport.rank)
         if self.step == self._order_step and self.config.reorder:
             arrived = self.arrivals.order
             order = yield from agree_on_order(self.transport, len(self.layers), arrived)
@@ -390,17 +380,12 @@ class Pipeline:
         if all_ready:
             # Message sizes follow from the plan. Without one, the ranks are ready for their controllers' choices.
             yield from check_same_plan(self.transport, self.plans.digest(), self.plan.version + 1)
-            plan = self.plans.take()
-            if plan is not None:
-                self.plan, self._stale, all_ready = plan, True, False
-                if self.plans.switch is not None:
-                    self._steering.stop()
-        if self._steering.sums is not None:
-            yield from until_complete(self._steering.sums)
+        if self.plans.sums is not None:
+            yield from until_complete(self.plans.sums)
         completed, rate = self.arrivals.completed, exchange.learning_rate
-        if self._steering.conclude(self.step, all_ready, self._laid_out, completed, rate):
-            assert self.controller is not None, "a controller chose"
-            self.plan, self._stale = self.controller.plan(self.plan), True
+        plan = self.plans.next(self.step, all_ready, self.plan, self._laid_out, completed, rate)
+        if plan is not None:
+            self.plan, self._stale = plan, True
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
         self.statistics.dense_bytes += self._laid_out.dense_bytes

@@ -8,22 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.compress import Compressor, ErrorFeedback, Identity
-from gradcomp.compress.policy import Schedule
+from gradcomp.compress.policy import Schedule, assign
 from gradcomp.control.base import ControllerRun, Doubles, Step
 from gradcomp.core.errors import ConfigError, PlanMismatchError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.exchange.compiled_plan import CompiledPlan, by_layer
-from gradcomp.exchange.layout import compressors_of
+from gradcomp.exchange.layout import Mask, compressors_of
 from gradcomp.exchange.memory import StepMemory
 from gradcomp.kernels.codec import Group
 from gradcomp.kernels.step import Observations
 from gradcomp.transport.base import AllReduce, Handle, Transport
-
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(eq=False)
@@ -36,8 +33,8 @@ class Switch:
 
     ``owing`` marks layers that hold a residual which their next compressor would not read. It is cleared for a
     layer once a step under such a plan was accepted in which some rank had a gradient of the layer; all ranks see
-    the same. ``asked`` is the step whose headers tell whether all ranks asked, and None from then on. ``begun`` is
-    the version of the first plan.
+    the same. ``later`` has plans by the step at which they follow ``target``. ``asked`` is the step whose headers
+    tell whether all ranks asked, and None from then on. ``begun`` is the version of the first plan.
     """
 
     layers: Sequence[LayerSpec]
@@ -47,90 +44,22 @@ class Switch:
     asked: int | None = None
     begun: int = 0
 
-    @staticmethod
-    def ask(
-        layers: Sequence[LayerSpec], target: Plan, later: Mapping[int, Plan], holding: Mask, step: int
-    ) -> Switch:
-        """Begin a change of compression; raise ConfigError for impossible plans.
-
-        ``later`` has plans by the step at which they follow ``target``. Layers in ``holding`` have a residual.
-        """
-        for plan in (target, *later.values()):
-            plan.check_covers(layers)
-            compressors_of(layers, plan)
-        lost = [not compressor.traits.keeps_residual for compressor in compressors_of(layers, target)]
-        return Switch(layers, target, holding & np.array(lost), later, asked=step)
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """Return the later plans as a schedule, or None without any."""
-        later = self.later
-
-        def begins(step: int, version: int) -> Plan | None:
-            return Plan(version, later[step].assignments) if step in later else None
-
-        return begins if later else None
-
-    def digest(self, plan: bytes) -> bytes:
-        """Return 32 bytes that ranks compare, of the first plan's digest and of all plans that are to follow."""
-        hashed = hashlib.sha256(plan)
-        for step, later in ((-1, self.target), *sorted(self.later.items())):
-            hashed.update(f"{step} {Plan(0, later.assignments).to_json()}\n".encode())
-        return hashed.digest()
-
-    def check(self, step: int, ready: bool, rank: int) -> None:
-        """Raise PlanMismatchError unless all ranks asked before the same step."""
-        if self.asked == step and not ready:
-            raise PlanMismatchError(
-                f"rank {rank} called set_compression() before step {step}, and another rank did not: every rank has to "
-                "call it between the same two steps"
-            )
-
-    def plan(self, version: int, before: Plan) -> Plan:
-        """Return the next plan on the way."""
-        now = compressors_of(self.layers, before)
-        rows = [
-            _exactly(row, now[i], next_one) if self.owing[i] else row
-            for i, (row, next_one) in enumerate(
-                zip(self.target.assignments, compressors_of(self.layers, self.target), strict=True)
-            )
-        ]
-        return Plan(version, tuple(rows))
-
-    def follow(self, before: Plan, behind: Collection[int]) -> Plan | None:
-        """Return the plan after ``before``, or None.
-
-        Layers ``behind`` are not waited for: nobody has trained them for some steps, or their gradients are sparse.
-        """
-        waits = self.owing.copy()
-        waits[list(behind)] = False
-        if self.asked is not None or waits.any():
-            return None
-        plan = self.plan(before.version + 1, before)
-        return None if plan.assignments == before.assignments else plan
-
-    def accept(self, plan: Plan) -> None:
-        """Begin with ``plan``, the first one, since all ranks asked."""
-        if self.asked is not None:
-            self.asked, self.begun = None, plan.version
-
-    def commit(self, plan: Plan, present: Mask) -> None:
-        """Release layers that sent what they held in an accepted step under ``plan``."""
-        if self.asked is None and plan.version >= self.begun:
-            self.owing &= ~present
-
-    def is_over(self, plan: Plan) -> bool:
-        """Return whether ``plan`` is what was asked for."""
-        return self.asked is None and not self.owing.any() and plan.assignments == self.target.assignments
+    def plan(self, before: Plan) -> Plan:
+        """Return the next plan on the way, behind ``before``."""
+        compressors = [compressors_of(self.layers, plan) for plan in (before, self.target)]
+        rows = zip(self.target.assignments, *compressors, self.owing.tolist(), strict=True)
+        return Plan(
+            before.version + 1,
+            tuple(_exactly(row, now, next_one) if owes else row for row, now, next_one, owes in rows),
+        )
 
     # -- what a checkpoint holds -------------------------------------------------------------------------------
 
     def to_plain(self) -> dict[str, Any]:
         """Return numbers, strings and lists; later plans are left out: the program sets them, as a schedule."""
-        names = [layer.name for layer in self.layers]
         return {
             "target": Plan(0, self.target.assignments).to_json(),
-            "owing": [names[i] for i in np.flatnonzero(self.owing).tolist()],
+            "owing": [layer.name for layer, owes in zip(self.layers, self.owing, strict=True) if owes],
             "asked": self.asked is not None,
             "begun": self.begun,
         }
@@ -139,7 +68,6 @@ class Switch:
     def from_plain(data: Mapping[str, Any], layers: Sequence[LayerSpec], step: int) -> Switch:
         """Invert :meth:`to_plain`; raise KeyError, TypeError, ValueError or GradcompError for anything else."""
         target = Plan.from_json(data["target"])
-        target.check_covers(layers)
         compressors_of(layers, target)
         rows = target.by_layer
         owing = set(map(str, data["owing"]))
@@ -157,91 +85,32 @@ class Switch:
 def _exactly(row: Assignment, now: Compressor, next_one: Compressor) -> Assignment:
     """Return how a layer travels that sends all it holds."""
     exact = next_one if next_one.traits.exact else next_one.dense(Identity())
-    flush = ErrorFeedback(exact, follow_rate=now.traits.follows_rate)
-    return Assignment(row.layer, flush.family_string(), flush.level)
+    return assign(row.layer, ErrorFeedback(exact, follow_rate=now.traits.follows_rate))
 
 
-class Succession:
-    """Keeps the plans that follow the one in force, on one rank.
+class Plans:
+    """The one source of the plans that follow the one in force, on one rank; it also serves the controller.
 
-    ``schedule(step, version)`` returns the plan that begins then, or None; it is the same on all ranks. ``next`` is
-    the plan that applies as soon as all ranks hold it. ``switch`` is an unfinished change of compression.
+    ``schedule(step, version)`` returns the plan that begins then, or None; it is the same on all ranks. ``proposed``
+    is a plan that applies as soon as all ranks hold it: the schedule's, a user's, or the next of ``switch``, which is
+    an unfinished change of compression. ``controller`` decides about plans from its first step on, without proposals.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec], schedule: Schedule | None) -> None:
+    def __init__(
+        self, layers: Sequence[LayerSpec], schedule: Schedule | None, controller: ControllerRun | None
+    ) -> None:
+        self.proposed: Plan | None = None
+        self.switch: Switch | None = None
+        self.controller = controller
+        #: What compressors observe of the open step; None if no controller wants to know.
+        self.observations: Observations | None = None
+        #: A sum over ranks that has to be complete before :meth:`next`, or None.
+        self.sums: Handle | None = None
         self._layers = layers
         self._schedule = schedule
-        self._due: int | None = None  # the step whose plan, by the schedule, has not been proposed yet
-        self.next: Plan | None = None
-        self.switch: Switch | None = None
-
-    def propose(self, plan: Plan, now: Plan) -> None:
-        """Hold a plan as the next one; raise ConfigError for one that cannot follow ``now``."""
-        plan.check_covers(self._layers)
-        if plan.version != now.version + 1:
-            raise ConfigError(f"the next plan must have version {now.version + 1}, not {plan.version}")
-        compressors_of(self._layers, plan)
-        self.next = plan
-
-    def ask(self, target: Plan, later: Mapping[int, Plan], holding: Mask, step: int, now: Plan) -> None:
-        """Begin to change to another plan, then to those in ``later`` at their steps; a schedule ends with it."""
-        self.switch = Switch.ask(self._layers, target, later, holding, step)
-        self._schedule, self._due = self.switch.schedule, None
-        self.next = self.switch.plan(now.version + 1, now)
-
-    def restore(self, switch: Switch | None, now: Plan) -> None:
-        """Go on with a saved change of compression, or with none."""
-        self.switch = switch
-        self.next = None if switch is None or switch.asked is None else switch.plan(now.version + 1, now)
-
-    def follow(self, step: int, now: Plan, behind: Collection[int]) -> None:
-        """Hold the plan that is to begin at the next step, as all ranks do in the same step.
-
-        If another plan is under way, the schedule's follows once that one applies. Layers ``behind`` are not waited
-        for.
-        """
-        if self._schedule is not None and self._schedule(step + 1, 0) is not None:
-            self._due = step + 1
-        if self.next is not None:
-            return
-        if self._schedule is not None and self._due is not None:
-            plan, self._due = self._schedule(self._due, now.version + 1), None
-            if plan is not None and self.switch is not None:
-                self.switch.target = plan
-            elif plan is not None and plan.assignments != now.assignments:
-                self.propose(plan, now)
-        if self.switch is not None:
-            self.next = self.switch.follow(now, behind)
-
-    def digest(self) -> bytes:
-        """Return a digest of what this rank holds, for ranks to compare; zeros stand for nothing."""
-        if self.next is None:
-            return bytes(32)
-        digest = self.next.digest(self._layers)
-        return digest if self.switch is None else self.switch.digest(digest)
-
-    def take(self) -> Plan | None:
-        """Return the plan that all ranks hold, which is in force from now on."""
-        plan, self.next = self.next, None
-        if plan is not None and self.switch is not None:
-            self.switch.accept(plan)
-        return plan
-
-    def laid_out(self, now: Plan) -> None:
-        """End a change of compression once the plan that was asked for is laid out."""
-        if self.switch is not None and self.switch.is_over(now):
-            self.switch = None
-
-
-class Steering:
-    """Serves one rank's controller; does nothing where there is none, or before its first step."""
-
-    def __init__(self, controller: ControllerRun | None, layers: int) -> None:
-        self.controller = controller
-        self.observations: Observations | None = None
-        self._layers = layers
-        self._active: ControllerRun | None = None
-        self._summed: tuple[Handle, Doubles] | None = None
+        self._due: Plan | None = None  # the schedule's plan that has not been proposed yet
+        self._active: ControllerRun | None = None  # the controller, in steps that it takes part in
+        self._summed: Doubles | None = None
         self._opened_at = 0.0
         self._since = 0.0
         self._wire = np.zeros(0)
@@ -250,19 +119,34 @@ class Steering:
         """Return whether the controller decides about plans from this step on."""
         return self.controller is not None and step >= self.controller.environment.first_step
 
-    @property
-    def ready(self) -> bool:
-        """Return this rank's vote for the controller's next choices."""
-        return self._active is not None and self._active.ready
+    def propose(self, plan: Plan, now: Plan) -> None:
+        """Hold a plan as the next one; raise ConfigError for one that cannot follow ``now``."""
+        compressors_of(self._layers, plan)
+        if plan.version != now.version + 1:
+            raise ConfigError(f"the next plan must have version {now.version + 1}, not {plan.version}")
+        self.proposed = plan
 
-    @property
-    def overdue(self) -> bool:
-        """Return whether the step has to wait for the controller's background work."""
-        return self._active is not None and self._active.overdue
+    def change(self, target: Plan, later: Mapping[int, Plan], holding: Mask, step: int, now: Plan) -> None:
+        """Begin to change to another plan, then to those in ``later`` at their steps; a schedule ends with it.
 
-    def stop(self) -> None:
-        """End the controller with this step."""
-        self.controller = None
+        Layers in ``holding`` have a residual. It raises ConfigError for impossible plans.
+        """
+        lost = [not compressor.traits.keeps_residual for compressor in compressors_of(self._layers, target)]
+        for plan in later.values():
+            compressors_of(self._layers, plan)
+
+        def begins(step: int, version: int) -> Plan | None:
+            return Plan(version, later[step].assignments) if step in later else None
+
+        self._schedule, self._due = begins if later else None, None
+        self.restore(Switch(self._layers, target, holding & np.array(lost), later, asked=step), now)
+
+    def restore(self, switch: Switch | None, now: Plan) -> None:
+        """Go on with a change of compression, or with none."""
+        self.switch = switch
+        self.proposed = None if switch is None or switch.asked is None else switch.plan(now)
+
+    # -- a step --------------------------------------------------------------------------------------------------
 
     def open(self, step: int, now: float, buckets: int) -> None:
         """Begin a step of so many ``buckets`` at the time ``now``."""
@@ -272,8 +156,39 @@ class Steering:
         self._active = self.controller if self.decides(step) else None
         self.observations = None
         if self._active is not None:
-            self.observations = Observations(self._layers)
+            self.observations = Observations(len(self._layers))
             self._active.begin(step)
+
+    def follow(self, step: int, now: Plan, behind: Collection[int]) -> None:
+        """Propose the plan that is to begin at the next step, as all ranks do in the same step.
+
+        If another plan is under way, the schedule's follows once that one applies. Layers ``behind`` are not waited
+        for: nobody has trained them for some steps, or their gradients are sparse.
+        """
+        if self._schedule is not None:
+            self._due = self._schedule(step + 1, now.version + 1) or self._due
+        if self.proposed is not None:
+            return
+        due, self._due = self._due, None
+        switch = self.switch
+        if switch is None:
+            if due is not None and due.assignments != now.assignments:
+                self.propose(Plan(now.version + 1, due.assignments), now)
+            return
+        switch.target = due or switch.target
+        if switch.asked is None and not np.delete(switch.owing, list(behind)).any():
+            plan = switch.plan(now)
+            self.proposed = None if plan.assignments == now.assignments else plan
+
+    @property
+    def overdue(self) -> bool:
+        """Return whether the step has to wait for the controller's background work."""
+        return self._active is not None and self._active.overdue
+
+    @property
+    def ready(self) -> bool:
+        """Return this rank's vote for the next plan."""
+        return self.proposed is not None or (self._active is not None and self._active.ready)
 
     def start(self, groups: Sequence[Group], memory: StepMemory, scale: float) -> None:
         """Let the controller look at the gradients of a bucket that is about to be encoded."""
@@ -291,37 +206,80 @@ class Steering:
             return
         assert self.observations is not None, "made when the step was opened"
         self._active.observe(self.observations)
-        vector = self._active.contribution(step)
-        if vector is not None:
-            self._summed = (AllReduce(vector).issue(transport), vector)
+        self._summed = self._active.contribution(step)
+        if self._summed is not None:
+            self.sums = AllReduce(self._summed).issue(transport)
 
     def round_complete(self, bucket: int, seconds: float) -> None:
         """Count the seconds that a round of the bucket took on the wire."""
         self._wire[bucket] += seconds
 
-    @property
-    def sums(self) -> Handle | None:
-        """Return the sum that has to be complete before :meth:`conclude`, or None."""
-        return None if self._summed is None else self._summed[0]
+    def check(self, step: int, agreed: bool, rank: int) -> None:
+        """Raise PlanMismatchError unless all ranks began to change the compression before the same step."""
+        if self.switch is not None and self.switch.asked == step and not agreed:
+            raise PlanMismatchError(
+                f"rank {rank} called set_compression() before step {step}, and another rank did not: every rank has to "
+                "call it between the same two steps"
+            )
 
-    def conclude(
-        self, step: int, agreed: bool, laid_out: CompiledPlan, completed: Sequence[float], rate: float
-    ) -> bool:
-        """End the step; return whether the controller has new choices. ``rate`` is the learning rate."""
-        sums, self._summed = self._summed, None
+    def digest(self) -> bytes:
+        """Return 32 bytes that ranks compare: of the proposed plan and all that are to follow; zeros without one."""
+        if self.proposed is None:
+            return bytes(32)
+        digest = self.proposed.digest(self._layers)
+        if self.switch is None:
+            return digest
+        hashed = hashlib.sha256(digest)
+        for step, plan in ((-1, self.switch.target), *sorted(self.switch.later.items())):
+            hashed.update(f"{step} {Plan(0, plan.assignments).to_json()}\n".encode())
+        return hashed.digest()
+
+    def next(
+        self,
+        step: int,
+        agreed: bool,
+        now: Plan,
+        laid_out: CompiledPlan,
+        ready_at: Sequence[float],
+        rate: float,
+    ) -> Plan | None:
+        """End a step; return the plan that begins behind it, or None if ``now`` stays in force.
+
+        ``agreed``: all ranks were ready. ``ready_at``: when the gradients of each bucket of ``laid_out`` had come.
+        ``rate``: the learning rate. All ranks return the same.
+        """
+        plan = None
+        if agreed and self.proposed is not None:
+            plan, self.proposed, agreed = self.proposed, None, False
+            if self.switch is not None:
+                self.controller = None  # a change of compression ends it
+                if self.switch.asked is not None:
+                    self.switch.asked, self.switch.begun = None, plan.version
+        sums, self._summed, self.sums = self._summed, None, None
         if self.controller is None:
-            return False
+            return plan
         if self._active is None:
             # Choices that it made before its first step apply from that step on.
-            return self.decides(step + 1) and bool(self.controller.choices)
-        summed = None if sums is None else sums[1]
-        wire = by_layer(laid_out.travels, self._wire, self._layers)
-        ready = np.array(completed) - self._opened_at
-        return self._active.finish(
-            Step(step, agreed, summed, self._since, wire, laid_out.sent, ready, laid_out.position, rate)
-        )
+            chosen = self.decides(step + 1) and bool(self.controller.choices)
+        else:
+            wire = by_layer(laid_out.travels, self._wire, len(self._layers))
+            ready, position = np.array(ready_at) - self._opened_at, laid_out.position
+            chosen = self._active.finish(
+                Step(step, agreed, sums, self._since, wire, laid_out.sent, ready, position, rate)
+            )
+        return self.controller.plan(plan or now) if chosen else plan
 
-    def commit(self, present: npt.NDArray[np.bool_]) -> None:
-        """Tell the controller that the step was accepted, with the layers that were ``present``."""
+    def commit(self, plan: Plan, present: Mask) -> None:
+        """Accept the step, which was laid out by ``plan``, for the layers that were ``present``."""
         if self._active is not None:
             self._active.commit(present)
+        if self.switch is not None and self.switch.asked is None and plan.version >= self.switch.begun:
+            self.switch.owing &= ~present  # they sent what they held
+
+    def laid_out(self, now: Plan) -> None:
+        """End a change of compression once the plan that was asked for is laid out."""
+        switch = self.switch
+        if switch is None or switch.asked is not None or switch.owing.any():
+            return
+        if now.assignments == switch.target.assignments:
+            self.switch = None

@@ -20,7 +20,6 @@ from gradcomp.core.topology import Topology
 from gradcomp.exchange.fingerprint import Fingerprints
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.exchange.requests import REPEATED
-from gradcomp.exchange.watchdog import outcome_of
 from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.segments import FLOAT32, MINMAX, SEGMENT
 from gradcomp.reduce.header import APPLIED, DISCARDED, EDITED, KEPT, LATE
@@ -259,7 +258,8 @@ def _in_words(told: Mapping[int, int], ranks: Sequence[int], words: Mapping[int,
 def _told(
     control: ControlChannel, scope: str, own: int, ranks: Sequence[int], number: int, bits: int
 ) -> Mapping[int, int]:
-    keys = [outcome_of(scope, number, member) for member in range(len(ranks))]
+    known = {str(bits).encode(): bits for bits in (*_IN_WORDS, *_OF_MEANS)}
+    keys = [f"{scope}/outcome/{number}/{member}" for member in range(len(ranks))]
     told = {own: bits}
     deadline = monotonic() + ANSWER_SECONDS
     try:
@@ -267,17 +267,12 @@ def _told(
         while len(told) < len(keys) and monotonic() < deadline:
             for other, key in enumerate(keys):
                 value = None if other in told else control.lookup(key)
-                if value is not None and (found := _parse(value)) is not None:
-                    told[other] = found
+                if value is not None and bytes(value) in known:
+                    told[other] = known[bytes(value)]
             sleep(0.01)
     except TransportError:
         pass  # the error names what is known
     return told
-
-
-def _parse(value: bytes) -> int | None:
-    known = {str(bits).encode(): bits for bits in (*_IN_WORDS, *_OF_MEANS)}
-    return known.get(bytes(value))
 
 
 class PlanLog:
@@ -318,19 +313,22 @@ class PlanLog:
         self._reached = (statistics.steps, statistics.wire_bytes)
         self._notable = controller is None or controller.notable
 
+    def _measured(self) -> tuple[int, float]:
+        """Return the steps under the last plan, and the mean bytes that were sent in one."""
+        steps, nbytes = (reached - began for reached, began in zip(self._reached, self._began, strict=True))
+        return steps, nbytes / max(steps, 1)
+
     def _end(self, step: int) -> None:
-        steps = self._reached[0] - self._began[0]
+        steps, mean = self._measured()
         if self._journal is not None and steps:
-            mean = (self._reached[1] - self._began[1]) / steps
             self._journal.measured(step, self._version, steps, mean)
 
     def _say(self, step: int, version: int) -> None:
         pipeline = self._pipeline
-        steps = self._reached[0] - self._began[0]
-        before = ""
-        if steps:
-            mean = (self._reached[1] - self._began[1]) / steps
-            before = f"; {mean / 1e6:.3f} MB measured, with headers, under plan {self._version}"
+        steps, mean = self._measured()
+        measured = (
+            f"; {mean / 1e6:.3f} MB measured, with headers, under plan {self._version}" if steps else ""
+        )
         assert pipeline.controller is not None, "it has changed the plan"
         reason = f" ({pipeline.controller.reason})" if pipeline.controller.reason else ""
         controlled = pipeline.predicted[pipeline.controller.environment.controlled]
@@ -343,7 +341,7 @@ class PlanLog:
             histogram(pipeline.laid_out_plan),
             pipeline.predicted.sum() / 1e6,
             controlled.sum() / 1e6,
-            before,
+            measured,
             reason,
         )
 

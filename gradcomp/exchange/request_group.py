@@ -328,16 +328,14 @@ class RequestGroup:
     def _compare(self) -> Generator[Waiting, None, bool]:
         """Compare the group with the other ranks; return whether some rank has new inputs, or no codes of the last."""
         changed = not all(run.unchanged and run.request.has_codes for run in self._runs)
-        problem = self._problem
-        call = Call("requests", [run.request.call for run in self._runs], changed, problem)
-        if self._transport.size == 1:
-            if problem is not None:
-                raise ConfigError(f"{call.name}: {problem}")
+        lines = [f"{run.request.text}\nrun {run.request.number}" for run in self._runs]
+        call = Call("requests", lines, changed, self._problem)
+        transport = self._transport
+        if transport.size == 1:
+            if call.problem is not None:
+                raise ConfigError(f"{call.name}: {call.problem}")
             return changed
-        numbers = yield from _waiting(
-            compare(call, self._transport.rank, self._transport.size), self._transport
-        )
-        return any(numbers)
+        return any((yield from _waiting(compare(call, transport.rank, transport.size), transport)))
 
 
 def _waiting(

@@ -17,7 +17,7 @@ from gradcomp.compress.groups import Piece, by_family, group_of
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.state import DoubleBuffer
-from gradcomp.kernels.codec import Codec, Draw, Group, Sizes, Table
+from gradcomp.kernels.codec import Draw, Group, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import Spans
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES, byte_offsets
 from gradcomp.kernels.step import StepContext
@@ -76,9 +76,8 @@ class Blocks:
             raise ConfigError("layers in blocks must have one common dtype and one offset each")
         largest = [int(np.diff(borders).max()) for borders in shards]
         ends = [offset + size for offset, size in zip(self.offsets, largest, strict=True)]
-        if self.offsets[0] < 0 or any(
-            a > b for a, b in zip(ends, [*self.offsets[1:], self.size], strict=True)
-        ):
+        nexts = [*self.offsets[1:], self.size]
+        if self.offsets[0] < 0 or any(end > after for end, after in zip(ends, nexts, strict=True)):
             raise ConfigError(
                 f"shards of {largest} elements do not fit at offsets {list(self.offsets)} of a block of {self.size}"
             )
@@ -100,22 +99,18 @@ class Arrays:
     begins: Sizes
 
     def sources(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
-        """Set the addresses that this rank reads from, and those of its residuals."""
         table["gradient"] = self._addresses(self.inputs, table, layers, offsets)
         if group.feedback:
             starts = table["start"] - self.begins[layers]
             table["residual"], table["next_residual"] = self.residuals.addresses(layers, starts)
 
     def owned(self, table: Table, rows: Sizes) -> None:
-        """Fail, since requests keep no server-side error."""
-        raise AssertionError("means are not coded again")
+        raise AssertionError("means are not coded again: requests keep no server-side error")
 
     def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
-        """Set the addresses that this rank writes to."""
         table["output"] = self._addresses(self.output, table, layers, offsets)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that records nothing."""
         return nullcontext()
 
     def _addresses(
@@ -133,13 +128,13 @@ class Arrays:
 class SharedMemory:
     """Hands out working memory to requests that never run together: each reuses that of the others.
 
-    The codes of a request are therefore gone once another one has run. A request keeps the memory that it was made
-    with, so it is best to make the largest one first.
+    The codes of a request are gone once another one has run. A request keeps the memory that it was made with, so it
+    is best to make the largest one first.
     """
 
     def __init__(self, allocate: Allocator) -> None:
         self._allocate = allocate
-        self._rooms: list[Bytes] = []
+        self._buffers: list[Bytes] = []
 
     def memory(self) -> Memory:
         """Return the memory of one more request."""
@@ -147,11 +142,9 @@ class SharedMemory:
 
         def make(nbytes: int, headers: Spans) -> Bytes:
             place = next(taken)
-            if place == len(self._rooms):
-                self._rooms.append(self._allocate(nbytes, headers))
-            elif len(self._rooms[place]) < nbytes:
-                self._rooms[place] = self._allocate(nbytes, headers)
-            return self._rooms[place][:nbytes]
+            if place == len(self._buffers) or len(self._buffers[place]) < nbytes:
+                self._buffers[place : place + 1] = [self._allocate(nbytes, headers)]
+            return self._buffers[place][:nbytes]
 
         return Memory(make, make)
 
@@ -174,22 +167,6 @@ def bases_of_blocks(array: Array, blocks: Blocks, borders: Sizes, own: int | Non
         np.uint64
     )
     return found
-
-
-def objection_to(
-    what: str, arrays: Sequence[Array], names: Sequence[str], shapes: Sequence[Shape], dtypes: Sequence[str]
-) -> str | None:
-    """Return why these arrays cannot be taken as the ``what`` of a request, or None if they can."""
-    if len(arrays) != len(shapes):
-        return f"{len(arrays)} {what}s were given where {len(shapes)} are needed"
-    for name, dtype_name, array, shape in zip(names, dtypes, arrays, shapes, strict=True):
-        dtype, size = DTYPES[DTYPE_NUMBERS[dtype_name]], np.prod(shape, dtype=np.int64)
-        if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
-            return (
-                f"{name}: the {what} must be a contiguous array of {size} x {dtype}, "
-                f"got {array.size} x {array.dtype}"
-            )
-    return None
 
 
 @dataclass(frozen=True)
@@ -316,14 +293,17 @@ class PreparedRequest:
             self.problem = f"payloads of {max(chunks.payload_bytes)} bytes; divide the request into several"
         self._chunks, self._borders = chunks, borders
         shards = borders[:, rank + 1] - borders[:, rank]
-        self._sharded: list[Shape] = [(size,) for size in shards.tolist()]
-        self._whole: list[Shape] = [layer.shape for layer in request.layers]
+        sharded: list[Shape] = [(size,) for size in shards.tolist()]
+        whole: list[Shape] = [layer.shape for layer in request.layers]
         self._names = [f"layer {layer.name!r}" for layer in request.layers]
-        self._dtypes = [layer.dtype for layer in request.layers]
-        sizes = shards if request.kind == ALL_GATHER else borders[:, -1]
+        self._dtypes = [DTYPES[DTYPE_NUMBERS[layer.dtype]] for layer in request.layers]
         if request.blocks is not None:
-            self._sharded, self._whole = [(request.blocks.size,)], [(world * request.blocks.size,)]
+            sharded, whole = [(request.blocks.size,)], [(world * request.blocks.size,)]
             self._names, self._dtypes = [request.name], self._dtypes[:1]
+        scatters = request.kind == REDUCE_SCATTER
+        sizes = borders[:, -1] if scatters else shards
+        #: The shapes of a run's inputs and outputs: whole layers and shards for a reduce-scatter, else the reverse.
+        self.input_shapes, self.output_shapes = (whole, sharded) if scatters else (sharded, whole)
         self._program = _KINDS[request.kind](chunks, rank, world, memory=memory)
         self.bytes_sent = self._program.bytes_sent
         held = np.zeros(len(request.layers), dtype=np.bool_)
@@ -331,21 +311,6 @@ class PreparedRequest:
             held[part.group.layers] = part.group.feedback
         #: A residual for each layer, empty without feedback.
         self.residuals = DoubleBuffer((sizes * held).tolist())
-
-    @property
-    def call(self) -> str:
-        """Return the text that the ranks compare before a run."""
-        return f"{self.text}\nrun {self.number}"
-
-    @property
-    def input_shapes(self) -> list[Shape]:
-        """Return the shapes of a run's inputs: whole layers for a reduce-scatter, shards for an all-gather."""
-        return self._whole if self.request.kind == REDUCE_SCATTER else self._sharded
-
-    @property
-    def output_shapes(self) -> list[Shape]:
-        """Return the shapes of a run's outputs: shards for a reduce-scatter, whole layers for an all-gather."""
-        return self._sharded if self.request.kind == REDUCE_SCATTER else self._whole
 
     @property
     def keeps_state(self) -> bool:
@@ -361,13 +326,20 @@ class PreparedRequest:
         """Return why the request cannot be run with these arrays, or None if it can."""
         if self.problem is not None:
             return self.problem
-        given = [("input", inputs, self.input_shapes), ("output", outputs, self.output_shapes)]
-        wrong = (
-            objection_to(what, arrays, self._names, shapes, self._dtypes)
-            for what, arrays, shapes in given
-            if arrays is not None
-        )
-        return next(filter(None, wrong), None)
+        given = ("input", inputs, self.input_shapes), ("output", outputs, self.output_shapes)
+        for what, arrays, shapes in given:
+            if arrays is None:
+                continue
+            if len(arrays) != len(shapes):
+                return f"{len(arrays)} {what}s were given where {len(shapes)} are needed"
+            for name, dtype, array, shape in zip(self._names, self._dtypes, arrays, shapes, strict=True):
+                size = np.prod(shape, dtype=np.int64)
+                if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
+                    return (
+                        f"{name}: the {what} must be a contiguous array of {size} x {dtype}, "
+                        f"got {array.size} x {array.dtype}"
+                    )
+        return None
 
     def run(
         self,
@@ -391,10 +363,7 @@ class PreparedRequest:
             self.discard()
         self._flags = None  # the last codes are overwritten
         if outputs is None:
-            outputs = [
-                np.empty(shape, DTYPES[DTYPE_NUMBERS[dtype]])
-                for shape, dtype in zip(self.output_shapes, self._dtypes, strict=True)
-            ]
+            outputs = [*map(np.empty, self.output_shapes, self._dtypes)]
         told = self.outcome if self.keeps_state else outcome
         flags = self._flags_of(told | CHANGED * bool(changed), fingerprint)
         number = self.number if draw is None else draw
@@ -422,10 +391,10 @@ class PreparedRequest:
         They tell the others not to use the run. They have memory of their own, so that the codes of the last run
         stay.
         """
-        program = _KINDS[self.request.kind](self._chunks, self._rank, self._world)
+        program = alone(_KINDS[self.request.kind](self._chunks, self._rank, self._world).move)
         nowhere = np.zeros(0, dtype=np.uint64)
         binding = Arrays(nowhere, nowhere, self.residuals, self._borders, self._borders[:, 0])
-        yield from self._framed(alone(program.move), self._flags_of(DECLINED), binding, ahead=True)
+        yield from self._framed(program, self._flags_of(DECLINED), binding, ahead=True)
 
     def _flags_of(self, of_rank: int, fingerprint: int = 0) -> BucketFlags:
         states = np.full(len(self.request.layers) + 1, PRESENT, dtype=np.uint8)
@@ -471,20 +440,17 @@ class PreparedRequest:
         self.result, self.outcome = None, DISCARDED
 
     def _binding(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Arrays:
-        borders, rank = self._borders, self._rank
-        whole, sharded = borders[:, 0], borders[:, rank]  # the element of a layer with which an array begins
-        scatters = self.request.kind == REDUCE_SCATTER
-        read, write = (whole, sharded) if scatters else (sharded, whole)
-        blocks = self.request.blocks
-        if blocks is None:
-            bases = bases_of_layers(inputs, read), bases_of_layers(outputs, write)
-        else:
-            owns = (None, rank) if scatters else (rank, None)
-            bases = (
-                bases_of_blocks(inputs[0], blocks, borders, owns[0]),
-                bases_of_blocks(outputs[0], blocks, borders, owns[1]),
-            )
-        return Arrays(*bases, self.residuals, borders, read)
+        borders, blocks, scatters = self._borders, self.request.blocks, self.request.kind == REDUCE_SCATTER
+        # The elements of layers with which arrays begin: those of whole layers, and those of shards.
+        whole, sharded = borders[:, 0], borders[:, self._rank]
+
+        def bases(arrays: Sequence[Array], are_whole: bool) -> Addresses:
+            if blocks is None:
+                return bases_of_layers(arrays, whole if are_whole else sharded)
+            return bases_of_blocks(arrays[0], blocks, borders, None if are_whole else self._rank)
+
+        begins = whole if scatters else sharded
+        return Arrays(bases(inputs, scatters), bases(outputs, not scatters), self.residuals, borders, begins)
 
 
 @dataclass(frozen=True, eq=False)
@@ -519,17 +485,13 @@ def _parts(request: Request) -> list[Part]:
     for layer, compressor in zip(request.layers, request.compressors, strict=True):
         check_suits(request.kind, layer, compressor)
     pieces = [Piece(i, 0, layer.size) for i, layer in enumerate(request.layers)]
-    groups = [
-        group_of(members, request.layers, request.compressors)
-        for members in by_family(pieces, request.layers, request.compressors)
-    ]
-    return [Part(_codec(group.compressor, group.table), group, group.layers) for group in groups]
-
-
-def _codec(compressor: Compressor, table: Table) -> Codec:
-    bare = compressor.bare()
-    assert isinstance(bare, Coded), "the others are refused"
-    return bare.codec_for(table)
+    parts = []
+    for members in by_family(pieces, request.layers, request.compressors):
+        group = group_of(members, request.layers, request.compressors)
+        bare = group.compressor.bare()
+        assert isinstance(bare, Coded), "the others are refused"
+        parts.append(Part(bare.codec_for(group.table), group, group.layers))
+    return parts
 
 
 def check_suits(kind: str, layer: LayerSpec, compressor: Compressor) -> None:

@@ -6,8 +6,9 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import parse
 from gradcomp.core.state import Begin, Fields, Range
 from gradcomp.exchange.layout import build_layout, compressors_of, fields_of
-from gradcomp.exchange.pipeline import Pipeline, Resumption
+from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.exchange.plans import Switch
 
 #: Settings that must be those of the saved run for the run to go on bit for bit; it goes on with others, too.
@@ -85,10 +86,9 @@ class Shared:
 
 def _shared(data: Any) -> Shared:
     layers: dict[str, tuple[tuple[int, ...], str]] = {}
-    for name, shape, dtype in _sequence(mapping_of(data)["layers"]):
-        spec = LayerSpec(
-            _text(name), tuple(_number(size, 0, 2**48) for size in _sequence(shape)), _text(dtype)
-        )
+    for name, shape, dtype in _sequence(_mapping(data)["layers"]):
+        sizes = tuple(_number(size, 0, 2**48) for size in _sequence(shape))
+        spec = LayerSpec(_text(name), sizes, _text(dtype))
         if name in layers:
             raise ValueError(f"layer {name!r} appears twice")
         layers[spec.name] = (spec.shape, spec.dtype)
@@ -100,14 +100,14 @@ def _shared(data: Any) -> Shared:
         raise ValueError("a cold or sparse layer is not one of the layers")
     streaks = {
         _text(name): _number(streak, -_LONGEST_STREAK, _LONGEST_STREAK)
-        for name, streak in mapping_of(data["streaks"]).items()
+        for name, streak in _mapping(data["streaks"]).items()
     }
     if streaks.keys() != layers.keys():
         raise ValueError("the streaks are not those of the layers")
     plan = Plan.from_json(_text(data["plan"]))
     if plan.by_layer.keys() != layers.keys():
         raise ValueError("the plan is not for these layers")
-    found = mapping_of(data["settings"])
+    found = _mapping(data["settings"])
     settings: dict[str, int | str] = {name: _number(found[name], 0, 2**64 - 1) for name in SETTINGS[:3]}
     settings["reduction"] = str(parse(_text(found.get("reduction", "sra"))))  # older states have none
     unit = data["unit"]
@@ -119,35 +119,27 @@ def _shared(data: Any) -> Shared:
     step = _number(data["step"], 0, 2**62)
     control = data.get("control")
     if control is not None:
-        if set(mapping_of(control)) != {"controller", "state"}:
+        if set(_mapping(control)) != {"controller", "state"}:
             raise ValueError("the controller's state is malformed")
-        mapping_of(control["state"])
+        _mapping(control["state"])
     switch = data.get("switch")
     if switch is not None:
         specs = [LayerSpec(name, shape, dtype) for name, (shape, dtype) in layers.items()]
-        Switch.from_plain(mapping_of(switch), specs, step)  # raises for anything else
+        Switch.from_plain(_mapping(switch), specs, step)  # raises for anything else
     return Shared(
         step, layers, order, plan, cold, sparse, streaks, settings, float(unit), float(rate), control, switch
     )
 
 
-def _sequence(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"expected a list, got {type(value).__name__}")
+def _expected(kinds: type | tuple[type, ...], what: str, value: Any) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError(f"expected {what}, got {type(value).__name__}")
     return value
 
 
-def mapping_of(value: Any) -> Mapping[Any, Any]:
-    """Return the value if it is a mapping; raise TypeError if not."""
-    if not isinstance(value, dict):
-        raise TypeError(f"expected a mapping, got {type(value).__name__}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"expected a string, got {type(value).__name__}")
-    return value
+_sequence: Callable[[Any], Sequence[Any]] = partial(_expected, (list, tuple), "a list")
+_mapping: Callable[[Any], Mapping[Any, Any]] = partial(_expected, dict, "a mapping")
+_text: Callable[[Any], str] = partial(_expected, str, "a string")
 
 
 def _number(value: Any, least: int, most: int) -> int:
@@ -318,9 +310,7 @@ def inherit(new: Pipeline, old: Pipeline) -> None:
     names = [layer.name for layer in new.layers]
     added = [name for name in names if name not in shared.layers]
     plan = new.plan
-    switch = None
-    if shared.switch is not None:
-        switch = {**shared.switch, "target": new.plan.to_json()}
+    switch = None if shared.switch is None else {**shared.switch, "target": plan.to_json()}
     if shared.plan.version > new.plan.version or switch is not None:
         known = shared.plan.by_layer
         plan = Plan(shared.plan.version + 1, tuple(known.get(a.layer, a) for a in new.plan.assignments))
@@ -350,8 +340,7 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
     shared: Shared | None = None
     count = 0
     for count, state in enumerate(states, 1):
-        found = state.problems()
-        if found:
+        if found := state.problems():
             raise StateError(f"the state of rank {state.rank} does not fit together: {'; '.join(found)}")
         if state.rank != count - 1 or (shared is not None and state.shared.to_plain() != shared.to_plain()):
             raise StateError(f"the state of rank {state.rank} is not of the same job and step")
@@ -399,7 +388,6 @@ def _missing_state(pipeline: Pipeline, state: Snapshot) -> list[str]:
     shared = state.shared
     numbers = {layer.name: i for i, layer in enumerate(pipeline.layers)}
     try:
-        shared.plan.check_covers(pipeline.layers)
         order = [numbers[name] for name in shared.order if name not in shared.sparse]
         layout = build_layout(
             pipeline.layers, shared.plan, order, frozenset(), pipeline.config.slice_elements
@@ -434,15 +422,11 @@ def _fits(kind: str, saved: Floats | None, size: int, begin: Begin) -> bool:
 
 def _say_what_differs(pipeline: Pipeline, shared: Shared) -> None:
     settings = pipeline.config.shared()
-    other = [
-        f"{name} is {settings[name]}, was {was}"
-        for name, was in shared.settings.items()
-        if settings[name] != was
-    ]
-    if other:
+    changes = [(name, was) for name, was in shared.settings.items() if settings[name] != was]
+    if changes:
         logger.warning(
             "settings differ from the saved ones (%s): the run goes on, but not bit for bit as it would have",
-            "; ".join(other),
+            "; ".join(f"{name} is {settings[name]}, was {was}" for name, was in changes),
         )
     if shared.plan.version == pipeline.plan.version:
         mine = pipeline.plan.by_layer
@@ -479,42 +463,38 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
     for buffer, row, value in rows:
         buffer.set(row, value if factor is None else value * factor)
     _restore_controller(pipeline, state, shared)
-    switch = None
-    if shared.switch is not None:
-        switch = Switch.from_plain(shared.switch, pipeline.layers, shared.step)
+    saved = shared.switch
+    switch = None if saved is None else Switch.from_plain(saved, pipeline.layers, shared.step)
     # Server-side errors of ranges that this rank does not own here go into its residuals.
     pipeline.restore(
-        Resumption(
-            shared.step,
-            [numbers[name] for name in shared.order],
-            shared.plan,
-            frozenset(numbers[name] for name in shared.cold),
-            frozenset(numbers[name] for name in shared.sparse),
-            [shared.streaks[layer.name] for layer in pipeline.layers],
-            residuals,
-            fields,
-            shared.rate,
-            switch,
-        )
+        shared.step,
+        shared.plan,
+        [numbers[name] for name in shared.order],
+        cold=frozenset(numbers[name] for name in shared.cold),
+        sparse=frozenset(numbers[name] for name in shared.sparse),
+        streak=[shared.streaks[layer.name] for layer in pipeline.layers],
+        residuals=residuals,
+        fields=fields,
+        learning_rate=shared.rate,
+        switch=switch,
     )
 
 
 def _restore_controller(pipeline: Pipeline, state: Snapshot, shared: Shared) -> None:
     """Restore the controller's state if it was saved by the same controller, else warn."""
     controller, saved = pipeline.controller, shared.control
-    if controller is None or saved is None:
-        if (controller is None) != (saved is None):
+    if controller is not None and saved is not None:
+        if saved["controller"] == controller.name:
+            controller.restore(_mapping(saved["state"]), state.control)
+        else:
             logger.warning(
-                "the saved run had %s controller, this one has %s: the saved plan goes on from there",
-                "no" if saved is None else f"the {saved.get('controller')}",
-                "none" if controller is None else f"the {controller.name}",
+                "the saved controller was %s, this one is %s, which begins anew",
+                saved["controller"],
+                controller.name,
             )
-        return
-    if saved.get("controller") != controller.name:
+    elif controller is not None or saved is not None:
         logger.warning(
-            "the saved controller was %s, this one is %s, which begins anew",
-            saved.get("controller"),
-            controller.name,
+            "the saved run had %s controller, this one has %s: the saved plan goes on from there",
+            "no" if saved is None else f"the {saved['controller']}",
+            "none" if controller is None else f"the {controller.name}",
         )
-        return
-    controller.restore(mapping_of(saved["state"]), state.control)

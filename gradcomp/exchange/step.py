@@ -19,7 +19,7 @@ from gradcomp.exchange.compiled_plan import CompiledPlan
 from gradcomp.exchange.fingerprint import NOTHING, DeferredFingerprint
 from gradcomp.exchange.layout import Bucket
 from gradcomp.exchange.memory import Allocate, StepMemory, Times
-from gradcomp.exchange.plans import Steering
+from gradcomp.exchange.plans import Plans
 from gradcomp.exchange.waiting import Number, Waiting
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.replayed_calls import Pending
@@ -261,7 +261,7 @@ class Workplace:
 
     device: Device
     arrivals: Arrivals
-    steering: Steering
+    steering: Plans
     times: Times
     allocate: Allocate
     round_complete: Callable[[float], None]

@@ -1,4 +1,4 @@
-"""One thread per process looks at the control channel for all that this rank may wait for; its keys are here."""
+"""One thread per process looks at the control channel for all that this rank may wait for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcomp.core.strings import printable
 from gradcomp.exchange import deadlock
 from gradcomp.exchange.deadlock import Begun, Callers, Need, Snapshot
 from gradcomp.transport.base import Handle
-from gradcomp.transport.control import ControlChannel, StoreSilentError, count_of, numbers_of
+from gradcomp.transport.control import ControlChannel, StoreSilentError, count_of
 
 #: The step, bucket and round that a rank waits for. Round -1 stands for the bucket's gradients. Bucket -1 stands for
 #: a wait between steps; the round is then the number of collectives begun since the last step. In the scope of the
@@ -49,19 +49,9 @@ LEFT_GRACE_SECONDS = 2.0
 _LONGEST_BLOCK_SECONDS = 0.1
 
 
-def abort_of(scope: str) -> str:
-    """Return the key of the reason why the scope can be used no further."""
-    return f"{scope}/{ABORT}"
-
-
 def calls_among(ranks: str) -> str:
     """Return the scope of the user's collectives among some ranks, given what tells these from others."""
     return f"user/{ranks}"
-
-
-def left_of(scope: str) -> str:
-    """Return the key of the member that left the scope first."""
-    return f"{scope}/left"
 
 
 def answer_of(rank: int) -> str:
@@ -72,11 +62,6 @@ def answer_of(rank: int) -> str:
 def joined_of(scope: str, rank: int) -> str:
     """Return the key of the step from which on a rank stands in, since it has joined."""
     return f"joined/{scope}/{rank}"
-
-
-def outcome_of(scope: str, step: int, member: int) -> str:
-    """Return the key of what a member did with the means of a step."""
-    return f"{scope}/outcome/{step}/{member}"
 
 
 def arrival_of(meeting: str, rank: int) -> str:
@@ -131,17 +116,6 @@ def _position(at: Any) -> Position:
     return step, bucket, round_number
 
 
-def encode_departure(member: int, reached: Position) -> bytes:
-    """Return the value that is published at :func:`left_of`."""
-    return json.dumps([member, *reached]).encode()
-
-
-def parse_departure(value: bytes | None) -> tuple[int, Position] | None:
-    """Return the member that left first and the position that it had reached; None while all are there."""
-    found = numbers_of(value, 4)
-    return None if found is None else (found[0], (found[1], found[2], found[3]))
-
-
 class Wait:
     """Stands for something that may have to wait for other ranks, watched from :meth:`Watchdog.add` to ``remove``.
 
@@ -156,10 +130,8 @@ class Wait:
         self.since: float | None = None
         self.verdict: BaseException | None = None
         self._warned = False
-        #: Whether all ranks have the verdict already.
-        self.told = False
-        #: Whether there is no deadline, since the others may take as long as they like.
-        self.endless = False
+        self.told = False  # whether all ranks have the verdict already
+        self.endless = False  # whether there is no deadline, since the others may take as long as they like
 
     # Other ranks that ask are told the following.
 
@@ -472,9 +444,6 @@ class Watchdog:
 
     def _prove(self) -> None:
         """Ask all ranks where they are, again and again, and publish a deadlock if one is proved; rank 0 only."""
-        if self.callers.waited < deadlock.FIRST_SHARE * deadlock.PROOF_SECONDS:
-            self._account = None
-            return
         before, now = self._account, monotonic()
         if before is not None and now - before[0] < deadlock.PROOF_SECONDS:
             return
@@ -489,8 +458,8 @@ class Watchdog:
 
     def _look_for_deadlock(self) -> None:
         """End all waits of this rank if it is proved that none will end."""
-        if self.callers.waited < deadlock.FIRST_SHARE * deadlock.PROOF_SECONDS:
-            return
+        if self._rank == 0 and self._size:
+            self._prove()
         if (found := self.control.lookup(DEADLOCK)) is not None:
             for wait in self._waits:
                 if wait.verdict is None:
@@ -525,9 +494,10 @@ class Watchdog:
             except TransportError as error:
                 logger.debug("no question can be answered: %s", error)
             try:  # before the waits are checked, since ranks that have heard of a deadlock publish aborts
-                if self._rank == 0 and self._size:
-                    self._prove()
-                self._look_for_deadlock()
+                if self.callers.waited >= deadlock.FIRST_SHARE * deadlock.PROOF_SECONDS:
+                    self._look_for_deadlock()
+                else:
+                    self._account = None
             except TransportError as error:
                 logger.debug("the ranks cannot be asked whether they wait for each other: %s", error)
             for wait in waits:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradcomp.core.errors import ConfigError, StateError, WireFormatError
 from gradcomp.core.state import Range
-from gradcomp.exchange import checkpoint, checkpoint_directory
+from gradcomp.exchange import checkpoint
 from gradcomp.exchange.checkpoint import File, Manifest, Writer
 from gradcomp.exchange.checkpoint_manager import CheckpointManager, Expected, checkpoint_manager_of
 from gradcomp.exchange.fingerprint import Digests
@@ -77,8 +77,8 @@ def save_with(
         if ranks.rank == 0:
             _refuse_another_model(path, taken.state)
             told |= {
-                "name": checkpoint_directory.new_name(path),
-                "complete": checkpoint_directory.complete(path),
+                "name": checkpoint.new_name(path),
+                "complete": checkpoint.complete(path),
             }
         return taken, told
 
@@ -86,15 +86,15 @@ def save_with(
     _compare(taken, told)
     name, complete = told[0].get("name"), told[0].get("complete")
     if (
-        not checkpoint_directory.is_name(name)
+        not checkpoint.is_name(name)
         or not isinstance(complete, list)
-        or not all(map(checkpoint_directory.is_name, complete))
+        or not all(map(checkpoint.is_name, complete))
     ):
         raise WireFormatError(f"gc.save: rank 0 sent {name!r:.40}, which is no checkpoint's name")
 
     def write() -> tuple[tuple[File, ...], Any]:
         # Files of saves that were killed would fill the disk.
-        checkpoint_directory.remove_others(path, [*complete, name])
+        checkpoint.remove_others(path, [*complete, name])
         files = checkpoint.write_files(path / name, taken.writers)
         return files, [asdict(file) for file in files]
 
@@ -104,11 +104,11 @@ def save_with(
         return None, None
 
     def undo() -> None:
-        checkpoint_directory.remove_others(path, complete)
+        checkpoint.remove_others(path, complete)
 
     _, written = ranks.do("write", write, undo)
     ranks.do("publish", publish, undo)
-    checkpoint_directory.remove_others(path, [*complete[len(complete) - min(keep, len(complete)) :], name])
+    checkpoint.remove_others(path, [*complete[len(complete) - min(keep, len(complete)) :], name])
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _compare(taken: _Taken, told: list[Any]) -> None:
 def _refuse_another_model(path: Path, state: Snapshot) -> None:
     """Raise StateError if the directory is another optimizer's: saving there would remove its checkpoints."""
     try:
-        last = path / checkpoint_directory.last(path)
+        last = path / checkpoint.last(path)
         there = Manifest.from_text(checkpoint.read_manifest(last)).shared.layers
     except StateError:
         return  # there is none, or one that is damaged or of another version, which load() reports
@@ -246,13 +246,13 @@ def load_with(
     def open_last() -> tuple[CheckpointManager, Any]:
         checkpoint_manager = checkpoint_manager_of(opt)
         checkpoint_manager.finish_step()
-        if ranks.rank or (missing_ok and not checkpoint_directory.complete(path)):
+        if ranks.rank or (missing_ok and not checkpoint.complete(path)):
             return checkpoint_manager, None
-        name = checkpoint_directory.last(path)
+        name = checkpoint.last(path)
         return checkpoint_manager, {"name": name, "manifest": checkpoint.read_manifest(path / name)}
 
     def read() -> tuple[tuple[Found, Snapshot, Callable[[], T]], None]:
-        if not checkpoint_directory.is_name(told[0].get("name")):
+        if not checkpoint.is_name(told[0].get("name")):
             raise WireFormatError(f"gc.load: rank 0 sent {told[0]!r:.40}, which names no checkpoint")
         manifest = Manifest.from_text(str(told[0].get("manifest")))
         found = Found(path / told[0]["name"], manifest, checkpoint_manager, ranks.rank, ranks.size)

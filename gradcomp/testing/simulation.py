@@ -20,7 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gradcomp import Assignment, Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
+from gradcomp import Compressor, Config, Filter, Identity, LayerSpec, Plan, Policy
+from gradcomp.compress.policy import assign
 from gradcomp.control import Controller, ControllerRun, Environment
 from gradcomp.control.base import Background, at_once
 from gradcomp.core.scheme import parse
@@ -62,7 +63,7 @@ def plan_for(layers: Sequence[LayerSpec], compressor: Compressor, version: int =
     """
     chosen = [Identity() if layer.dtype == "float64" else compressor for layer in layers]
     rows = zip(layers, chosen, strict=True)
-    return Plan(version, tuple(Assignment(layer.name, c.family_string(), c.level) for layer, c in rows))
+    return Plan(version, tuple(assign(layer.name, c) for layer, c in rows))
 
 
 def random_gradients(layers: Sequence[LayerSpec], world: int, seed: int = 0, size: float = 1.0) -> Gradients:

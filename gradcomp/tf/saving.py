@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.exchange import checkpoint, checkpoint_directory
+from gradcomp.exchange import checkpoint
 from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import from_plain, load, to_plain
@@ -70,7 +70,7 @@ def _names_in(directory: Path, process_set: Members) -> list[str] | None:
     names = None
     if runtime.rank() == ranks[0]:
         with suppress(StateError, OSError):
-            last = directory / checkpoint_directory.last(directory)
+            last = directory / checkpoint.last(directory)
             names = list(checkpoint.Manifest.from_text(checkpoint.read_manifest(last)).shared.layers)
     found: list[str] | None = broadcast_object(names, ranks[0], process_set=process_set)
     return found

@@ -48,7 +48,7 @@ def watched(ranks: Simulation) -> list[Observations]:
     found = []
     for pipeline in ranks.pipelines:
         seen = Observations(len(ranks.layers))
-        steering = pipeline._steering
+        steering = pipeline.plans
 
         def noting(*arguments, steering=steering, seen=seen, open_=steering.open):
             open_(*arguments)

@@ -22,12 +22,6 @@ def test_work_at_the_same_time_has_threads_of_its_own():
     assert {work.result(10) for work in works} == {0, 1, 2}
 
 
-def test_who_asks_gets_the_error():
-    with pytest.raises(ZeroDivisionError):
-        in_background(lambda: 1 // 0).result(10)
-    assert in_background(lambda: 7).result(10) == 7
-
-
 def test_nothing_of_the_work_stays():
     class Large:
         """What a closure holds."""
@@ -47,4 +41,6 @@ def test_the_end_waits_for_what_is_under_way_and_work_may_begin_again():
     threading.Timer(0.1, released.set).start()
     finish_background()
     assert done == [True]
+    with pytest.raises(ZeroDivisionError):
+        in_background(lambda: 1 // 0).result(10)
     assert in_background(lambda: 7).result(10) == 7

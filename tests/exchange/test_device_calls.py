@@ -58,15 +58,12 @@ def test_codes_in_messages_of_the_host_are_added_by_the_device(feedback: bool, g
 def test_what_is_encoded_is_not_copied_up_before(gpu: Any) -> None:
     """Messages have headers between their payloads, which stay as they are all the same."""
     ranks = ranks_of(gpu, 3)
-    driver, payload = gpu.driver, 0
-    uploaded: list[int] = []
-    upload = driver.upload
-    driver.upload = lambda address, source: (uploaded.append(source.nbytes), upload(address, source))
+    copies = Copies(gpu.driver)
     ranks.step()
-    payload = ranks.pipelines[0].layout.buckets[0].payload_bytes
-    tables = 2 * sum(len(group.table) + 2 for group in ranks.pipelines[0].layout.buckets[0].groups)
-    encode, _, decode = uploaded
-    assert decode - encode > payload - 256 * tables
+    (bucket,) = ranks.pipelines[0].layout.buckets
+    tables = 2 * sum(len(group.table) + 2 for group in bucket.groups)
+    encode, _, decode = (size for _, size in copies.up)
+    assert decode - encode > bucket.payload_bytes - 256 * tables
 
 
 @pytest.mark.parametrize("world", [2, 3])

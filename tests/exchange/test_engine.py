@@ -14,11 +14,12 @@ import pytest
 from cuda_on_cpu.nccl import nccl_ranks
 from culprits import culprits
 
-from gradcomp import Config, LayerSpec, Plan, PlanMismatchError, Policy, Quantize, StateError, TransportError
+from gradcomp import Config, LayerSpec, PlanMismatchError, Policy, Quantize, StateError, TransportError
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import Digests
 from gradcomp.exchange.members import place
+from gradcomp.exchange.settings import Settings
 from gradcomp.exchange.thread import Engine, in_background, sleep_precisely
 from gradcomp.exchange.watchdog import Answer, Watchdog
 from gradcomp.reduce.header import APPLIED, DISCARDED
@@ -30,34 +31,33 @@ LAYERS = [LayerSpec("a", (40, 40), "float32"), LayerSpec("b", (30,), "float32")]
 
 
 class Ranks:
-    """N exchangers with engines of their own; ``each(f)`` calls ``f(rank, exchanger)`` on N threads."""
+    """N exchangers with engines of their own; ``each(f)`` calls ``f(rank, exchanger)`` on N threads.
+
+    ``of(rank)`` are its settings. Ranks whose plans differ have errors in place of exchangers.
+    """
 
     def __init__(
         self,
         size: int = 2,
         control: ControlChannel | None = None,
-        plan: Plan | None = None,
         connect: Callable[[int], Sequence[Transport]] = lambda size: World(size).transports(),
+        bits: Sequence[int] = (4,) * 4,
+        of: Callable[[int], Settings] = lambda rank: Settings(),
         **settings,
     ) -> None:
-        self.control = control or LocalControl()
+        control = control or LocalControl()
         self.pool = ThreadPoolExecutor(size)
         self.engines = [Engine() for _ in range(size)]
-        self.watchdogs = [Watchdog(self.control, rank) for rank in range(size)]
-        transports = connect(size)
-        config = Config(**settings)
-        plan = plan or Policy(Quantize(4)).plan(LAYERS)
+        self.watchdogs = [Watchdog(control, rank) for rank in range(size)]
+        transports, config = connect(size), Config(**settings)
 
-        def build(rank: int) -> Exchanger:
-            return Exchanger(
-                self.engines[rank],
-                LAYERS,
-                plan,
-                transports[rank],
-                self.watchdogs[rank],
-                config,
-                lambda layer: 0,
-            )
+        def build(rank: int) -> Exchanger | PlanMismatchError:
+            plan = Policy(Quantize(bits[rank])).plan(LAYERS)
+            others = transports[rank], self.watchdogs[rank], config, lambda layer: 0, of(rank)
+            try:
+                return Exchanger(self.engines[rank], LAYERS, plan, *others)
+            except PlanMismatchError as error:
+                return error
 
         self.exchangers = list(self.pool.map(build, range(size)))
 
@@ -247,29 +247,21 @@ def test_an_error_that_comes_while_a_step_is_opened_is_not_lost(ranks):
     assert ended.wait(10)
 
 
-def test_a_late_rank_is_named_at_the_deadline(ranks):
+@pytest.mark.parametrize("between", [False, True], ids=["in a step", "between steps"])
+def test_a_late_rank_is_named_at_the_deadline(ranks, between: bool):
     def work(rank, exchanger):
         step(rank, exchanger)
         if rank == 1:
             time.sleep(2.5)
-        step(rank, exchanger)
+        exchanger.allgather_bytes(b"") if between else step(rank, exchanger)
 
     first, second, third = ranks(3, timeout_seconds=1.0).errors(work)
     for text in (first, third):
-        assert "rank 1 has only reached step 1, none of whose gradients has come" in text
-        assert "step 1, bucket 0, round 0 (a, b)" in text
+        assert "rank 1 has only reached step 1" in text
+        if not between:
+            assert "rank 1 has only reached step 1, none of whose gradients has come" in text
+            assert "step 1, bucket 0, round 0 (a, b)" in text
     assert second.startswith("aborted: ")
-
-
-def test_a_rank_late_between_steps_is_named_at_the_deadline(ranks):
-    def work(rank, exchanger):
-        step(rank, exchanger)
-        if rank == 1:
-            time.sleep(2.5)
-        exchanger.allgather_bytes(b"")
-
-    first, _ = ranks(timeout_seconds=1.0).errors(work)
-    assert "rank 1 has only reached step 1" in first
 
 
 @pytest.mark.usefixtures("short_patience")
@@ -285,36 +277,33 @@ def test_ranks_that_ask_at_the_same_time_answer_each_other(ranks):
         assert "no answer from rank 3 (" in text
 
 
+class Broken(ControlChannel):
+    def __init__(self, error: TransportError) -> None:
+        self.error = error
+
+    def publish(self, key, value):
+        raise self.error
+
+    def lookup(self, key):
+        raise self.error
+
+
 def test_a_store_that_does_not_answer_is_no_reason_to_stop(ranks):
-    class Silent(ControlChannel):
-        def publish(self, key, value):
-            raise StoreSilentError("silence")
-
-        def lookup(self, key):
-            raise StoreSilentError("silence")
-
     def work(rank, exchanger):
         for _ in range(3):
             step(rank, exchanger)
             time.sleep(0.6)  # the engine looks at the store meanwhile
 
-    assert ranks(2, Silent()).errors(work) == ["", ""]
+    assert ranks(2, Broken(StoreSilentError("silence"))).errors(work) == ["", ""]
 
 
 def test_a_store_that_is_gone_ends_a_step_under_way(ranks):
-    class Gone(ControlChannel):
-        def publish(self, key, value):
-            raise TransportError("the store is gone")
-
-        def lookup(self, key):
-            raise TransportError("the store is gone")
-
     def work(rank, exchanger):
         time.sleep(1.2)  # between steps it may be gone: so does an orderly end look
         if rank == 0:
             step(rank, exchanger)
 
-    first, _ = ranks(2, Gone()).errors(work)
+    first, _ = ranks(2, Broken(TransportError("the store is gone"))).errors(work)
     assert "gone" in first
 
 
@@ -355,16 +344,10 @@ def test_a_rank_is_behind_if_it_has_not_issued_what_we_wait_for():
         assert [is_behind(PASSED[k], ours) for k in others] == [k < i for k in others], ours
 
 
-@pytest.mark.parametrize(
-    ("position", "words"),
-    [
-        ((3, -1, 0), "step 3, none of whose gradients has come"),
-        ((3, 2, -1), "step 3, bucket 2, whose gradients have not all come"),
-        ((3, 2, 1), "step 3, bucket 2, round 1"),
-    ],
-)
-def test_a_position_in_words(position, words):
-    assert place(position) == words
+def test_a_position_in_words():
+    assert place((3, -1, 0)) == "step 3, none of whose gradients has come"
+    assert place((3, 2, -1)) == "step 3, bucket 2, whose gradients have not all come"
+    assert place((3, 2, 1)) == "step 3, bucket 2, round 1"
 
 
 @pytest.mark.usefixtures("short_patience")
@@ -374,24 +357,7 @@ def test_an_answer_that_is_nonsense_is_no_answer():
     assert "no answer from rank 1" in culprits(control, (0, 0, 0))
 
 
-def test_ranks_that_differ_are_told_before_anything_is_exchanged():
-    transports = World(2).transports()
-    plans = [Policy(Quantize(bits)).plan(LAYERS) for bits in (4, 2)]
-
-    def build(rank: int) -> str:
-        with pytest.raises(PlanMismatchError) as caught:
-            Exchanger(
-                Engine(),
-                LAYERS,
-                plans[rank],
-                transports[rank],
-                Watchdog(LocalControl(), rank),
-                Config(),
-                lambda layer: 0,
-            )
-        return str(caught.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(build, range(2))
+def test_ranks_that_differ_are_told_before_anything_is_exchanged(ranks):
+    first, second = map(str, ranks(bits=[4, 2]).exchangers)
     assert first == second
     assert "compression of 'a'" in first

@@ -11,7 +11,7 @@ import pytest
 
 from gradcomp.core.errors import StateError
 from gradcomp.core.plan import Assignment, Plan
-from gradcomp.exchange import checkpoint, checkpoint_directory
+from gradcomp.exchange import checkpoint
 from gradcomp.exchange.checkpoint import MANIFEST, Manifest
 from gradcomp.exchange.fingerprint import Digests
 from gradcomp.exchange.snapshot import Shared
@@ -72,7 +72,7 @@ def _save(directory: Path, name: str) -> None:
 def test_the_manifest_appears_after_all_that_it_names_is_on_disk(tmp_path, heard):
     directory, save = tmp_path / "new" / "job", "00000001.0123456789abcdef"
     _save(directory, save)
-    checkpoint_directory.remove_others(directory, [save])
+    checkpoint.remove_others(directory, [save])
     place = str(directory / save)
     published = heard.index(("rename", f"{place}/{MANIFEST}"))
     before, after = heard[:published], heard[published + 1 :]
@@ -92,24 +92,24 @@ def test_an_old_checkpoint_loses_its_manifest_first(tmp_path, heard):
     for name in names:
         _save(tmp_path, name)
     del heard[:]
-    checkpoint_directory.remove_others(tmp_path, names[1:])
+    checkpoint.remove_others(tmp_path, names[1:])
     removed = [what.removeprefix(f"{tmp_path}/") for event, what in heard if event in ("remove", "rmdir")]
     assert removed[0] == f"{names[0]}/{MANIFEST}"
     assert sorted(removed[1:3]) == [f"{names[0]}/model.pt", f"{names[0]}/rank-0-of-1.safetensors"]
-    assert checkpoint_directory.complete(tmp_path) == names[1:]
+    assert checkpoint.complete(tmp_path) == names[1:]
 
 
 def test_the_last_complete_one_counts(tmp_path):
     with pytest.raises(StateError, match="there is no checkpoint"):
-        checkpoint_directory.last(tmp_path / "nowhere")
+        checkpoint.last(tmp_path / "nowhere")
     for number in (9, 10, 100000000):
         _save(tmp_path, f"{number:08d}.{'0' * 16}")
     (tmp_path / "200000000.0000000000000000").mkdir()  # no manifest
     (tmp_path / "300000000").mkdir()  # another program's
-    assert checkpoint_directory.last(tmp_path) == "100000000.0000000000000000"
-    assert checkpoint_directory.new_name(tmp_path).startswith("200000001.")
-    name = checkpoint_directory.last(tmp_path)
-    assert checkpoint_directory.last(tmp_path / name) == checkpoint_directory.ITSELF
+    assert checkpoint.last(tmp_path) == "100000000.0000000000000000"
+    assert checkpoint.new_name(tmp_path).startswith("200000001.")
+    name = checkpoint.last(tmp_path)
+    assert checkpoint.last(tmp_path / name) == checkpoint.ITSELF
 
 
 def test_other_files_stay(tmp_path):
@@ -117,35 +117,23 @@ def test_other_files_stay(tmp_path):
     _save(tmp_path, save.name)
     for path in (tmp_path / MANIFEST, tmp_path / "model.pt", tmp_path / "notes", save / "notes"):
         path.write_text("{}")
-    checkpoint_directory.remove_others(tmp_path, [])
+    checkpoint.remove_others(tmp_path, [])
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert left == [f"{save.name}/notes", MANIFEST, "model.pt", "notes"]
 
 
 def test_names_stay_inside_of_the_directory():
     for name in ("", "..", "/", "../00000001.0123456789abcdef", "00000001.0123456789abcdef/..", 3, None):
-        assert not checkpoint_directory.is_name(name)
-    assert checkpoint_directory.is_name("00000001.0123456789abcdef")
+        assert not checkpoint.is_name(name)
+    assert checkpoint.is_name("00000001.0123456789abcdef")
 
 
-@pytest.mark.parametrize(
-    "plain",
-    [
-        None,
-        {},
-        {"algorithm": 3, "values": {}},
-        {"algorithm": "crc32", "values": [1]},
-        {"algorithm": "crc32", "values": {"a": -1}},
-        {"algorithm": "crc32", "values": {"a": 1 << 32}},
-        {"algorithm": "crc32", "values": {"a": True}},
-    ],
-)
-def test_digests_are_numbers_of_32_bits(plain):
-    with pytest.raises(StateError, match="digest"):
-        Digests.from_plain(plain)
-
-
-def test_digests_name_what_differs():
+@pytest.mark.parametrize("values", [None, {}, [1], {"a": -1}, {"a": 1 << 32}, {"a": True}, 3], ids=str)
+def test_digests_are_numbers_of_32_bits_and_name_what_differs(values):
     one = Digests("crc32", {"a": 1, "b": 2, "c": 3})
     assert Digests.from_plain(one.to_plain()) == one
     assert one.differing(Digests("crc32", {"c": 3, "b": 9, "more": 1})) == ["a", "b"]
+    plain = {"algorithm": "crc32", "values": values} if values else values
+    for wrong in (plain, {"algorithm": 3, "values": {}}):
+        with pytest.raises(StateError, match="digest"):
+            Digests.from_plain(wrong)

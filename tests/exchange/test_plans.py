@@ -6,9 +6,20 @@ from functools import partial
 
 import numpy as np
 import pytest
+from loudest import Loudest
 
-from gradcomp import Cast, ConfigError, Identity, LayerSpec, Plan, PlanMismatchError, Quantize, StateError
-from gradcomp.exchange.pipeline import Resumption
+from gradcomp import (
+    Assignment,
+    Cast,
+    ConfigError,
+    Identity,
+    LayerSpec,
+    Plan,
+    PlanMismatchError,
+    Quantize,
+    StateError,
+)
+from gradcomp.compress import policy
 from gradcomp.exchange.snapshot import inherit
 from gradcomp.testing.simulation import Simulation, plan_for
 
@@ -24,7 +35,7 @@ def versions(ranks: Simulation) -> list[int]:
     return [p.plan.version for p in ranks.pipelines]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("compressor", [AFTER, Identity(), Cast("bfloat16")])
 def test_ranks_swap_at_the_step_after_the_last_one_is_ready(compressor, seed: int):
     ranks = Simulation(LAYERS, BEFORE, 3, seed=seed, **RANDOM)
@@ -39,7 +50,7 @@ def test_ranks_swap_at_the_step_after_the_last_one_is_ready(compressor, seed: in
     assert history == [[0] * 3] * 4 + [[1] * 3] * 3
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_proposals_may_come_in_the_middle_of_a_step(seed: int):
     ranks = Simulation(LAYERS, BEFORE, 3, seed=seed, **RANDOM)
     turns = {r: 5 + 23 * r for r in range(3)}
@@ -56,13 +67,17 @@ def test_proposals_may_come_in_the_middle_of_a_step(seed: int):
     assert versions(ranks) == [1] * 3
 
 
-def test_several_plans_in_a_row():
+def test_several_plans_in_a_row_and_none_for_one_rank_alone():
     ranks = Simulation(LAYERS, BEFORE, 3, **RANDOM)
     for version in range(1, 6):
         for pipeline in ranks.pipelines:
             pipeline.propose(proposal(Quantize(version, 50), version))
         ranks.step().all_means()
         assert versions(ranks) == [version] * 3
+    ranks.pipelines[0].propose(proposal(AFTER, 6))
+    for _ in range(3):
+        ranks.step().all_means()
+    assert versions(ranks) == [5] * 3
 
 
 def test_the_new_plan_decides_what_travels():
@@ -97,61 +112,57 @@ def test_another_plan_on_one_rank_is_a_mismatch_on_all(other: Plan, kind):
 
 def test_another_plan_from_the_start_is_a_mismatch():
     ranks = Simulation(LAYERS, Identity(), 2)
-    ranks.pipelines[1].restore(Resumption(0, range(3), plan_for(LAYERS, Cast("float32"))))
-    ranks.pipelines[0].restore(Resumption(0, range(3), plan_for(LAYERS, Cast("float32"), 1)))
+    ranks.pipelines[1].restore(0, plan_for(LAYERS, Cast("float32")), range(3))
+    ranks.pipelines[0].restore(0, plan_for(LAYERS, Cast("float32"), 1), range(3))
     errors = ranks.attempt()
     assert [type(error) for error in errors] == [PlanMismatchError] * 2
 
 
-def test_one_rank_alone_changes_nothing():
-    ranks = Simulation(LAYERS, BEFORE, 3, **RANDOM)
-    ranks.pipelines[0].propose(proposal(AFTER, 1))
-    for _ in range(3):
+def test_compressors_that_are_known_are_not_parsed(monkeypatch):
+    monkeypatch.setattr(policy, "at_level", None)
+    ranks = Simulation(LAYERS, BEFORE, 2, controller=Loudest(2), slice_elements=300)
+    while not ranks.pipelines[0].plan.version:
+        ranks.step()
+    for pipeline in ranks.pipelines:
+        pipeline.set_compression(proposal(Identity()), {})
+    for _ in range(4):
         ranks.step().all_means()
-    assert versions(ranks) == [0] * 3
+    assert ranks.pipelines[0].laid_out_plan.assignments == proposal(Identity()).assignments
 
 
-@pytest.mark.parametrize("version", [0, 2])
-def test_a_proposal_has_the_next_version(version: int):
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (proposal(AFTER, 0), "version 1"),
+        (proposal(AFTER, 2), "version 1"),
+        (plan_for(LAYERS[1:], AFTER, 1), "does not fit"),
+        (Plan(1, tuple(Assignment(a.layer, a.compressor, 99) for a in proposal(AFTER).assignments)), "99"),
+    ],
+)
+def test_a_proposal_that_cannot_follow_is_refused_at_once(plan: Plan, text: str):
     (pipeline,) = Simulation(LAYERS, BEFORE, 1).pipelines
-    with pytest.raises(ConfigError, match="version 1"):
-        pipeline.propose(proposal(AFTER, version))
-
-
-def test_a_proposal_covers_the_layers():
-    (pipeline,) = Simulation(LAYERS, BEFORE, 1).pipelines
-    with pytest.raises(ConfigError, match="does not fit"):
-        pipeline.propose(plan_for(LAYERS[1:], AFTER, 1))
-
-
-def test_a_proposal_that_cannot_be_carried_out_is_refused_at_once():
-    (pipeline,) = Simulation(LAYERS, BEFORE, 1).pipelines
-    bad = Plan(1, tuple(type(a)(a.layer, a.compressor, 99) for a in proposal(AFTER).assignments))
-    with pytest.raises(ConfigError, match="99"):
-        pipeline.propose(bad)
+    with pytest.raises(ConfigError, match=text):
+        pipeline.propose(plan)
 
 
 # --- taking over from elsewhere -----------------------------------------------------------------------------
 
 
-def test_restore_goes_on_from_there():
+def test_restore_goes_on_from_there_between_steps_only():
     ranks = Simulation(LAYERS, BEFORE, 2, slice_elements=300)
     ranks.step()
     for pipeline in ranks.pipelines:
         pipeline.propose(proposal(AFTER, 1))
-        pipeline.restore(Resumption(10, [2, 0, 1], proposal(Identity(), 5), frozenset([1])))
+        pipeline.restore(10, proposal(Identity(), 5), [2, 0, 1], cold=frozenset([1]))
     ranks.step().all_means()
     assert [(p.step, p.ordering.order, p.ordering.cold) for p in ranks.pipelines] == [
         (11, [2, 0, 1], frozenset([1]))
     ] * 2
     assert versions(ranks) == [5, 5]  # and the proposal for the plan before is forgotten
-
-
-def test_restore_is_refused_while_a_step_is_under_way():
-    (pipeline,) = Simulation(LAYERS, BEFORE, 1).pipelines
+    (pipeline, _) = ranks.pipelines
     pipeline.open()
     with pytest.raises(StateError):
-        pipeline.restore(Resumption(0, [0, 1, 2], pipeline.plan))
+        pipeline.restore(0, pipeline.plan, [0, 1, 2])
 
 
 @pytest.mark.parametrize("compressor", [BEFORE, Identity()], ids=["with feedback", "without"])

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from exchange.test_requests import Ranked, every_kind, numbers
+from exchange.test_requests import Ranked, as_bytes, every_kind, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
@@ -34,8 +34,7 @@ def in_blocks(
 ) -> Request:
     """Shards as ``fully_shard`` lays them out, and further gaps between them."""
     layers = [LayerSpec(f"layer{i}", (n,), dtype) for i, n in enumerate(sizes)]
-    rooms = [-(-n // world) + gap for n, gap in zip(sizes, gaps, strict=True)]
-    ends = [0, *accumulate(rooms)]
+    ends = [0, *accumulate(-(-n // world) + gap for n, gap in zip(sizes, gaps, strict=True))]
     borders = tuple(tuple(min(j * -(-n // world), n) for j in range(world + 1)) for n in sizes)
     return Request.of(kind, layers, CODEC, borders=borders, blocks=Blocks(ends[-1], tuple(ends[:-1])))
 
@@ -70,8 +69,9 @@ def test_blocks_give_the_bits_of_arrays_by_layer_and_touch_nothing_else(kind, sh
     ranked = Ranked(request, world)
     scatters = kind == REDUCE_SCATTER
     flat = [[packed(request, own, world, None if scatters else rank)] for rank, own in enumerate(inputs)]
-    room = [np.full(shape, np.nan, DTYPES[dtype]) for shape in ranked.prepared[0].output_shapes] * world
-    found = ranked.attempt(flat, lambda rank: [Run(ranked.prepared[rank], flat[rank], [room[rank].copy()])])
+    (shape,) = ranked.prepared[0].output_shapes
+    written = [[np.full(shape, np.nan, DTYPES[dtype])] for _ in range(world)]
+    found = ranked.attempt(flat, lambda rank: [Run(ranked.prepared[rank], flat[rank], written[rank])])
     for rank, ((got,),) in enumerate(found):
         wanted = packed(request, outputs[rank], world, rank if scatters else None)
         assert got.tobytes() == wanted.tobytes()
@@ -139,41 +139,37 @@ def test_what_was_gathered_is_decoded_again_and_travels_only_if_some_rank_has_ch
     first = ranked.run(inputs)
 
     def again(changed: int | None) -> list[list[np.ndarray]]:
-        rooms = [[np.zeros_like(array) for array in arrays] for arrays in first]
-        found = ranked.attempt(
-            inputs,
-            lambda rank: [
-                Run(ranked.prepared[rank], inputs[rank], rooms[rank], 9, unchanged=rank != changed)
-            ],
-        )
+        outputs = [[np.zeros_like(array) for array in arrays] for arrays in first]
+        runs = [
+            Run(ranked.prepared[rank], inputs[rank], outputs[rank], 9, unchanged=rank != changed)
+            for rank in range(3)
+        ]
+        found = ranked.attempt(inputs, lambda rank: [runs[rank]])
         assert not any(isinstance(one, Exception) for one in found), found
-        return rooms
+        return outputs
 
     sent = [transport.bytes_sent for transport in ranked.transports]
     for rank, arrays in enumerate(again(None)):
-        assert [a.tobytes() for a in arrays] == [a.tobytes() for a in first[rank]]
+        assert as_bytes(arrays) == as_bytes(first[rank])
         assert ranked.transports[rank].bytes_sent == sent[rank] + 2 * 56
     other = again(1)
     assert other[0][0].tobytes() == other[2][0].tobytes() != first[0][0].tobytes()
     alone = [np.zeros_like(array) for array in first[0]]
     ranked.prepared[0].decode_again(alone)
-    assert [a.tobytes() for a in alone] == [a.tobytes() for a in other[0]]
+    assert as_bytes(alone) == as_bytes(other[0])
 
 
-def test_requests_that_share_memory_give_the_same_bits():
+@every_kind
+def test_requests_that_share_memory_give_the_same_bits(kind: str):
     """They run in turns, small and large, over the memory of one rank."""
-    sizes = [(30, 200), (700,), (5,), (64, 64, 64)]
     shared = [SharedMemory(host_allocator) for _ in range(2)]
-    for kind in (REDUCE_SCATTER, ALL_GATHER):
-        for round_ in range(2):
-            for own in sizes:
-                layers = [LayerSpec(f"l{i}", (n,)) for i, n in enumerate(own)]
-                request = Request.of(kind, layers, CODEC, borders=tuple(even_borders(n, 2) for n in own))
-                apart, together = Ranked(request, 2), Ranked(request, 2)
-                together.prepared = [
-                    PreparedRequest(request, rank, 2, seed=0, memory=shared[rank].memory())
-                    for rank in range(2)
-                ]
-                inputs = numbers(apart.prepared, round_)
-                for a, b in zip(apart.run(inputs), together.run(inputs), strict=True):
-                    assert [x.tobytes() for x in a] == [x.tobytes() for x in b]
+    for number, sizes in enumerate(2 * [(30, 200), (700,), (5,), (64, 64, 64)]):
+        layers = [LayerSpec(f"l{i}", (n,)) for i, n in enumerate(sizes)]
+        request = Request.of(kind, layers, CODEC, borders=tuple(even_borders(n, 2) for n in sizes))
+        apart, together = Ranked(request, 2), Ranked(request, 2)
+        together.prepared = [
+            PreparedRequest(request, rank, 2, seed=0, memory=shared[rank].memory()) for rank in range(2)
+        ]
+        inputs = numbers(apart.prepared, number)
+        for a, b in zip(apart.run(inputs), together.run(inputs), strict=True):
+            assert as_bytes(a) == as_bytes(b)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from exchange.test_requests import Ranked, every_kind, overwritten
+from exchange.test_requests import Ranked, every_kind, inputs_of, overwritten, tampered
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
@@ -141,22 +141,16 @@ class Steps(Ranked):
         results = []
         for name in names:
             inputs = self.inputs(name)
-            rooms = [[np.zeros(s, np.float32) for s in own[name].output_shapes] for own in self.requests]
-            found = self.attempt(
-                inputs,
-                lambda rank, name=name, inputs=inputs, rooms=rooms: [
-                    Run(
-                        self.requests[rank][name],
-                        inputs[rank],
-                        rooms[rank],
-                        unchanged=unchanged is not None and unchanged[rank],
-                    )
-                ],
-            )
-            for one in found:
+            outputs = [[np.zeros(s, np.float32) for s in own[name].output_shapes] for own in self.requests]
+            same = unchanged or [False] * self.size
+            runs = [
+                [Run(own[name], inputs[rank], outputs[rank], unchanged=same[rank])]
+                for rank, own in enumerate(self.requests)
+            ]
+            for one in self.attempt(inputs, runs.__getitem__):
                 if isinstance(one, Exception):
                     raise one
-            every = [b"".join(a.tobytes() for a in arrays) for arrays in rooms]
+            every = [b"".join(a.tobytes() for a in arrays) for arrays in outputs]
             if REQUESTS[name].kind == ALL_GATHER:
                 assert set(every) == {every[0]}
             results.append(b"".join(every))
@@ -316,6 +310,8 @@ def test_unchanged_inputs_travel_where_new_ones_were_predicted():
 
 def test_where_inputs_are_unchanged_in_every_step_only_the_comparison_travels():
     ranked = Steps(2)
+    ranked.go(["first"], unchanged=[True, True])
+    assert ranked.collectives() == [2, 2]  # there are no codes yet
     for _ in range(5):
         ranked.go()
         ranked.go(["first"], unchanged=[True, True])
@@ -328,12 +324,6 @@ def test_where_inputs_are_unchanged_in_every_step_only_the_comparison_travels():
     assert ranked.collectives() == [1] * 2
 
 
-def test_a_request_without_codes_gathers_though_its_inputs_are_unchanged():
-    ranked = Steps(2)
-    ranked.go(["first"], unchanged=[True, True])
-    assert ranked.collectives() == [2, 2]
-
-
 # --- messages from elsewhere ------------------------------------------------------------------------------------
 
 HEADER = ByteHeader.size(len(LAYERS))
@@ -341,6 +331,16 @@ HEADER = ByteHeader.size(len(LAYERS))
 
 def disturbed(name: str, change: Callable[[np.ndarray], np.ndarray], world: int) -> list:
     """What ranks find if rank 1's message to rank 0 is changed, of a request that was predicted."""
+    ranked = before(name, change, world)
+    inputs = ranked.inputs(name)
+    found = ranked.attempt(inputs, lambda rank: [Run(ranked.requests[rank][name], inputs[rank])])
+    sent = {len(transport.sent) for transport in ranked.transports}
+    assert sent != {0}
+    return found
+
+
+def before(name: str, change: Callable[[np.ndarray], np.ndarray], world: int) -> Steps:
+    """Ranks that are about to run a request that is predicted; from now on rank 1's messages to rank 0 are changed."""
     on = [False]
 
     def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
@@ -349,29 +349,39 @@ def disturbed(name: str, change: Callable[[np.ndarray], np.ndarray], world: int)
     ranked = steady(world, tamper=tamper)
     ranked.go(STEP[: STEP.index(name)])
     on[0] = True
-    inputs = ranked.inputs(name)
-    found = ranked.attempt(inputs, lambda rank: [Run(ranked.requests[rank][name], inputs[rank])])
-    sent = {len(transport.sent) for transport in ranked.transports}
-    assert sent != {0}
-    return found
+    return ranked
 
 
-@pytest.mark.parametrize("name", ["first", "gradients"])
-@pytest.mark.parametrize("world", [2, 3])
+def declined(message: np.ndarray) -> np.ndarray:
+    message[FIXED.itemsize + len(LAYERS)] |= DECLINED
+    return message
+
+
+def damaged(kind: str, change: Callable[[np.ndarray], np.ndarray], predicted: bool) -> list:
+    """What three ranks find if a message is changed, of a request that was predicted or compared."""
+    if predicted:
+        return disturbed("first" if kind == ALL_GATHER else "gradients", change, 3)
+    ranked = tampered(kind, change)
+    return ranked.attempt(inputs_of(ranked))
+
+
+@every_kind
+@pytest.mark.parametrize("predicted", [False, True], ids=["compared", "predicted"])
 @pytest.mark.parametrize(
     ("at", "error"),
     [(0, WireFormatError), (2, PlanMismatchError), (4, PlanMismatchError), (8, WireFormatError)],
 )
-def test_a_wrong_header_is_an_error_where_it_arrives(name: str, world: int, at: int, error: type):
-    found = disturbed(name, overwritten(at, b"\xee"), world)
+def test_a_wrong_header_is_an_error_where_it_arrives(kind: str, predicted: bool, at: int, error: type):
+    found = damaged(kind, overwritten(at, b"\xee"), predicted)
     assert type(found[0]) is error
     assert all(not isinstance(other, Exception) or isinstance(other, TransportError) for other in found[1:])
 
 
-@pytest.mark.parametrize("name", ["first", "gradients"])
+@every_kind
+@pytest.mark.parametrize("predicted", [False, True], ids=["compared", "predicted"])
 @pytest.mark.parametrize("kept", [0, 10, HEADER, -1])
-def test_a_truncated_message_is_an_error_on_every_rank(name: str, kept: int):
-    found = disturbed(name, lambda message: message[:kept], 3)
+def test_a_truncated_message_is_an_error_on_every_rank(kind: str, predicted: bool, kept: int):
+    found = damaged(kind, lambda message: message[:kept], predicted)
     assert [type(one) for one in found] == [TransportError] * 3
 
 
@@ -379,17 +389,8 @@ def test_a_truncated_message_is_an_error_on_every_rank(name: str, kept: int):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_refusal_that_only_one_rank_hears_of_ends_all_with_an_error(name: str, world: int):
     """That rank compares, while the others run what comes next."""
-    on = [False]
-
-    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
-        if on[0] and (source, destination) == (1, 0):
-            message[FIXED.itemsize + len(LAYERS)] |= DECLINED
-        return message
-
-    ranked = steady(world, tamper=tamper)
+    ranked = before(name, declined, world)
     at = STEP.index(name)
-    ranked.go(STEP[:at])
-    on[0] = True
     left = [[runs_of(ranked, each, rank) for each in (STEP * 2)[at : at + 2]] for rank in range(world)]
     first = [runs[0][0] for runs in left]
     groups: list = [None] * world
@@ -410,9 +411,7 @@ def test_a_refusal_that_only_one_rank_hears_of_ends_all_with_an_error(name: str,
 @every_kind
 def test_a_refusal_of_what_was_compared_is_an_error(kind: str):
     def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
-        if (source, destination) == (1, 0) and len(message) != 56:
-            message[FIXED.itemsize + len(LAYERS)] |= DECLINED
-        return message
+        return declined(message) if (source, destination) == (1, 0) and len(message) != 56 else message
 
     ranked = Ranked(Request.of(kind, LAYERS, CODEC), 3, tamper=tamper)
     inputs = [[np.zeros(shape, np.float32) for shape in own.input_shapes] for own in ranked.prepared]

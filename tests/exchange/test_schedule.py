@@ -31,11 +31,6 @@ TIMING = {"shuffle": True, "delay": 0.4, "slice_elements": 50}
 TOP = TopK(0.05)
 
 
-def given(compressor, steps: int) -> list:
-    """What a schedule gives in each step."""
-    return [compressor.at_step(step) for step in range(steps)]
-
-
 def densities(ranks: Simulation) -> list[float | None]:
     """The level of the plan that every rank has, which is the same for all layers."""
     found = {assignment.level for p in ranks.pipelines for assignment in p.plan.assignments}
@@ -70,7 +65,7 @@ every_schedule = pytest.mark.parametrize(("compressor", "expected"), SCHEDULES.v
 
 @every_schedule
 def test_what_a_schedule_gives_is_no_schedule(compressor, expected):
-    found = given(compressor, 8)
+    found = [compressor.at_step(step) for step in range(8)]
     assert [one.level for one in found] == expected
     assert not any(
         one.changes or "warmup" in one.to_string() or "density_" in one.to_string() for one in found

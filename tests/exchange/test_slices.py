@@ -7,19 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from exchange.test_engine import ranks
 
 from gradcomp import Config, LayerSpec, PlanMismatchError, Quantize, WireFormatError
 from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
 from gradcomp.exchange.agreement import agree, agree_on_slices, describe
-from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.exchange.settings import Settings
-from gradcomp.exchange.thread import Engine
-from gradcomp.exchange.watchdog import Watchdog
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.testing.simulation import plan_for
-from gradcomp.transport.control import LocalControl
 from gradcomp.transport.inprocess import World
+
+__all__ = ["ranks"]  # the fixture
 
 LAYERS = [LayerSpec("a.weight", (40, 50))]
 
@@ -41,22 +40,18 @@ def agreed(on_device: Sequence[bool], configs: Sequence[Config], tamper=None) ->
 
 
 @pytest.mark.parametrize(
-    ("on_device", "elements"),
+    ("on_device", "setting", "elements"),
     [
-        ([True, True, True], DEVICE_SLICE),
-        ([False, False], HOST_SLICE),
-        ([True, False, True], HOST_SLICE),
+        ([True, True, True], Config(), DEVICE_SLICE),
+        ([False, False], Config(), HOST_SLICE),
+        ([True, False, True], Config(), HOST_SLICE),
+        ([True, False], Config(slice_elements=4096), 4096),
     ],
-    ids=["all on devices", "none", "mixed"],
+    ids=["all on devices", "none", "mixed", "a setting"],
 )
-def test_ranks_come_to_one_size(on_device: list[bool], elements: int) -> None:
-    found = agreed(on_device, [Config()] * len(on_device))
+def test_ranks_come_to_one_size(on_device: list[bool], setting: Config, elements: int) -> None:
+    found = agreed(on_device, [setting] * len(on_device))
     assert [config.slice_elements for config in found] == [elements] * len(on_device)
-
-
-def test_a_setting_wins() -> None:
-    found = agreed([True, False], [Config(slice_elements=4096)] * 2)
-    assert [config.slice_elements for config in found] == [4096, 4096]
 
 
 def test_a_setting_on_some_ranks_is_an_error_on_all() -> None:
@@ -80,29 +75,8 @@ def test_a_pipeline_that_nobody_chose_for_takes_the_host_s() -> None:
 
 
 @pytest.mark.parametrize(("second", "elements"), [("device", DEVICE_SLICE), ("host", HOST_SLICE)])
-def test_exchangers_are_made_with_it(second: str, elements: int, gpu: Device) -> None:
-    places = {"host": HOST, "device": gpu}
-    transports, control = World(2).transports(), LocalControl()
-    engines, watchdogs = [Engine(), Engine()], [Watchdog(control, rank) for rank in range(2)]
-    plan = plan_for(LAYERS, Quantize(4))
-
-    def make(rank: int) -> int:
-        device = places[["device", second][rank]]
-        made = Exchanger(
-            engines[rank],
-            LAYERS,
-            plan,
-            transports[rank],
-            watchdogs[rank],
-            Config(),
-            lambda layer: 0,
-            Settings(device=device),
-        )
-        return made.pipeline.config.slice_elements
-
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(make, range(2)))
-    for one in (*engines, *watchdogs):
-        one.stop()
-    assert found == [elements] * 2
+def test_exchangers_are_made_with_it(second: str, elements: int, gpu: Device, ranks) -> None:
+    devices = [gpu, {"host": HOST, "device": gpu}[second]]
+    world = ranks(of=lambda rank: Settings(device=devices[rank]))
+    assert [made.pipeline.config.slice_elements for made in world.exchangers] == [elements] * 2
     assert 16 <= DEVICE_SLICE / 2**20 <= 32

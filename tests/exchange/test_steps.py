@@ -59,12 +59,12 @@ def test_no_timing_changes_a_byte(world: int):
         return [[mean.tobytes() for mean in ranks.step().all_means()] for _ in range(2)]
 
     want = run()
-    for seed in range(12):
+    for seed in range(5):
         assert run(seed=seed, **RANDOM) == want
         assert run(seed=seed, **RANDOM, overlap=False) == want
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_many_buckets_arrive_in_any_order(seed: int):
     layers = [LayerSpec(f"layer{i}", (40 + i,)) for i in range(60)]
     ranks = Simulation(layers, FEEDBACK, 3, seed=seed, shuffle=True, delay=0.5, slice_elements=64)
@@ -75,26 +75,22 @@ def test_many_buckets_arrive_in_any_order(seed: int):
         assert all(np.abs(m - true_mean(gradients, i)).max() < 2 for i, m in enumerate(means))
 
 
-def test_a_bucket_travels_before_the_step_is_flushed():
-    ranks = Simulation(LAYERS, Cast("bfloat16"), 2, slice_elements=1147 + 31)
+def handed_in(ranks: Simulation, *layers: int) -> None:
+    """Open a step on every rank and submit these layers."""
     for rank, gradients in zip(ranks.ranks, ranks.gradients(), strict=True):
         rank.pipeline.open()
-        rank.submit(0, gradients[0])
-        rank.submit(1, gradients[1])
+        for layer in layers:
+            rank.submit(layer, gradients[layer])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_bucket_travels_before_the_step_is_flushed_unless_buckets_may_not_overlap(overlap: bool):
+    ranks = Simulation(LAYERS, Cast("bfloat16"), 2, slice_elements=1147 + 31, overlap=overlap)
+    handed_in(ranks, *((0, 1) if overlap else range(len(LAYERS))))
     for _ in range(5):
         answers = [p.poll() for p in ranks.pipelines]
     assert answers == [Waiting.LAYERS] * 2
-    assert all(p.transport.bytes_sent > 0 for p in ranks.pipelines)
-
-
-def test_without_overlap_nothing_travels_before_the_flush():
-    ranks = Simulation(LAYERS, Cast("bfloat16"), 2, slice_elements=1200, overlap=False)
-    for rank, gradients in zip(ranks.ranks, ranks.gradients(), strict=True):
-        rank.pipeline.open()
-        for layer in range(len(LAYERS)):
-            rank.submit(layer, gradients[layer])
-        assert rank.pipeline.poll() is Waiting.LAYERS
-        assert rank.pipeline.transport.bytes_sent == 0
+    assert [p.transport.bytes_sent > 0 for p in ranks.pipelines] == [overlap] * 2
 
 
 @pytest.mark.parametrize(
@@ -120,10 +116,7 @@ def test_collectives_have_one_order(overlap: bool, order: list[str]):
 
 def test_a_step_in_which_all_layers_report_needs_no_flush():
     ranks = Simulation(LAYERS, Identity(), 2)
-    for rank, gradients in zip(ranks.ranks, ranks.gradients(), strict=True):
-        rank.pipeline.open()
-        for layer in range(len(LAYERS)):
-            rank.submit(layer, gradients[layer])
+    handed_in(ranks, *range(len(LAYERS)))
     for _ in range(10):
         answers = [p.poll() for p in ranks.pipelines]
     assert answers == [Waiting.NOTHING] * 2
@@ -131,7 +124,7 @@ def test_a_step_in_which_all_layers_report_needs_no_flush():
 
 
 @pytest.mark.parametrize("compression", [Identity(), Quantize(4, 64), FEEDBACK, Cast("bfloat16")])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_dtypes_mix_in_one_model(compression, seed: int):
     ranks = Simulation(MIXED, compression, 3, seed=seed, shuffle=True, delay=0.3, slice_elements=200)
     for _ in range(3):
@@ -146,7 +139,7 @@ def test_dtypes_mix_in_one_model(compression, seed: int):
 # --- layers without a gradient ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_layer_that_some_ranks_do_not_use_gets_the_mean_on_all(seed: int):
     ranks = Simulation(LAYERS, Identity(), 3, seed=seed, **RANDOM)
     gradients = ranks.gradients()
@@ -155,7 +148,7 @@ def test_a_layer_that_some_ranks_do_not_use_gets_the_mean_on_all(seed: int):
     assert np.array_equal(mean, gradients[0][2] / np.float32(3))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_layer_that_nobody_uses_is_not_written(seed: int):
     ranks = Simulation(LAYERS, policy(), 3, seed=seed, **RANDOM)
     outcome = ranks.step(ranks.gradients(absent=[1, 2]))
@@ -220,19 +213,16 @@ def test_cold_layers_hold_nobody_up():
     ranks = Simulation(LAYERS, Identity(), 2, slice_elements=1200, cold_after_steps=1, reorder=False)
     for _ in range(2):
         ranks.step(ranks.gradients(absent=[0]))
-    for rank, gradients in zip(ranks.ranks, ranks.gradients(), strict=True):
-        rank.before = rank.transport.bytes_sent
-        rank.pipeline.open()
-        for layer in (1, 2, 3, 4):
-            rank.submit(layer, gradients[layer])
+    before = [rank.transport.bytes_sent for rank in ranks.ranks]
+    handed_in(ranks, 1, 2, 3, 4)
     for _ in range(20):
         for p in ranks.pipelines:
             p.poll()
     hot = 4 * (31 + 1600 + 1200)
-    assert all(rank.transport.bytes_sent - rank.before >= hot for rank in ranks.ranks)
+    assert all(rank.transport.bytes_sent - at >= hot for rank, at in zip(ranks.ranks, before, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_sparse_layer_leaves_the_layout_on_every_rank(seed: int):
     ranks = Simulation(LAYERS, policy(), 3, seed=seed, **RANDOM)
     gradients = ranks.gradients()
@@ -268,7 +258,7 @@ def test_buckets_follow_the_order_in_which_rank_0s_gradients_arrived():
         assert list(dict.fromkeys(seen)) == arrivals
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_ranks_agree_on_the_order_whatever_their_own(seed: int):
     ranks = Simulation(LAYERS, policy(), 3, seed=seed, **RANDOM)
     ranks.step(ranks.gradients(absent=[2]))
@@ -292,26 +282,17 @@ def test_an_order_that_is_none_is_refused():
 # --- commit and discard -------------------------------------------------------------------------------------
 
 
-def test_commit_is_refused_without_a_finished_step():
+def test_verbs_are_refused_in_the_wrong_phase():
     ranks = Simulation(LAYERS, Identity(), 1)
     (pipeline,) = ranks.pipelines
-    with pytest.raises(StateError):
-        pipeline.commit()
-    ranks.step()
-    with pytest.raises(StateError):  # it was committed
-        pipeline.commit()
+    for _ in range(2):  # before the first step, and when it was committed
+        with pytest.raises(StateError):
+            pipeline.commit()
+        ranks.step()
     pipeline.open()
-    with pytest.raises(StateError):
-        pipeline.commit()
-
-
-def test_open_and_discard_are_refused_while_a_step_is_under_way():
-    (pipeline,) = Simulation(LAYERS, Identity(), 1).pipelines
-    pipeline.open()
-    with pytest.raises(StateError):
-        pipeline.open()
-    with pytest.raises(StateError):
-        pipeline.discard()
+    for verb in (pipeline.commit, pipeline.open, pipeline.discard):
+        with pytest.raises(StateError):
+            verb()
 
 
 def test_the_next_open_discards_what_was_not_committed():
@@ -335,41 +316,34 @@ def test_a_skipped_step_counts_as_one():
 
 @pytest.mark.parametrize(
     "submit",
-    [lambda registry: registry.submit(Submission(0, 1, 1)), lambda registry: registry.submit_absent(0)],
+    [lambda arrivals: arrivals.submit(Submission(0, 1, 1)), lambda arrivals: arrivals.submit_absent(0)],
 )
-class TestRegistryRefuses:
-    def test_a_layer_after_the_flush(self, submit):
-        (pipeline,) = Simulation(LAYERS, Identity(), 1).pipelines
-        pipeline.open()
-        pipeline.arrivals.flush()
-        with pytest.raises(StateError, match=r"'a\.weight' has a gradient after its step closed"):
+def test_a_gradient_is_taken_once_and_in_an_open_step_only(submit):
+    ranks = Simulation(LAYERS, Identity(), 1)
+    (pipeline,) = ranks.pipelines
+
+    def refused(text: str) -> None:
+        with pytest.raises(StateError, match=text):
             submit(pipeline.arrivals)
 
-    def test_a_layer_twice(self, submit):
-        (pipeline,) = Simulation(LAYERS, Identity(), 1).pipelines
-        pipeline.open()
-        pipeline.arrivals.submit_absent(0)
-        with pytest.raises(StateError, match=r"'a\.weight' was submitted twice"):
-            submit(pipeline.arrivals)
-
-    def test_a_layer_before_the_first_step(self, submit):
-        (pipeline,) = Simulation(LAYERS, Identity(), 1).pipelines
-        with pytest.raises(StateError, match=r"a\.weight"):
-            submit(pipeline.arrivals)
-
-    def test_a_layer_between_steps(self, submit):
-        ranks = Simulation(LAYERS, Identity(), 1)
-        ranks.step()
-        with pytest.raises(StateError, match=r"a\.weight"):
-            submit(ranks.pipelines[0].arrivals)
+    refused(r"a\.weight")  # before the first step
+    ranks.step()
+    refused(r"a\.weight")  # between steps
+    pipeline.open()
+    pipeline.arrivals.submit_absent(0)
+    refused(r"'a\.weight' was submitted twice")
+    (pipeline,) = Simulation(LAYERS, Identity(), 1).pipelines
+    pipeline.open()
+    pipeline.arrivals.flush()
+    refused(r"'a\.weight' has a gradient after its step closed")
 
 
 # --- construction -------------------------------------------------------------------------------------------
 
 
-def construct(layers, plan) -> Pipeline:
+def construct(layers, plan, **settings) -> Pipeline:
     (transport,) = World(1).transports()
-    return Pipeline(layers, plan, transport, Config(), lambda layer: 0)
+    return Pipeline(layers, plan, transport, Config(**settings), lambda layer: 0)
 
 
 def test_without_layers_there_are_no_buckets():
@@ -377,35 +351,28 @@ def test_without_layers_there_are_no_buckets():
     assert construct([], plan_for([], Identity())).layout.buckets == ()
 
 
-def test_layers_of_one_name_are_refused():
-    twice = [LayerSpec("a", (3,)), LayerSpec("a", (4,))]
-    with pytest.raises(ConfigError, match="more than once: a"):
-        construct(twice, plan_for(twice[:1], Identity()))
+TWICE = [LayerSpec("a", (3,)), LayerSpec("a", (4,))]
+DOUBLE = [LayerSpec("double", (70,), "float64")]
+LARGE = [LayerSpec("a", (4 * 16 * 70_000,))]
+IMPOSSIBLE = {
+    "layers of one name": (TWICE, plan_for(TWICE[:1], Identity()), {}, "more than once: a"),
+    "other layers": (LAYERS, plan_for(LAYERS[1:], Identity()), {}, "does not fit"),
+    "a codec for float64": (DOUBLE, plan_for([LayerSpec("double", (70,))], Quantize(4)), {}, "'double'"),
+    "too many buckets": (LARGE, plan_for(LARGE, Identity()), {"slice_elements": 16}, "slice_elements"),
+}
 
 
-def test_a_plan_for_other_layers_is_refused():
-    with pytest.raises(ConfigError, match="does not fit"):
-        construct(LAYERS, plan_for(LAYERS[1:], Identity()))
-
-
-def test_a_codec_for_float64_is_refused():
-    plan = plan_for([LayerSpec("double", (70,))], Quantize(4))
-    with pytest.raises(ConfigError, match="'double'"):
-        construct([LayerSpec("double", (70,), "float64")], plan)
-
-
-def test_too_many_buckets_are_refused():
-    layers = [LayerSpec("a", (4 * 16 * 70_000,))]
-    (transport,) = World(1).transports()
-    with pytest.raises(ConfigError, match="slice_elements"):
-        Pipeline(layers, plan_for(layers, Identity()), transport, Config(slice_elements=16), lambda layer: 0)
+@pytest.mark.parametrize(("layers", "plan", "settings", "text"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_layers_and_plans_that_do_not_fit_are_refused(layers, plan, settings, text):
+    with pytest.raises(ConfigError, match=text):
+        construct(layers, plan, **settings)
 
 
 # --- faults -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_lost_rank_is_a_transport_error_on_all_others(victim: int, seed: int):
     ranks = Simulation(LAYERS, policy(), 4, seed=seed, **RANDOM)
     ranks.step()
@@ -428,25 +395,22 @@ def test_a_stalled_rank_shows_where_the_others_wait():
 # --- statistics ---------------------------------------------------------------------------------------------
 
 
-def test_statistics_are_reduced_every_so_many_steps():
-    ranks = Simulation(LAYERS, policy(), 3, **RANDOM, statistics_every_steps=2)
+@pytest.mark.parametrize("every", [0, 2])
+def test_statistics_are_reduced_every_so_many_steps_or_never(every: int):
+    ranks = Simulation(LAYERS, policy(), 3, **RANDOM, statistics_every_steps=every)
     seen = []
     for _ in range(5):
         ranks.step()
         seen.append([p.reduced_statistics for p in ranks.pipelines])
+    if not every:
+        assert seen == [[None] * 3] * 5
+        return
     assert seen[0] == [None] * 3
     assert [[s.steps for s in row] for row in seen[1:]] == [[2] * 3, [2] * 3, [4] * 3, [4] * 3]
     for row in seen[1:]:
         assert row == [row[0]] * 3
     assert seen[-1][0].wire_bytes > 0
     assert seen[-1][0].codec_seconds > 0
-
-
-def test_statistics_may_be_off():
-    ranks = Simulation(LAYERS, Identity(), 2, statistics_every_steps=0)
-    for _ in range(3):
-        ranks.step()
-    assert [p.reduced_statistics for p in ranks.pipelines] == [None] * 2
 
 
 def test_the_ratio_counts_headers_scales_and_exact_layers():

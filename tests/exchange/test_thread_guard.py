@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-
-import numpy as np
 import preloaded
 import pytest
 from culprits import culprits
+from exchange.test_engine import ranks, step
 from launching import run_ranks
 
-from gradcomp import Config, LayerSpec, Policy, Quantize, StateError, TransportError
+from gradcomp import StateError, TransportError
 from gradcomp.core.errors import GradcompError
-from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.settings import Settings
-from gradcomp.exchange.thread import Engine
-from gradcomp.exchange.watchdog import Answer, Watchdog
+from gradcomp.exchange.watchdog import Answer
 from gradcomp.transport.control import LocalControl, count_of, numbers_of
-from gradcomp.transport.inprocess import World
 
-LAYERS = [LayerSpec("a", (40, 40), "float32")]
+__all__ = ["ranks"]  # the fixture
 
 PROGRAM = """
 import logging, time
@@ -98,69 +93,31 @@ class Unspeakable(Exception):
         raise ValueError("it cannot be said")
 
 
-def exchange(exchanger: Exchanger) -> GradcompError:
-    gradient = np.ones(LAYERS[0].size, np.float32)
+def exchange(rank: int, exchanger: Exchanger) -> GradcompError:
     try:
         while True:
-            exchanger.open()
-            exchanger.submit(Submission(0, gradient.ctypes.data, gradient.ctypes.data, gradient))
-            exchanger.flush()
-            exchanger.wait()
-            exchanger.commit()
+            step(rank, exchanger)
     except GradcompError as error:
         return error
 
 
-def both(first: Listener | None) -> list[GradcompError]:
-    """What two ranks raise; the first has a listener."""
-    transports, control, plan = World(2).transports(), LocalControl(), Policy(Quantize(4)).plan(LAYERS)
-    raised: list[GradcompError | None] = [None, None]
-    engines, watchdogs = [Engine(), Engine()], [Watchdog(control, rank) for rank in range(2)]
-
-    def run(rank: int) -> None:
-        listener = first if rank == 0 else None
-        exchanger = Exchanger(
-            engines[rank],
-            LAYERS,
-            plan,
-            transports[rank],
-            watchdogs[rank],
-            Config(),
-            lambda layer: 0,
-            Settings(listener=listener),
-        )
-        raised[rank] = exchange(exchanger)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    for one in (*engines, *watchdogs):
-        one.stop()
-    return raised
-
-
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit("boom"), Unspeakable()])
-def test_a_listener_that_raises_ends_the_exchange_on_every_rank(error):
-    first, second = both(Listener(error))
+def test_a_listener_that_raises_ends_the_exchange_on_every_rank(ranks, error):
+    world = ranks(of=lambda rank: Settings(listener=None if rank else Listener(error)))
+    first, second = world.each(exchange)
     assert isinstance(first, StateError)
     assert isinstance(second, TransportError)
     for raised in (first, second):
         assert type(error).__name__ in str(raised)
 
 
-def test_a_wait_ends_when_the_engine_does():
-    (transport,) = World(1).transports()
-    engine = Engine()
-    plan = Policy(Quantize(4)).plan(LAYERS)
-    watchdog = Watchdog(LocalControl(), 0)
-    exchanger = Exchanger(engine, LAYERS, plan, transport, watchdog, Config(), lambda layer: 0)
+def test_a_wait_ends_when_the_engine_does(ranks):
+    world = ranks(1)
+    (exchanger,) = world.exchangers
     exchanger.open()
-    engine.stop()
+    world.engines[0].stop()
     with pytest.raises(StateError, match="the engine's thread has ended"):
         exchanger.wait()
-    watchdog.stop()
 
 
 @pytest.mark.parametrize(
@@ -184,12 +141,9 @@ def test_what_is_no_number_in_the_store_is_none(value):
     assert Answer.parse(value) is None
 
 
-def test_numbers_in_the_store_are_read():
+def test_what_is_in_the_store_is_read():
     assert (count_of(None), count_of(b"12")) == (0, 12)
     assert numbers_of(b"[1, -2, 3]", 3) == [1, -2, 3]
-
-
-def test_an_answer_is_read_as_it_was_published():
     answer = Answer(3, "allreduce, call 1", {"user/all": (1, -1, 0), "exchanger/all-0": (2, 0, 1)})
     assert Answer.parse(answer.encode()) == answer
 

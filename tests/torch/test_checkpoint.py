@@ -12,7 +12,7 @@ import pytest
 from launching import Finished, run_ranks
 
 from gradcomp.core.errors import StateError
-from gradcomp.exchange import checkpoint, checkpoint_directory
+from gradcomp.exchange import checkpoint
 
 #: What every program below begins with.
 COMMON = '''
@@ -163,7 +163,7 @@ def other(made: Path, folder: Path, name: str = "4 bits nearest") -> None:
 
 def format_1(made: Path, folder: Path) -> None:
     """The last checkpoint of a directory, as versions before wrote it: no directory of its own, names with a token."""
-    last = made / checkpoint_directory.last(made)
+    last = made / checkpoint.last(made)
     body = json.loads((last / checkpoint.MANIFEST).read_text())
     del body["digest"], body["parts"], body["parameters"]
     folder.mkdir()
@@ -177,7 +177,7 @@ def format_1(made: Path, folder: Path) -> None:
 
 
 def last_manifest(folder: Path) -> checkpoint.Manifest:
-    return checkpoint.Manifest.from_text(checkpoint.read_manifest(folder / checkpoint_directory.last(folder)))
+    return checkpoint.Manifest.from_text(checkpoint.read_manifest(folder / checkpoint.last(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def owed(folder: Path) -> dict[str, np.ndarray]:
     world, names = len(manifest.files), list(manifest.shared.layers)
     total: dict[str, np.ndarray] = {}
     for rank in range(world):
-        state = checkpoint.read_rank(folder / checkpoint_directory.last(folder), manifest, rank)
+        state = checkpoint.read_rank(folder / checkpoint.last(folder), manifest, rank)
         for name, value in state.first.items():
             total[name] = total.get(name, 0.0) + value.astype(np.float64) / world
         at = 0
@@ -419,7 +419,7 @@ def damaged(good: Path, folder: Path) -> dict[str, str]:
 
 def test_what_cannot_be_saved_or_loaded_is_the_same_error_on_every_rank(folders, tmp_path):
     saves = folders[2] / "4 bits nearest"
-    good = Path(shutil.copytree(saves / checkpoint_directory.last(saves), tmp_path / "good"))
+    good = Path(shutil.copytree(saves / checkpoint.last(saves), tmp_path / "good"))
     shutil.copy(folders[2] / "rank0-of-2 4 bits nearest half.pt", tmp_path / "good.pt")
     format_1(saves, tmp_path / "old")
     (tmp_path / "cases.json").write_text(json.dumps(damaged(good, tmp_path)))
@@ -458,7 +458,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path):
     manifest = last_manifest(folder)
     assert manifest.shared.step == 2
     for rank in range(2):
-        assert not checkpoint.read_rank(folder / checkpoint_directory.last(folder), manifest, rank).problems()
+        assert not checkpoint.read_rank(folder / checkpoint.last(folder), manifest, rank).problems()
 
 
 def test_no_checkpoint_outside_of_the_directory(tmp_path):

@@ -18,7 +18,7 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 from gradcomp.kernels import segments
 from gradcomp.kernels.codec import Codec, Table
-from gradcomp.kernels.formats import FORMATS
+from gradcomp.kernels.quantisers import FORMATS
 from gradcomp.kernels.segments import MAGNITUDES_SHAPE, Magnitudes
 
 #: This bucket size stands for a whole layer: no quantisation bucket can be larger.
