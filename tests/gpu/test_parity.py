@@ -11,7 +11,7 @@ from kernels.layers import Layer
 from kernels.layers import Layers as Selections
 from kernels.lent import back, there
 
-from gradcomp.kernels import dispatch, indices, reference, segments, wire_bytes
+from gradcomp.kernels import dispatch, indices, reference, segments
 from gradcomp.kernels.indices import index_bytes
 from gradcomp.kernels.segments import Draw, Factor, Shapes
 
@@ -96,7 +96,7 @@ def test_payloads_that_lie_on_the_device(codec: int, body: Any) -> None:
     table["gradient"], table["output"] = gradient.ctypes.data, output.ctypes.data
     table["length"], table["level"], table["bucket_size"] = len(gradient), 4, 512
     flags, magnitudes = np.zeros(1, np.uint8), magnitudes_of(codec)
-    payload = np.zeros(wire_bytes(codec, len(gradient), 4, 512), np.uint8)
+    payload = np.zeros(segments.wire_bytes(codec, len(gradient), 4, 512), np.uint8)
     sent = [there(payload), there(payload)]
     drawn: dict[str, Any] = {"draw": Draw(3, 4, 0), "decay": 1.0, "magnitudes": magnitudes}
     QUICK.encode(codec, table, payload, flags, scale=1.0, **drawn)

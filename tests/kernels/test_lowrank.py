@@ -30,7 +30,7 @@ def backend(request: Any) -> Iterator[Any]:
     """Run a test once per backend of the kernels."""
     if request.param == "reference":
         with kernels.use("reference"):
-            yield dispatch.active()
+            yield dispatch.host()
     elif request.param in ORDERS:
         yield cuda_backend(ORDERS[request.param])
     else:
