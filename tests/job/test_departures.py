@@ -122,7 +122,7 @@ import sys, time
 from gradcomp.job import network, runtime
 from gradcomp.transport import mpi_process
 
-mpi_process.FAREWELL_SECONDS = runtime.FAREWELL_SECONDS = 1.0
+mpi_process.FAREWELL_SECONDS = 1.0
 runtime.begin(lambda config: network.join(config.timeout_seconds), (), {"timeout_seconds": 60.0,
               "stall_warning_seconds": 1.0})
 if runtime.rank() == 0:
