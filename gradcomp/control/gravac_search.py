@@ -168,7 +168,7 @@ class Search:
 
     @property
     def numbers(self) -> dict[float, int]:
-        """Returns the indices of factors."""
+        """Returns the index of each factor, by its value."""
         return {factor: k for k, factor in enumerate(self.factors)}
 
     def restore(self, names: Sequence[str], saved: SearchState) -> None:
