@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kernels.backends import running
 from kernels.standin import is_gpu
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Kernels by name, see `kernels.backends`."""
+    with running(request.param) as found:
+        yield found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,8 +27,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def parameters_of(item: pytest.Item) -> list[object]:
-    return (
-        [*item.callspec.params.values()]
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-        else []
-    )
+    return [*item.callspec.params.values()] if hasattr(item, "callspec") else []

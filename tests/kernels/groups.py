@@ -35,6 +35,10 @@ CODECS = {
 }
 
 
+AWKWARD = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-45, 1e-38]
+AWKWARD += [3e38, -3e38, 65504.0, 65520.0, 3.39e38]
+
+
 def magnitudes_of(codec: int) -> Any:
     """Magnitudes for a codebook, uneven and with repeated ones at the end; None for the other codecs."""
     if codec not in segments.CODEBOOKS:
@@ -101,6 +105,7 @@ class Group:
     codec: int
     rows: Sequence[Segment]
     gap: int = 3
+    memory: Any = None  # of next residuals and outputs; GuardedArray
     table: Any = field(init=False)
     size: int = field(init=False)
     magnitudes: Any = field(init=False)
@@ -178,7 +183,9 @@ class Group:
         table = self.table.copy()
         arrays: list[Any] = []
         for i, dtype in enumerate(dtypes):
-            arrays.append(None if dtype is None else GuardedArray(self.rows[i].length, dtype).array)
+            arrays.append(
+                None if dtype is None else (self.memory or GuardedArray)(self.rows[i].length, dtype).array
+            )
             if dtype is not None and self.rows[i].length > 0:
                 table[i][column] = arrays[i].ctypes.data
         return table, arrays
@@ -190,6 +197,16 @@ class GuardedArray:
     def __init__(self, length: int, dtype: Any) -> None:
         self.memory = np.full(length + 2, np.nan, dtype)
         self.array = self.memory[1 : length + 1]
+
+
+class AlignedArray:
+    """An array on a boundary of sixteen bytes, with guard elements around it."""
+
+    def __init__(self, length: int, dtype: Any) -> None:
+        self.memory = np.full(length + 16, np.nan, dtype)
+        begin = 1 + -(self.memory.ctypes.data + self.memory.itemsize) % 16 // self.memory.itemsize
+        self.array = self.memory[begin : begin + length]
+        assert self.array.ctypes.data % 16 == 0
 
 
 def _with_draw(options: dict[str, Any], rank: int) -> dict[str, Any]:

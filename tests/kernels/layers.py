@@ -39,10 +39,12 @@ class Layer:
 class Layers:
     """Layers with their next residuals, and room for their selections in flat arrays between guards."""
 
-    def __init__(self, layers: Sequence[Layer], contributions: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], contributions: Sequence[Any] | None = None, memory: Any = GuardedArray
+    ) -> None:
         self.layers = layers
         self.table = np.zeros(len(layers), segments.SEGMENT)
-        self.next_residuals = [GuardedArray(layer.length, np.float32) for layer in layers]
+        self.next_residuals = [memory(layer.length, np.float32) for layer in layers]
         for row, layer, next_residual in zip(self.table, layers, self.next_residuals, strict=True):
             row["length"], row["dtype"] = layer.length, layer.dtype
             if layer.length:

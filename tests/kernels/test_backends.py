@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from kernels import standin
-from kernels.groups import CODECS, Group, Result, Segment, dtypes_of, levels_of, nearest_level
-from kernels.isas import NATIVE, available_isas, instruction_set
+from kernels.backends import COMPILED, running
+from kernels.groups import AWKWARD, CODECS, Group, Result, Segment, dtypes_of, levels_of, nearest_level
+from kernels.isas import NATIVE, available_isas
 from tiers import examples
 
 from gradcomp.kernels import reference, segments
@@ -34,15 +34,10 @@ ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", 
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 
 
-@pytest.fixture(autouse=True, params=[*available_isas(), *standin.ORDERS])
+@pytest.fixture(autouse=True, params=COMPILED)
 def isa(request: Any) -> Any:
     """Run a test once per instruction set, and per order of threads of a GPU."""
-    if request.param in standin.ORDERS:
-        native.kernels = standin.cuda_backend(standin.ORDERS[request.param])
-        yield request.param
-        native.kernels = NATIVE
-        return
-    with instruction_set(request.param):
+    with running(request.param) as native.kernels:
         yield request.param
 
 
@@ -79,60 +74,47 @@ def sweep(codec: int) -> Group:
 
 
 @functools.cache
-def reference_encoding(codec: int, stochastic: bool, scale: float = 1.0, decay: float = 1.0) -> Result:
-    return sweep(codec).encode(reference, stochastic=stochastic, scale=scale, decay=decay)
+def expected(codec: int, kernel: str, *given: Any, **settings: Any) -> Result:
+    """What the reference makes of the sweep; several backends are compared with it."""
+    result: Result = getattr(sweep(codec), kernel)(reference, *given, **settings)
+    return result
+
+
+def check(codec: int, kernel: str, *given: Any, **settings: Any) -> None:
+    found = getattr(sweep(codec), kernel)(native, *given, **settings)
+    assert found == expected(codec, kernel, *given, **settings)
+    assert not any(found.flags)
+
+
+def payload_of(codec: int, stochastic: bool = False, scale: float = 1.0, decay: float = 1.0) -> bytes:
+    return expected(codec, "encode", stochastic=stochastic, scale=scale, decay=decay).payload
 
 
 @CODEC
 @ROUNDING
 @pytest.mark.parametrize(("scale", "decay"), [(1.0, 1.0), (0.3, 0.9)])
 def test_encode(codec: int, stochastic: bool, scale: float, decay: float) -> None:
-    expected = reference_encoding(codec, stochastic, scale, decay)
-    assert sweep(codec).encode(native, stochastic=stochastic, scale=scale, decay=decay) == expected
-    assert not any(expected.flags)
+    check(codec, "encode", stochastic=stochastic, scale=scale, decay=decay)
 
 
 @CODEC
 @pytest.mark.parametrize(("divisor", "scale"), [(1.0, 1.0), (3.0, 1.0), (4.0, 0.7)])
 def test_decode(codec: int, divisor: float, scale: float) -> None:
-    payload = reference_encoding(codec, False).payload
-    expected = _reference_decoding(codec, divisor, scale)
-    assert sweep(codec).decode(native, payload, divisor=divisor, scale=scale) == expected
-    assert not any(expected.flags)
-
-
-@functools.cache
-def _reference_decoding(codec: int, divisor: float, scale: float) -> Result:
-    return sweep(codec).decode(
-        reference, reference_encoding(codec, False).payload, divisor=divisor, scale=scale
-    )
+    check(codec, "decode", payload_of(codec), divisor=divisor, scale=scale)
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS.values() if c != segments.FP64])
 def test_decode_add(codec: int) -> None:
-    payload = reference_encoding(codec, False).payload
-    assert sweep(codec).decode_add(native, payload, scale=0.3) == sweep(codec).decode_add(
-        reference, payload, scale=0.3
-    )
+    check(codec, "decode_add", payload_of(codec), scale=0.3)
 
 
 @CODEC
 @ROUNDING
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_reduce(codec: int, stochastic: bool, ranks: int) -> None:
-    assert sweep(codec).reduce(native, _payloads(codec, ranks), stochastic=stochastic) == _reference_mean(
-        codec, stochastic, ranks
-    )
-
-
-def _payloads(codec: int, ranks: int) -> list[bytes]:
     variants = [(False, 1.0, 1.0), (True, 1.0, 1.0), (False, 0.3, 0.9), (True, 0.3, 0.9)]
-    return [reference_encoding(codec, *variants[rank % 4]).payload for rank in range(ranks)]
-
-
-@functools.cache
-def _reference_mean(codec: int, stochastic: bool, ranks: int) -> Result:
-    return sweep(codec).reduce(reference, _payloads(codec, ranks), stochastic=stochastic)
+    payloads = tuple(payload_of(codec, *variants[rank % 4]) for rank in range(ranks))
+    check(codec, "reduce", payloads, stochastic=stochastic)
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS.values() if c != segments.FP64])
@@ -179,25 +161,6 @@ def test_many_small_buckets(codec: int, stochastic: bool) -> None:
     assert group.reduce(native, payloads, stochastic=stochastic) == group.reduce(
         reference, payloads, stochastic=stochastic
     )
-
-
-AWKWARD = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    np.inf,
-    -np.inf,
-    np.nan,
-    1e-45,
-    -1e-45,
-    1e-38,
-    3e38,
-    -3e38,
-    65504.0,
-    65520.0,
-    3.39e38,
-]
 
 
 @st.composite

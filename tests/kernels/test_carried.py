@@ -43,32 +43,6 @@ def test_same_bytes_as_the_reference(carried: Any, dtype: int) -> None:
     assert group.reduce(carried, [encoded.payload] * 2) == group.reduce(reference, [encoded.payload] * 2)
 
 
-def test_a_table_that_is_refused_is_refused_with_its_memory_as_it_was() -> None:
-    carried = Carried(standin.cuda_backend(), standin.cuda_backend().driver)
-    gradient, next_residual = of(9), np.full(9, 7, np.float32)
-    table = np.zeros(1, segments.SEGMENT)
-    table["gradient"], table["next_residual"], table["length"] = (
-        gradient.ctypes.data,
-        next_residual.ctypes.data,
-        9,
-    )
-    table["level"], table["bucket_size"] = 4, 512
-    for column, value in (("payload", 1), ("length", 1 << 36), ("dtype", 9), ("length", 1 << 34)):
-        wrong = table.copy()
-        wrong[column] = value
-        with pytest.raises(ValueError, match=r"lie inside|unknown dtype|elements"):
-            carried.encode(
-                segments.MINMAX,
-                wrong,
-                np.zeros(13, np.uint8),
-                np.zeros(1, np.uint8),
-                draw=None,
-                scale=1.0,
-                decay=1.0,
-            )
-    assert (next_residual == 7).all()
-
-
 @pytest.mark.parametrize(("at", "words"), [(-1, "before"), (4 * 6, "behind")])
 def test_writing_beside_an_array_is_noticed(at: int, words: str) -> None:
     class Wrong:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_on_cpu.driver import CpuDriver
-from kernels.groups import CODECS, Group, Segment, nearest_level
+from kernels.groups import CODECS, AlignedArray, Group, Segment, nearest_level
 from kernels.standin import FOLDER, cuda_backend
 
 from gradcomp.kernels import reference, segments
 from gradcomp.kernels.cuda.backend import CudaKernels
-
-
-class Aligned(Group):
-    """Next residuals and outputs begin on boundaries of sixteen bytes."""
-
-    def _with_arrays(self, column: str, dtypes: Any) -> Any:
-        table, arrays = super()._with_arrays(column, dtypes)
-        for i, array in enumerate(arrays):
-            if array is not None:
-                room = np.full(len(array) + 16, np.nan, array.dtype)
-                begin = 1 + -(room.ctypes.data + array.itemsize) % 16 // array.itemsize
-                arrays[i] = room[begin:][: len(array)]
-                assert arrays[i].ctypes.data % 16 == 0
-                table[i][column] = arrays[i].ctypes.data
-        return table, arrays
-
 
 LARGE = 9001
 """Elements of a bucket that a team does not read; the next one begins in the middle of a byte, and of a vector."""
@@ -117,29 +103,86 @@ def test_blocks_share_the_tiles(residents: int) -> None:
     assert launched["decode"] == min(residents, 3)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.FLOAT16])
-def test_vectors_and_what_is_left_of_them(bits: int, dtype: int) -> None:
+@pytest.mark.parametrize(
+    ("codec", "bits", "dtype"),
+    [
+        *(
+            ("minmax", bits, dtype)
+            for bits in (1, 2, 3, 4, 8)
+            for dtype in (segments.FLOAT32, segments.FLOAT16)
+        ),
+        ("minmax", 4, segments.BFLOAT16),
+        *(("l2", 4, dtype) for dtype in (segments.FLOAT16, segments.BFLOAT16)),
+        *(("fp16", 0, dtype) for dtype in (segments.FLOAT16, segments.BFLOAT16)),
+    ],
+)
+def test_vectors_and_what_is_left_of_them(codec: str, bits: int, dtype: int) -> None:
     rng = np.random.default_rng(0)
     rows = []
-    for length in (127, 128, 136, 511, 512, 516, 1025):
-        for gradient_at, residual_at in ((0, 0), (1, 0), (0, 1)):
-            gradient = rng.normal(size=length + 1).astype(segments.DTYPES[dtype])[gradient_at:][:length]
-            residual = rng.normal(size=length + 1).astype(np.float32)[residual_at:][:length]
+    for length in (127, 128, 136, 511, 512, 516, 1537):
+        for gradient_at, residual_at in ((0, 0), (1, 0), (0, 1), (4, 4)):
             rows.append(
                 Segment(
-                    gradient,
-                    residual,
+                    rng.normal(size=length + 4).astype(segments.DTYPES[dtype])[gradient_at:][:length],
+                    rng.normal(size=length + 4).astype(np.float32)[residual_at:][:length],
                     next_residual=True,
                     bits=bits,
-                    bucket_size=1024,
+                    bucket_size=1024 if length % 2 else 512,
                     dtype=dtype,
                     start=3 * len(rows),
+                    layer=len(rows),
                 )
             )
-    for kind in (Group, Aligned):
-        group = kind(segments.MINMAX, rows)
+    for memory in (None, AlignedArray):
+        group = Group(CODECS[codec], rows, memory=memory)
         both(group, "encode", stochastic=True, scale=0.5)
-        payload = group.encode(reference, stochastic=False).payload
-        both(group, "decode", payload, divisor=3.0, scale=0.5)
-        both(group, "decode_add", payload, scale=0.5)
+        encoded = group.encode(reference, stochastic=False)
+        both(group, "decode", encoded.payload, divisor=3.0, scale=0.5)
+        both(group, "decode_add", encoded.payload, scale=0.5)
+        assert group.encode(cuda_backend(2), stochastic=False) == encoded
+
+
+# --- gradients of zeros -----------------------------------------------------------------------------------
+
+PAGE = mmap.PAGESIZE
+PAGES = 1024
+
+
+def read_pages(memory: mmap.mmap) -> int:
+    """How many pages of fresh shared memory somebody has touched: others do not exist yet."""
+    here = (ctypes.c_uint8 * PAGES)()
+    view = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
+    found = ctypes.CDLL(None, use_errno=True).mincore(ctypes.byref(view), ctypes.c_size_t(len(memory)), here)
+    assert found == 0
+    return sum(page & 1 for page in here)
+
+
+@pytest.fixture
+def memory() -> Any:
+    return mmap.mmap(-1, PAGES * PAGE)
+
+
+def has_nonzero(memory: mmap.mmap, order: int = 0) -> bool:
+    view = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
+    table, found = np.zeros(1, segments.SEGMENT), np.zeros(1, np.uint8)
+    table["gradient"], table["length"] = ctypes.addressof(view), len(memory) // 4
+    CudaKernels(CpuDriver(FOLDER, order)).nonzero(table, found)
+    return bool(found[0])
+
+
+def test_a_row_is_left_at_its_first_element_that_is_not_zero(memory: mmap.mmap) -> None:
+    memory[0:4] = np.float32(1.0).tobytes()
+    assert has_nonzero(memory)
+    assert read_pages(memory) < PAGES // 20
+
+
+def test_a_row_of_zeros_is_read_to_its_end(memory: mmap.mmap) -> None:
+    assert not has_nonzero(memory)
+    assert read_pages(memory) == PAGES
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 12345, 32 * 2048 - 1, 32 * 2048, PAGES * PAGE // 4 - 1])
+def test_one_element_is_found_wherever_it_is(at: int, order: int, memory: mmap.mmap) -> None:
+    memory[4 * at : 4 * at + 4] = np.float32(-1e-45).tobytes()
+    assert has_nonzero(memory, order)

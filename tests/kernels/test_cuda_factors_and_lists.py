@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu.driver import CpuDriver
+from kernels.backends import ALL as ALL_BACKENDS
+from kernels.calls import ANY_LENGTH, LISTS, MEMORY, WRITTEN, names_for, well_formed
+from kernels.calls import call as invoke
 from kernels.standin import FOLDER, cuda_backend
 from kernels.test_lowrank import DTYPES, Layers, assert_close
 
 from gradcomp.kernels import dispatch, reference_indices
 from gradcomp.kernels.cuda.backend import CudaKernels
 from gradcomp.kernels.cuda.call import described
-from gradcomp.kernels.reference_indices import ALL, BITMAP, PACKED, RAW, index_bytes
+from gradcomp.kernels.reference_indices import BITMAP, PACKED, RAW, index_bytes
 
 CALLS = ("project", "back_project", "orthogonalise", "expand", "subtract")
 
@@ -76,16 +79,37 @@ def test_products_of_whole_vectors(rank: int, dtype: int) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_launches_do_not_grow_with_the_layers(call: str) -> None:
-    launched = []
-    for count in (1, 9):
-        driver = CpuDriver(FOLDER)
-        getattr(Layers([(3, 5), (40, 7)] * count, 2), call)(CudaKernels(driver))
-        launched.append([name for name, _ in driver.launched])
-        assert driver.synchronized == 1
-    assert launched[0] == launched[1]
-    assert len(launched[0]) <= 2
+ON_DEVICE = [kernel for kernel in WRITTEN if names_for(kernel) is ALL_BACKENDS]
+
+
+def launched(kernel: str, rows: list[int], **changes: Any) -> list[str]:
+    """What a call of these rows of the well-formed one launches; it waits once if that is anything."""
+    given = well_formed(kernel) | changes
+    for name, each in given.items():
+        if isinstance(each, np.ndarray) and name not in ANY_LENGTH:
+            given[name] = np.ascontiguousarray(each[..., rows])
+    driver = CpuDriver(FOLDER, 2)
+    invoke(CudaKernels(driver), kernel, given)
+    MEMORY[:] = 1
+    assert driver.synchronized == bool(driver.launched)
+    return [name for name, _ in driver.launched]
+
+
+@pytest.mark.parametrize("kernel", ON_DEVICE)
+def test_launches_do_not_grow_with_the_rows(kernel: str) -> None:
+    one, two, many = (launched(kernel, [0, 1][:count] * (1 if count < 3 else 20)) for count in (1, 2, 3))
+    assert one == two == many
+    assert len(one) <= 2 or kernel not in CALLS
+
+
+@pytest.mark.parametrize("kernel", ON_DEVICE)
+def test_nothing_is_launched_for_no_rows(kernel: str) -> None:
+    assert launched(kernel, []) == []
+
+
+@pytest.mark.parametrize("kernel", [*LISTS, "draw_indices"])
+def test_nothing_is_left_to_do_for_empty_lists(kernel: str) -> None:
+    assert set(launched(kernel, [0, 1], counts=np.zeros(2, np.int64))) <= {"add_counts"}
 
 
 @pytest.mark.parametrize("rank", [33, 70])
@@ -181,25 +205,6 @@ def test_arrays_on_the_device_are_checked_by_what_they_say() -> None:
         layers.project(cuda_backend())
 
 
-@pytest.mark.parametrize("call", ["encode_indices", "decode_indices"])
-def test_launches_do_not_grow_with_the_lists(call: str) -> None:
-    launched = []
-    for count in (1, 9):
-        driver = CpuDriver(FOLDER)
-        codings = np.tile(np.array([RAW, PACKED, BITMAP, ALL], np.int32), count)
-        lengths = np.tile(np.array([100, 100, 100, 3]), count)
-        counts = np.full(4 * count, 3)
-        indices = np.tile(np.arange(3, dtype=np.uint32), 4 * count)
-        sizes = index_bytes(codings, lengths, counts)
-        arrays = (codings, lengths, counts, 3 * np.arange(4 * count), indices, np.cumsum(sizes) - sizes)
-        payload = np.zeros(int(sizes.sum()), np.uint8)
-        reference_indices.encode_indices(*arrays, payload)
-        getattr(CudaKernels(driver), call)(*arrays, payload)
-        launched.append([name for name, _ in driver.launched])
-        assert driver.synchronized == 1
-    assert launched[0] == launched[1]
-
-
 def test_lists_on_the_device() -> None:
     rng = np.random.default_rng(1)
     counts, lengths = np.array([30, 40, 0]), np.array([1000, 90, 7])
@@ -232,25 +237,3 @@ def test_what_is_wrong_with_a_list_is_said() -> None:
             cuda_backend().encode_indices(
                 *rows, np.array([*listed, 5, 4], np.uint32), np.array([0, 8]), np.zeros(20, np.uint8)
             )
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_no_layers(call: str) -> None:
-    driver = CpuDriver(FOLDER)
-    getattr(Layers([], 2), call)(CudaKernels(driver))
-    assert driver.launched == []
-
-
-def test_no_lists() -> None:
-    driver = CpuDriver(FOLDER)
-    backend = CudaKernels(driver)
-    codings, none = np.array([RAW, PACKED, BITMAP, ALL], np.int32), np.zeros(4, np.int64)
-    lengths, indices, payload = np.array([5, 5, 5, 0]), np.zeros(0, np.uint32), np.zeros(0, np.uint8)
-    for rows in (slice(None), slice(0)):
-        columns = [column[rows] for column in (codings, lengths, none, none)]
-        backend.encode_indices(*columns, indices, none[rows], payload)
-        backend.decode_indices(*columns, indices, none[rows], payload)
-        layers = np.zeros(4, np.uint32)[rows]
-        backend.draw_indices(*columns[1:3], layers, columns[3], indices, seed=1, step=2, rank=3)
-    # Of rows without indices, nothing is left to do.
-    assert {name for name, _ in driver.launched} <= {"add_counts"}

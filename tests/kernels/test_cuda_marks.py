@@ -10,10 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 #: The tests of all backends.
-MODULES = (
-    *("adacomp", "backends", "draws", "driver", "indices", "lowrank", "scatter", "selection"),
-    "selection_hostile",
-)
+MODULES = ("backends", "draws", "driver", "hostile", "indices", "lowrank", "scatter", "selection")
 
 
 def pytest_with_a_gpu(*arguments: str) -> list[str]:
@@ -50,5 +47,5 @@ def test_without_the_compiled_module_all_cases_of_the_gpu_are_collected_and_no_o
 
 
 def test_marked_cases_take_the_device() -> None:
-    lines = pytest_with_a_gpu(*(str(HERE / f"test_{name}.py") for name in ("driver", "draws", "adacomp")))
+    lines = pytest_with_a_gpu(*(str(HERE / f"test_{name}.py") for name in ("driver", "draws", "hostile")))
     assert re.search(r"^\d+ passed, \d+ deselected", lines[-1])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from cuda_on_cpu.driver import CpuDriver
+from kernels.groups import AlignedArray
 from kernels.layers import Layer, Layers
 from kernels.standin import FOLDER
 
@@ -43,81 +43,6 @@ def driver() -> CpuDriver:
 @pytest.fixture
 def backend(driver: CpuDriver) -> CudaKernels:
     return CudaKernels(driver)
-
-
-def layers_of(count: int) -> list[Layer]:
-    rng = np.random.default_rng(count)
-    return [Layer(rng.normal(size=n).astype(np.float32)) for n in rng.integers(1, 200, count)]
-
-
-def kernels(layers: list[Layer]) -> dict[str, Callable[[Any], Any]]:
-    c = [layer.contribution() for layer in layers]
-    ones = [1] * len(layers)
-    numbers = np.ones(len(layers), np.int64)
-    offsets, found = np.arange(len(layers)), np.zeros(len(layers), np.int64)
-    indices, values = np.zeros(len(layers), np.uint32), np.zeros(len(layers), np.float32)
-
-    def scatter(backend: Any) -> None:
-        own = Layers(layers)
-        own.table["output"] = own.table["next_residual"]
-        backend.scatter_mean(
-            own.table,
-            np.zeros_like(own.flags),
-            offsets[None],
-            numbers[None],
-            indices,
-            values,
-            divisor=1,
-            scale=1,
-        )
-
-    def adacomp(backend: Any) -> None:
-        own = Layers(layers, c)
-        flat = (numbers, offsets, indices.copy(), values.copy(), found)
-        backend.select_adacomp(own.table, own.factors, *flat, bin_size=50)
-
-    return {
-        "contribute": lambda backend: Layers(layers).contribute(backend),
-        "squares": lambda backend: Layers(layers).squares(backend),
-        "select_top": lambda backend: Layers(layers).select_top(backend, ones),
-        "select_top without zeros": lambda backend: Layers(layers).select_top(backend, ones, zeros=False),
-        "select_above": lambda backend: Layers(layers, c).select_above(backend, [0.5] * len(layers), ones),
-        "sample_thresholds": lambda backend: Layers(layers, c).sample_thresholds(backend, ones, 3, 1),
-        "tail": lambda backend: Layers(layers, c).tail(backend, [0.5] * len(layers)),
-        "take": lambda backend: backend.take(Layers(layers, c).table, offsets, numbers, indices, values),
-        "put": lambda backend: backend.put(Layers(layers, c).table, offsets, numbers, indices, values),
-        "scatter_mean": scatter,
-        "select_adacomp": adacomp,
-    }
-
-
-@pytest.mark.parametrize("name", kernels(layers_of(1)))
-def test_one_round_trip_and_as_many_launches_however_many_rows(
-    driver: CpuDriver, backend: CudaKernels, name: str
-) -> None:
-    launches = []
-    for rows in (1, 2, 40):
-        driver.launched.clear()
-        driver.synchronized = 0
-        kernels(layers_of(rows))[name](backend)
-        assert driver.synchronized == 1
-        launches.append([kernel for kernel, _ in driver.launched])
-    assert launches[0] == launches[1] == launches[2]
-
-
-@pytest.mark.parametrize("name", kernels(layers_of(1)))
-def test_no_rows(driver: CpuDriver, backend: CudaKernels, name: str) -> None:
-    if name.startswith(("select_top", "select_above")):  # `Layers.space` is for some rows
-        none = Layers([])
-        flat = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0, np.float32))
-        if name.startswith("select_top"):
-            found = np.zeros(0, np.int64)
-            backend.select_top(none.table, none.flags, none.factors, *flat, found, decay=1.0, zeros=False)
-        else:
-            backend.select_above(none.table, none.factors, *flat, np.zeros(0, np.int64))
-    else:
-        kernels([])[name](backend)
-    assert driver.launched == []
 
 
 @pytest.mark.parametrize("count", [300, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 515, 600))])
@@ -234,35 +159,27 @@ def test_more_ranks_than_are_looked_up_together(backend: CudaKernels) -> None:
     assert outputs[0] == outputs[1]
 
 
-class AlignedArray:
-    """An array on a boundary of sixteen bytes, with guard elements around it."""
-
-    def __init__(self, length: int, dtype: Any) -> None:
-        self.memory = np.full(length + 16, np.nan, dtype)
-        begin = 1 + -(self.memory.ctypes.data + self.memory.itemsize) % 16 // self.memory.itemsize
-        self.array = self.memory[begin : begin + length]
-        assert self.array.ctypes.data % 16 == 0
-
-
-@pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.BFLOAT16])
-def test_next_residuals_that_vectors_fit_into(
-    monkeypatch: pytest.MonkeyPatch, backend: CudaKernels, dtype: int
-) -> None:
-    monkeypatch.setattr("kernels.layers.GuardedArray", AlignedArray)
+@pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16])
+def test_next_residuals_that_vectors_fit_into(backend: CudaKernels, dtype: int) -> None:
     rng = np.random.default_rng(5)
-    lengths = (127, 128, 135, 2048, 17_000)
-    gradients = [rng.normal(size=length).astype(segments.DTYPES[dtype]) for length in lengths]
-    residuals = [rng.normal(size=length + 1).astype(np.float32) for length in lengths]
-    layers = [
-        *(Layer(each, dtype=dtype, factor=0.5) for each in gradients),
-        *(Layer(g, r[:-1], dtype=dtype) for g, r in zip(gradients, residuals, strict=True)),
-        *(Layer(g, r[1:], dtype=dtype) for g, r in zip(gradients, residuals, strict=True)),
-        Layer(None, residuals[-1][:-1], dtype=dtype, length=lengths[-1]),
-    ]
+    layers = []
+    for length in (127, 128, 135, 2048, 2176, 9000):
+        gradient = rng.normal(size=length + 4).astype(segments.DTYPES[dtype])
+        residual = rng.normal(size=length + 4).astype(np.float32)
+        for gradient_at, residual_at in ((0, None), (0, 0), (0, 1), (4, 4), (1, 0), (2, 0), (None, 0)):
+            layers.append(
+                Layer(
+                    None if gradient_at is None else gradient[gradient_at:][:length],
+                    None if residual_at is None else residual[residual_at:][:length],
+                    dtype=dtype,
+                    factor=0.3,
+                    length=length,
+                )
+            )
     wanted = [layer.length // 10 for layer in layers]
     results = []
     for each in (reference, backend):
-        own = Layers(layers)
+        own = Layers(layers, memory=AlignedArray)
         results.append(
             [
                 own.contribute(each, 0.9),

@@ -28,17 +28,8 @@ def made(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, A
         yield fake, driver(1)
 
 
-@pytest.fixture
-def by_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fake_cupy.Fake, Any]]:
-    with fake_cupy.installed() as (fake, driver):
-        yield fake, driver(1)
-
-
-@pytest.fixture
-def by_bindings(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[fake_bindings.Fake, Any]]:
-    monkeypatch.setattr(driver_module, "_lent", {})
-    with fake_bindings.installed() as (fake, driver):
-        yield fake, driver(1)
+BY_CUPY = pytest.mark.parametrize("made", [fake_cupy], ids=["cupy"], indirect=True)
+BY_BINDINGS = pytest.mark.parametrize("made", [fake_bindings], ids=["bindings"], indirect=True)
 
 
 @pytest.mark.parametrize(("status", "answer"), [(0, True), (600, False)])
@@ -70,8 +61,9 @@ def test_copies_and_waits_on_a_device_that_failed_are_the_same_error(made: Any) 
             call()
 
 
-def test_a_launch_that_fails_is_the_same_error(by_cupy: Any) -> None:
-    _, driver = by_cupy
+@BY_CUPY
+def test_a_launch_that_fails_is_the_same_error(made: Any) -> None:
+    _, driver = made
 
     def function(*_: Any) -> None:
         raise fake_cupy.DriverFailure("CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -80,16 +72,18 @@ def test_a_launch_that_fails_is_the_same_error(by_cupy: Any) -> None:
         driver.launch(function, 1, 32, np.zeros(8, np.uint8))
 
 
-def test_a_launch_that_the_bindings_report_is_the_same_error(by_bindings: Any) -> None:
-    fake, driver = by_bindings
+@BY_BINDINGS
+def test_a_launch_that_the_bindings_report_is_the_same_error(made: Any) -> None:
+    fake, driver = made
     fake.launch_status = 700
     with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS: what the driver says"):
         driver.launch(0, 1, 32, np.zeros(8, np.uint8))
 
 
-def test_a_struct_of_parameters_is_one_argument_by_value(by_cupy: Any) -> None:
+@BY_CUPY
+def test_a_struct_of_parameters_is_one_argument_by_value(made: Any) -> None:
     """CuPy passes what an array of one element holds, of any type."""
-    _, driver = by_cupy
+    _, driver = made
     given: list[Any] = []
     parameters = np.arange(24, dtype=np.uint8)
     driver.launch(lambda *launched: given.append(launched), 3, 32, parameters)
@@ -221,11 +215,10 @@ def test_pinned_memory_has_the_size_that_was_asked_for(made: Any) -> None:
 # --- what only the bindings leave to the driver ----------------------------------------------------------------------
 
 
+@BY_BINDINGS
 @pytest.mark.parametrize("codec", ["minmax", "l2", "onebit", "e2m1"])
-def test_kernels_that_the_bindings_launch_give_the_bytes_of_the_reference(
-    codec: str, by_bindings: Any
-) -> None:
-    _, driver = by_bindings
+def test_kernels_that_the_bindings_launch_give_the_bytes_of_the_reference(codec: str, made: Any) -> None:
+    _, driver = made
     rng = np.random.default_rng(3)
     rows = [
         Segment(
@@ -243,16 +236,18 @@ def test_kernels_that_the_bindings_launch_give_the_bytes_of_the_reference(
     assert group.decode(backend, payload.payload) == group.decode(reference, payload.payload)
 
 
-def test_memory_and_events_go_back_with_their_last_reference(by_bindings: Any) -> None:
-    fake, driver = by_bindings
+@BY_BINDINGS
+def test_memory_and_events_go_back_with_their_last_reference(made: Any) -> None:
+    fake, driver = made
     block, event = driver.allocate(100), driver.mark(5)
     assert len(fake._blocks) == 1
     del block, event
     assert (len(fake._blocks), fake.destroyed) == (0, 1)
 
 
-def test_pinned_memory_is_used_again_when_no_array_looks_at_it(by_bindings: Any) -> None:
-    fake, driver = by_bindings
+@BY_BINDINGS
+def test_pinned_memory_is_used_again_when_no_array_looks_at_it(made: Any) -> None:
+    fake, driver = made
     first = driver.pinned(700)
     part = first[600:]
     del first
@@ -264,9 +259,10 @@ def test_pinned_memory_is_used_again_when_no_array_looks_at_it(by_bindings: Any)
     assert len({array.ctypes.data for array in kept}) == 3
 
 
-def test_what_cuda_would_tell_pytorch_next_is_forgotten(by_bindings: Any) -> None:
+@BY_BINDINGS
+def test_what_cuda_would_tell_pytorch_next_is_forgotten(made: Any) -> None:
     """CUDA keeps the last status that is no success, and PyTorch asks for it behind kernels of its own."""
-    fake, driver = by_bindings
+    fake, driver = made
     event = driver.mark(5)
     assert driver.reached(event)
     assert fake.forgotten == 0
@@ -281,8 +277,9 @@ def test_what_cuda_would_tell_pytorch_next_is_forgotten(by_bindings: Any) -> Non
     assert fake.forgotten == 4
 
 
-def test_an_address_is_a_devices_or_an_error(by_bindings: Any) -> None:
-    _, driver = by_bindings
+@BY_BINDINGS
+def test_an_address_is_a_devices_or_an_error(made: Any) -> None:
+    _, driver = made
     block = driver.allocate(8)
     assert over_cuda.index_of(driver._cuda, block.address) == 1
     with pytest.raises(ConfigError, match="not in the memory of a CUDA device"):

@@ -13,21 +13,21 @@ import pytest
 from kernels.isas import instruction_set
 
 from gradcomp import kernels
-from gradcomp.kernels import dispatch, program
+from gradcomp.kernels import program
 from gradcomp.kernels.program import NEVER
 
 extension = pytest.importorskip("gradcomp._native")
 
 
-@pytest.fixture(params=["reference", *extension.available_isas()])
-def backend(request: Any) -> Iterator[str]:
-    """Run a test once per backend of the kernels."""
+@pytest.fixture(autouse=True, params=["reference", *extension.available_isas()])
+def backend(request: Any) -> Iterator[None]:
+    """Runs a test once per backend of the kernels."""
     if request.param == "reference":
         with kernels.use("reference"):
-            yield request.param
+            yield
     else:
         with instruction_set(request.param), kernels.use("native"):
-            yield request.param
+            yield
 
 
 def matrix(rows: Any, dtype: Any) -> Any:
@@ -74,7 +74,7 @@ def large_problem(seed: int, layers: int, choices: int, buckets: int) -> tuple[A
     return steps, costs, budget
 
 
-def test_equal_to_brute_force(backend: str) -> None:
+def test_equal_to_brute_force() -> None:
     rng = np.random.default_rng(0)
     nothing = 0
     for _ in range(1500):
@@ -85,7 +85,7 @@ def test_equal_to_brute_force(backend: str) -> None:
     assert 100 < nothing < 1000  # both kinds of answer were asked for
 
 
-def test_no_sum_of_rounded_costs_is_less(backend: str) -> None:
+def test_no_sum_of_rounded_costs_is_less() -> None:
     rng = np.random.default_rng(1)
     for _ in range(200):
         steps = rng.integers(0, 5, (4, 3)).astype(np.int32)
@@ -127,12 +127,12 @@ def sweep() -> list[tuple[Any, Any, int, list[int] | None]]:
     return problems
 
 
-def test_equal_to_the_reference(backend: str) -> None:
+def test_equal_to_the_reference() -> None:
     for steps, costs, budget, expected in sweep():
         assert cheapest(steps, costs, budget) == expected
 
 
-def test_all_choices_of_a_layer_can_be_taken(backend: str) -> None:
+def test_all_choices_of_a_layer_can_be_taken() -> None:
     # 256 candidates fit into a byte, 257 do not.
     for choices in (255, 256, 257, 1000):
         steps = np.arange(choices, dtype=np.int32)[None]
@@ -145,7 +145,7 @@ def test_all_choices_of_a_layer_can_be_taken(backend: str) -> None:
             )
 
 
-def test_the_budget_is_kept_and_more_budget_never_costs_more(backend: str) -> None:
+def test_the_budget_is_kept_and_more_budget_never_costs_more() -> None:
     steps, costs, budget = large_problem(3, 30, 12, 500)
     least = int(np.where(steps == NEVER, 10**6, steps).min(axis=1).sum())
     assert cheapest(steps, costs, least - 1) is None
@@ -161,7 +161,7 @@ def test_the_budget_is_kept_and_more_budget_never_costs_more(backend: str) -> No
 
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 3.0])
 @pytest.mark.parametrize("buckets", [1, 100, 10_000])
-def test_never_worse_than_the_reference(backend: str, alpha: float, buckets: int) -> None:
+def test_never_worse_than_the_reference(alpha: float, buckets: int) -> None:
     rng = np.random.default_rng(buckets)
     for _ in range(10):
         errors, costs = rng.random((20, 6)), rng.random((20, 6))
@@ -172,7 +172,7 @@ def test_never_worse_than_the_reference(backend: str, alpha: float, buckets: int
         assert total(costs, found) <= total(costs, [column] * 20)
 
 
-def test_ties(backend: str) -> None:
+def test_ties() -> None:
     # Equal cost: the fewer steps in total.
     assert cheapest([[3, 2], [4, 1]], [[5, 5], [6, 6]], 9) == [1, 1]
     # Equal cost and equal steps in total: the fewer steps of the last layer.
@@ -183,14 +183,14 @@ def test_ties(backend: str) -> None:
     assert cheapest([[1, 1, 0]], [[3, 3, 3]], 1) == [2]
 
 
-def test_nothing_fits(backend: str) -> None:
+def test_nothing_fits() -> None:
     assert cheapest([[1], [1]], [[1], [1]], 1) is None
     assert cheapest([[1], [NEVER]], [[1], [1]], 2**62) is None  # no budget is large enough
     assert cheapest([[1], [1]], [[1], [np.inf]], 9) is None
     assert program.cheapest(np.zeros((2, 0), np.int32), np.zeros((2, 0)), 9) is None
 
 
-def test_smallest_problems(backend: str) -> None:
+def test_smallest_problems() -> None:
     assert cheapest([[0]], [[0]], 0) == [0]
     assert cheapest([[5]], [[3]], 5) == [0]
     assert cheapest([[5]], [[3]], 4) is None
@@ -200,79 +200,13 @@ def test_smallest_problems(backend: str) -> None:
     assert program.cheapest(np.zeros((0, 3), np.int32), np.zeros((0, 3)), 0).tolist() == []  # type: ignore[union-attr]
 
 
-# --- what no caller should ask for --------------------------------------------------------------------------
-
-STEPS, COSTS = np.ones((2, 3), np.int32), np.ones((2, 3))
-
-
-def replaced(array: Any, value: float) -> Any:
-    copy = array.copy()
-    copy[1, 2] = value
-    return copy
-
-
-@pytest.mark.parametrize(
-    ("steps", "costs", "budget", "complaint"),
-    [
-        (STEPS[:1], COSTS, 9, "do not have the same shape"),
-        (STEPS, COSTS[:, :2].copy(), 9, "do not have the same shape"),
-        (replaced(STEPS, -1), COSTS, 9, "layer 1: steps are negative"),
-        (STEPS, replaced(COSTS, -1.0), 9, "layer 1: a cost is negative or not a number"),
-        (STEPS, replaced(COSTS, math.nan), 9, "layer 1: a cost is negative or not a number"),
-        (STEPS, COSTS, -1, "budget -1 is negative"),
-        (STEPS, np.full((2, 3), 1e308), 9, "the costs add up to more than a float64 holds"),
-        (matrix([[0, 1 << 25]], np.int32), matrix([[2, 1]], float), 1 << 25, "more than 16777216 steps"),
-        (np.zeros((1, 65537), np.int32), np.zeros((1, 65537)), 9, "more than 65536 choices"),
-    ],
-)
-def test_numbers_out_of_range(backend: str, steps: Any, costs: Any, budget: int, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        program.cheapest(steps, costs, budget)
-
-
-def unaligned(array: Any) -> Any:
-    memory = np.zeros(array.nbytes + 1, np.uint8)
-    return memory[1:].view(array.dtype).reshape(array.shape)
-
-
-@pytest.mark.parametrize(
-    ("steps", "costs", "budget"),
-    [
-        (STEPS.astype(np.int64), COSTS, 9),
-        (STEPS, COSTS.astype(np.float32), 9),
-        (STEPS[0], COSTS, 9),
-        (STEPS, COSTS[0], 9),
-        (STEPS[:, ::2], COSTS[:, ::2], 9),
-        (STEPS.tolist(), COSTS, 9),
-        (STEPS, None, 9),
-        (unaligned(STEPS), COSTS, 9),
-        (STEPS, unaligned(COSTS), 9),
-        (STEPS, COSTS, 9.0),
-    ],
-)
-def test_other_types(backend: str, steps: Any, costs: Any, budget: Any) -> None:
+def test_a_budget_is_a_whole_number() -> None:
     with pytest.raises(TypeError):
-        program.cheapest(steps, costs, budget)
+        program.cheapest(np.ones((2, 3), np.int32), np.ones((2, 3)), 9.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["reference", "native"])
-def test_the_target_is_checked_and_untouched_unless_something_is_found(name: str) -> None:
-    kernel = dispatch.named(name).cheapest
-    with pytest.raises(ValueError, match="chosen has 3 items for 2 layers"):
-        kernel(STEPS, COSTS, np.zeros(3, np.int32), budget=9)
-    for wrong in (np.zeros(2, np.int64), np.zeros((2, 1), np.int32), np.zeros(4, np.int32)[::2], None):
-        with pytest.raises(TypeError):
-            kernel(STEPS, COSTS, wrong, budget=9)
-    chosen = np.full(2, 7, np.int32)
-    assert not kernel(STEPS, COSTS, chosen, budget=1)
-    assert chosen.tolist() == [7, 7]
-    chosen.flags.writeable = False
-    with pytest.raises(TypeError):
-        kernel(STEPS, COSTS, chosen, budget=9)
-
-
-def test_read_only_sources_are_read(backend: str) -> None:
-    steps, costs = STEPS.copy(), COSTS.copy()
+def test_read_only_sources_are_read() -> None:
+    steps, costs = np.ones((2, 3), np.int32), np.ones((2, 3))
     steps.flags.writeable = costs.flags.writeable = False
     assert cheapest(steps, costs, 2) == [0, 0]
     found = program.cheapest(steps, costs, 2)

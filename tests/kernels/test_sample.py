@@ -110,14 +110,3 @@ def test_a_gpu_gives_the_same_values():
             kernels.sample(table, values, turn=turn)
             assert values.tolist() == sampled(expected, turn)
         assert "sample" in device.called
-
-
-def test_arguments_that_cannot_be_are_refused():
-    table = table_of([np.zeros(3, np.float32)])
-    with pytest.raises(TypeError):
-        kernels.sample(table, np.zeros(1, np.int32), turn=0)
-    with pytest.raises(ValueError, match="values"):
-        kernels.sample(table, np.zeros(2, np.uint32), turn=0)
-    table["dtype"] = 9
-    with pytest.raises(ValueError, match="dtype"):
-        kernels.sample(table, np.zeros(1, np.uint32), turn=0)

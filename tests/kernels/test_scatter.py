@@ -10,31 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels.groups import GuardedArray
-from kernels.isas import NATIVE, available_isas, instruction_set
+from kernels.backends import ALL, COMPILED, each_of
+from kernels.groups import AWKWARD, GuardedArray
+from kernels.isas import NATIVE
 from kernels.standin import ORDERS, cuda_backend
 from tiers import examples
 
 from gradcomp import kernels
 from gradcomp.kernels import indices, reference_indices, segments
 
-native = NATIVE
-CUDA = {name: cuda_backend(order) for name, order in ORDERS.items()}
-BACKENDS = {"reference": reference_indices, "native": native, **CUDA}
-BACKEND = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+BACKEND = each_of(ALL)
+CUDA = [cuda_backend(order) for order in ORDERS.values()]
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])
-EACH = pytest.mark.parametrize("compiled", [*available_isas(), *CUDA], indirect=True)
-
-
-@pytest.fixture
-def compiled(request: Any) -> Any:
-    """A compiled backend: the native one with an instruction set, for the time of a test, or that of a GPU."""
-    if request.param in CUDA:
-        yield CUDA[request.param]
-        return
-    with instruction_set(request.param):
-        yield native
+EACH = each_of(COMPILED)
 
 
 @dataclass
@@ -144,16 +133,16 @@ def test_mean(backend: Any, dtype: int, ranks: int) -> None:
 @EACH
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("density", [0.0, 0.0005, 0.01, 0.5, 1.0])
-def test_backends_agree(compiled: Any, ranks: int, density: float) -> None:
+def test_backends_agree(backend: Any, ranks: int, density: float) -> None:
     lists = draw_lists(ranks, LENGTHS * 3, np.repeat(DTYPES, len(LENGTHS)).tolist(), density)
     for divisor, scale in [(1.0, 1.0), (2.0, 1.0), (3.0, 0.3)]:
         expected = lists.scatter(reference_indices, divisor=divisor, scale=scale)
-        assert same(lists.scatter(compiled, divisor=divisor, scale=scale), expected)
+        assert same(lists.scatter(backend, divisor=divisor, scale=scale), expected)
 
 
 @EACH
 @DTYPE
-def test_long_segments_at_every_alignment(compiled: Any, dtype: int) -> None:
+def test_long_segments_at_every_alignment(backend: Any, dtype: int) -> None:
     # Long enough for stores that pass the cache by, with stretches of many blocks that no list reaches.
     length = (1 << 16) + 100
     for offset in range(0, 16, 3):
@@ -162,37 +151,7 @@ def test_long_segments_at_every_alignment(compiled: Any, dtype: int) -> None:
         lists = Lists(
             [offset, length], [dtype] * 2, [[([], []), (x, rng.normal(size=len(x)))] for x in listed]
         )
-        assert same(lists.scatter(compiled, divisor=3.0), lists.scatter(reference_indices, divisor=3.0))
-
-
-@BACKEND
-def test_disjoint_and_equal_lists(backend: Any) -> None:
-    disjoint = Lists([6], [0], [[([0, 2], [1.0, 2.0])], [([1, 5], [3.0, 4.0])]])
-    assert disjoint.scatter(backend, divisor=2.0)[1][0].tolist() == [0.5, 1.5, 1.0, 0.0, 0.0, 2.0]
-    equal = Lists([4], [0], [[([1, 3], [1.0, 2.0])], [([1, 3], [3.0, 4.0])]])
-    assert equal.scatter(backend, divisor=2.0, scale=10.0)[1][0].tolist() == [0.0, 20.0, 0.0, 30.0]
-
-
-@BACKEND
-def test_ranks_are_added_in_their_order(backend: Any) -> None:
-    values = (1e8, 1.0, -1e8)
-    for order in ((0, 1, 2), (2, 0, 1), (0, 2, 1)):
-        lists = Lists([1], [0], [[([0], [values[rank]])] for rank in order])
-        total = np.float32(0)
-        for rank in order:
-            total += np.float32(values[rank])
-        assert lists.scatter(backend)[1][0].tolist() == [total]
-
-
-@BACKEND
-@DTYPE
-def test_zeros_are_positive(backend: Any, dtype: int) -> None:
-    lists = Lists([4], [dtype], [[([1], [-0.0])], [([2], [-0.0])]])
-    (output,) = lists.scatter(backend, divisor=2.0)[1]
-    assert not output.view(np.uint8).any()
-
-
-AWKWARD = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1e-38, 3e38, -3e38, 65504.0, 65520.0, 3.39e38]
+        assert same(lists.scatter(backend, divisor=3.0), lists.scatter(reference_indices, divisor=3.0))
 
 
 @examples(200)
@@ -212,7 +171,7 @@ def test_any_numbers(data: Any) -> None:
     divisor = data.draw(st.sampled_from(divisors))
     scale = data.draw(st.sampled_from([1.0, 0.1, 0.0, 1e30, 2.0**-140]))
     expected = one_by_one(lists, divisor, scale)
-    for backend in BACKENDS.values():
+    for backend in (reference_indices, NATIVE, *CUDA):
         assert same(lists.scatter(backend, divisor=divisor, scale=scale), expected)
 
 
@@ -267,113 +226,3 @@ def test_values_of_one_common_list() -> None:
             found = common.scatter(indices, divisor=3.0, scale=0.5, name="scatter_values", **flat)
             assert same(found, common.scatter(indices, divisor=3.0, scale=0.5))
         assert same(found, one_by_one(common, 3.0, 0.5))
-
-
-# --- arguments ----------------------------------------------------------------------------------------------
-
-
-def well_formed() -> Lists:
-    return Lists([5, 5], [0, 0], [[([0], [1.0]), ([1, 2], [1.0, 1.0])], [([], []), ([0, 4], [1.0, 1.0])]])
-
-
-HOSTILE = {
-    "index out of range": {"indices": [0, 1, 2, 0, 5]},
-    "index huge": {"indices": [0, 1, 2**32 - 1, 0, 4]},
-    "index repeated": {"indices": [0, 1, 2, 4, 4]},
-    "indices descending": {"indices": [0, 2, 1, 0, 4]},
-    "count negative": {"counts": [[1, 2], [0, -1]]},
-    "count beyond the end": {"counts": [[1, 2], [0, 3]]},
-    "count huge": {"counts": [[1, 2], [0, 2**63 - 1]]},
-    "offset negative": {"offsets": [[0, 1], [3, -1]]},
-    "offset beyond the end": {"offsets": [[0, 1], [3, 4]]},
-    "offset wraps": {"offsets": [[0, 1], [3, 2**63 - 2]]},
-    "fewer indices": {"indices": [0, 1, 2, 0]},
-    "fewer values": {"values": [1, 1, 1, 1]},
-}
-
-
-@BACKEND
-@pytest.mark.parametrize("changed", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_lists(backend: Any, changed: dict[str, Any]) -> None:
-    lists = well_formed()
-    columns = {name: np.array(value, lists.columns[name].dtype) for name, value in changed.items()}
-    table, flags, outputs = lists.targets()
-    with pytest.raises(ValueError, match="row 1: "):
-        backend.scatter_mean(table, flags, *(lists.columns | columns).values(), divisor=1.0, scale=1.0)
-    assert not flags.any()
-    assert np.isnan(outputs).all(), "something was written"
-
-
-@BACKEND
-@pytest.mark.parametrize(
-    ("column", "value", "complaint"),
-    [
-        ("dtypes", segments.FLOAT64, "float64"),
-        ("dtypes", 4, "dtype"),
-        ("dtypes", -1, "dtype"),
-        ("lengths", -1, "elements"),
-        ("lengths", segments.MAX_ELEMENTS + 1, "elements"),
-    ],
-)
-def test_malformed_rows(backend: Any, column: str, value: int, complaint: str) -> None:
-    table = np.zeros(1, segments.SEGMENT)
-    table["length"] = 5
-    table[column.removesuffix("s")] = value
-    table["output"] = np.zeros(8).ctypes.data
-    none = np.zeros((1, 1), np.int64)
-    with pytest.raises(ValueError, match=complaint):
-        backend.scatter_mean(
-            table,
-            np.zeros(1, np.uint8),
-            none,
-            none,
-            np.zeros(0, np.uint32),
-            np.zeros(0, np.float32),
-            divisor=1.0,
-            scale=1.0,
-        )
-
-
-@BACKEND
-@pytest.mark.parametrize(
-    ("divisor", "scale"),
-    [
-        (0.0, 1.0),
-        (1e-50, 1.0),
-        (-1.0, 1.0),
-        (np.nan, 1.0),
-        (1.0, -1.0),
-        (1.0, -0.0),
-        (1.0, np.inf),
-        (1.0, 1e39),
-        (1.0, np.nan),
-    ],
-)
-def test_nothing_but_zero_becomes_of_zero(backend: Any, divisor: float, scale: float) -> None:
-    with pytest.raises(ValueError, match="divisor"):
-        well_formed().scatter(backend, divisor=divisor, scale=scale)
-
-
-@BACKEND
-@pytest.mark.parametrize("name", ["offsets", "counts", "indices", "values"])
-def test_wrong_arrays(backend: Any, name: str) -> None:
-    lists = well_formed()
-    right = lists.columns[name]
-    wrong: list[Any] = [right.astype(np.int16), right.astype(np.float64), right.tolist(), None]
-    wrong += [right.reshape(-1, 1, 1), right.repeat(2, axis=-1)[..., ::2], right.reshape(-1)[::-1]]
-    wrong.append(np.zeros(right.nbytes + 1, np.uint8)[1:].view(right.dtype).reshape(right.shape))
-    for array in wrong:
-        with pytest.raises(TypeError):
-            lists.scatter(backend, **{name: array})
-
-
-@BACKEND
-def test_wrong_shapes(backend: Any) -> None:
-    lists = well_formed()
-    for name in ("offsets", "counts"):
-        for shape in ((1, 2), (2, 1), (2, 3)):
-            with pytest.raises(ValueError, match="offsets"):
-                lists.scatter(backend, **{name: np.zeros(shape, np.int64)})
-    lists.flags = [0]
-    with pytest.raises(ValueError, match="flags"):
-        lists.scatter(backend)

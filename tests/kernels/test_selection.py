@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from kernels.isas import NATIVE, available_isas, instruction_set
+from kernels.backends import ALL, COMPILED, REFERENCE, each_of, running
+from kernels.groups import AWKWARD
+from kernels.isas import NATIVE
 from kernels.layers import Layer, Layers
-from kernels.standin import ORDERS, cuda_backend
+from kernels.standin import ORDERS
 from tiers import examples
 
-from gradcomp.kernels import dispatch, segments, selection
+from gradcomp.kernels import segments
 
-native = NATIVE
-reference = dispatch.named("reference")
+reference = REFERENCE
 
 DTYPES = (segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16)
 
@@ -45,12 +46,9 @@ class Comparison:
 
 @contextmanager
 def comparing(name: str) -> Iterator[Comparison]:
-    """For the native backend with an instruction set, or that of a GPU with an order of threads."""
-    if name in ORDERS:
-        yield Comparison(cuda_backend(ORDERS[name]), 7)
-        return
-    with instruction_set(name):
-        yield Comparison(native)
+    """For a backend; CUDA's stand-in is slow."""
+    with running(name) as backend:
+        yield Comparison(backend, 7 if name in ORDERS else 1)
 
 
 @pytest.fixture
@@ -59,8 +57,7 @@ def same(request: Any) -> Any:
         yield comparison
 
 
-# Runs a test once per instruction set, and per order of a GPU's threads; the reference has neither.
-EACH = pytest.mark.parametrize("same", [*available_isas(), *ORDERS], indirect=True)
+EACH = pytest.mark.parametrize("same", COMPILED, indirect=True)
 
 
 # --- the reference against plain Python ---------------------------------------------------------------------
@@ -261,7 +258,7 @@ def test_next_residuals_at_any_alignment() -> None:
         memory = np.full(LENGTH + 17, np.nan, np.float32)
         layers = Layers([Layer(gradient)])
         layers.table["next_residual"] = memory.ctypes.data + 4 * offset
-        layers.select_top(native, [700])
+        layers.select_top(NATIVE, [700])
         assert (memory[offset : offset + LENGTH] == gradient).all()
         assert np.isnan(memory[:offset]).all()
         assert np.isnan(memory[offset + LENGTH :]).all()
@@ -300,9 +297,6 @@ def test_nothing_selects_nan(same: Any) -> None:
     assert same("sample_thresholds", layers, [0], 3, 0, contributions=[c]) == [math.inf]
 
 
-AWKWARD = [0.0, -0.0, 1.0, -1.0, np.inf, np.nan, -np.nan, 1e-45, -1e-45, 1e-38, 3e38, -3e38, 65520.0]
-
-
 @st.composite
 def awkward_layers(draw: Any) -> Layer:
     dtype = draw(st.sampled_from(DTYPES))
@@ -315,7 +309,7 @@ def awkward_layers(draw: Any) -> Layer:
     return Layer(gradient, draw(st.none() | array), dtype, factor, length)
 
 
-@pytest.mark.parametrize("name", [*available_isas(), *ORDERS])
+@pytest.mark.parametrize("name", COMPILED)
 @examples(80)
 @given(st.lists(awkward_layers(), min_size=1, max_size=4), st.data())
 def test_any_numbers(name: str, layers: list[Layer], data: Any) -> None:
@@ -347,9 +341,7 @@ def test_squares_of_doubles(same: Any) -> None:
     assert found[-1] == 0
 
 
-@pytest.mark.parametrize(
-    "backend", [reference, native, *map(cuda_backend, ORDERS.values())], ids=["reference", "native", *ORDERS]
-)
+@each_of(ALL)
 def test_put_then_take(backend: Any) -> None:
     layers = Layers([Layer(None, length=9), Layer(None, length=0), Layer(None, length=4)])
     for next_residual in layers.next_residuals:
@@ -370,22 +362,3 @@ def test_put_then_take(backend: Any) -> None:
     assert (taken[:3] == 7).all()
     assert (taken[-3:] == 7).all()
     layers.next_residual_bytes()
-
-
-def test_public_functions_call_the_backend_in_use() -> None:
-    layer = Layer(np.array([1, -3, 2], np.float32))
-    for name in ("reference", "native"):
-        with dispatch.use(name):  # type: ignore[arg-type]
-            layers = Layers([layer])
-            assert layers.select_top(selection, [2])[1] == [[1, 2]]
-            assert layers.select_above(selection, [2.0], [3])[:2] == ([2], [[1, 2]])
-            assert layers.sample_thresholds(selection, [1], 1, 0) == [3.0]
-            assert layers.tail(selection, [2.0]) == ([2], [5.0], [13.0], [3.0])
-            assert layers.contribute(selection)[0] == [2]
-            assert layers.squares(selection) == np.float64(14).tobytes()
-            counts, offsets = np.array([1], np.int64), np.array([0], np.int64)
-            indices, values = np.array([1], np.uint32), np.zeros(1, np.float32)
-            selection.take(layers.table, offsets, counts, indices, values)
-            assert values[0] == -3
-            selection.put(layers.table, offsets, counts, np.array([2], np.uint32), values)
-            assert layers.next_residuals[0].array.tolist() == [1, -3, -3]

@@ -9,13 +9,17 @@ import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import gradcomp
-from gradcomp.kernels import dispatch, reference, subspace
+from gradcomp import kernels
+from gradcomp.kernels import dispatch, indices, lowrank, selection, subspace
 from gradcomp.kernels.cuda import backend as cuda_backend
+from gradcomp.kernels.segments import Shapes
 
 STUB = Path(gradcomp.__file__).parent / "_native.pyi"
 
@@ -141,7 +145,25 @@ def test_the_device_kernel_has_the_arguments_of_its_definition(name: str) -> Non
     ]
 
 
-def test_what_callers_see_is_the_definition() -> None:
-    seen = dispatch.kernel(reference.encode)
-    assert inspect.signature(seen) == inspect.signature(reference.encode)
-    assert seen.__doc__ == reference.encode.__doc__
+SEEN = [
+    pytest.param(function, id=f"{module.__name__.rpartition('.')[2]}.{name}")
+    for module in (kernels, indices, lowrank, selection)
+    for name, function in vars(module).items()
+    if name in DEFINED and hasattr(function, "__wrapped__")
+]
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_what_callers_see_is_the_definition_run_by_the_backend_in_use(
+    seen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = seen.__name__
+    assert seen.__wrapped__ is DEFINED[name]
+    assert inspect.signature(seen) == inspect.signature(DEFINED[name])
+    for backend in ("reference", "native"):
+        monkeypatch.setitem(dispatch._backends, backend, SimpleNamespace(**{name: lambda *_, of=backend: of}))
+    given = (Shapes(*np.zeros((3, 0), np.int64)),) if name in ("project", "back_project") else ()
+    monkeypatch.setattr(lowrank, "numpy_multiplies", lambda rank: False)
+    for backend in ("reference", "native"):
+        with dispatch.use(backend):
+            assert seen(*given) == backend

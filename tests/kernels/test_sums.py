@@ -7,39 +7,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.backends import COMPILED, REFERENCE, each_of
 from kernels.groups import CODECS, Group, Segment
-from kernels.isas import instruction_set
 from kernels.layers import Layer, Layers
-from kernels.standin import ORDERS, cuda_backend
 
-from gradcomp.kernels import dispatch, reference, segments
+from gradcomp.kernels import reference, segments
 from gradcomp.kernels.reference_memory import CHUNK, ordered_sum
 from gradcomp.kernels.segments import Factor
 
-extension = pytest.importorskip("gradcomp._native")
+pytest.importorskip("gradcomp._native")
 
 BIG = 2.0**54  # the next float64 is 4 more: it swallows a 1 that is added to it
 
 
-@pytest.fixture(params=["reference", *extension.available_isas(), *ORDERS])
-def backend(request: pytest.FixtureRequest) -> Any:
-    if request.param in ORDERS:
-        yield cuda_backend(ORDERS[request.param])
-    elif request.param == "reference":
-        yield reference_backend()
-    else:
-        with instruction_set(request.param):
-            yield dispatch.named("native")
-
-
-def reference_backend() -> Any:
-    return dispatch.named("reference")
+BACKEND = each_of(("reference", *COMPILED))
 
 
 def squares(backend: Any, gradient: Any) -> float:
     return float(np.frombuffer(Layers([Layer(gradient)]).squares(backend))[0])
 
 
+@BACKEND
 def test_a_chunk_begins_with_new_lanes(backend: Any) -> None:
     gradient = np.zeros(2 * CHUNK, np.float32)
     gradient[0] = np.sqrt(BIG)
@@ -48,6 +36,7 @@ def test_a_chunk_begins_with_new_lanes(backend: Any) -> None:
     assert squares(backend, gradient) == BIG + CHUNK / 16
 
 
+@BACKEND
 def test_chunks_are_added_as_a_tree_of_neighbours(backend: Any) -> None:
     sums = (BIG, 0, 2, 1)
     gradient = np.zeros(len(sums) * CHUNK, np.float32)
@@ -84,22 +73,24 @@ def test_the_reference_adds_in_the_order_that_it_states(size: int) -> None:
 LENGTHS = (CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 16 * CHUNK, 16 * CHUNK + 7, 35 * CHUNK + 3)
 
 
+@BACKEND
 @pytest.mark.parametrize("dtype", [segments.FLOAT32, segments.FLOAT16, segments.BFLOAT16, segments.FLOAT64])
 def test_layers_of_many_chunks(backend: Any, dtype: int) -> None:
     rng = np.random.default_rng(1)
     layers = [
         Layer(rng.normal(size=length).astype(segments.DTYPES[dtype]), dtype=dtype) for length in LENGTHS
     ]
-    assert Layers(layers).squares(backend) == Layers(layers).squares(reference_backend())
+    assert Layers(layers).squares(backend) == Layers(layers).squares(REFERENCE)
 
 
+@BACKEND
 def test_tails_of_many_chunks(backend: Any) -> None:
     rng = np.random.default_rng(2)
     c = [rng.normal(size=length).astype(np.float32) for length in (*LENGTHS, 0)]
     layers = [Layer(each) for each in c]
     for threshold in (-1.0, 0.0, 1.5, 10.0):
         thresholds = [threshold] * len(c)
-        expected = Layers(layers, c).tail(reference_backend(), thresholds)
+        expected = Layers(layers, c).tail(REFERENCE, thresholds)
         assert Layers(layers, c).tail(backend, thresholds) == expected
 
 
@@ -116,6 +107,7 @@ def near_a_tie(size: int, squared: bool) -> Any:
     return gradient
 
 
+@BACKEND
 @pytest.mark.parametrize("size", [2 * CHUNK, 2 * CHUNK + 809, 32 * CHUNK])
 def test_norms_of_many_chunks(backend: Any, size: int) -> None:
     gradient = np.tile(near_a_tie(size, squared=True), 2)  # the second bucket begins anywhere
@@ -125,6 +117,7 @@ def test_norms_of_many_chunks(backend: Any, size: int) -> None:
     assert encoded == group.encode(reference, stochastic=False)
 
 
+@BACKEND
 @pytest.mark.parametrize("size", [2 * CHUNK, 32 * CHUNK])
 @pytest.mark.parametrize("codec", ["sign", "onebit"])
 def test_means_of_many_chunks(backend: Any, codec: str, size: int) -> None:
@@ -134,6 +127,7 @@ def test_means_of_many_chunks(backend: Any, codec: str, size: int) -> None:
     assert scales[-1] == (1 + 2.0**-23) / size
 
 
+@BACKEND
 @pytest.mark.parametrize("size", [2 * CHUNK + 13, 18 * CHUNK + 1])
 def test_means_of_payloads_are_encoded_alike(backend: Any, size: int) -> None:
     gradient = np.random.default_rng(3).normal(size=size + 5000).astype(np.float32)
@@ -143,6 +137,7 @@ def test_means_of_payloads_are_encoded_alike(backend: Any, size: int) -> None:
     assert group.reduce(backend, payloads, stochastic=False) == expected
 
 
+@BACKEND
 @pytest.mark.parametrize(("small", "minus"), [(1, 2), (5, 16), (17, 18)])
 def test_columns_of_many_chunks(backend: Any, small: int, minus: int) -> None:
     # The large products cancel out; what the small ones leave shows in the one place where x is 0 and u is not.
@@ -152,7 +147,7 @@ def test_columns_of_many_chunks(backend: Any, small: int, minus: int) -> None:
     x[minus * CHUNK] = -1
     u[small * CHUNK :][:CHUNK:16] = x[small * CHUNK :][:CHUNK:16] = 2.0**-27
     found, expected = np.stack((u, x)), np.stack((u, x))
-    for each, p in ((backend, found), (reference_backend(), expected)):
+    for each, p in ((backend, found), (REFERENCE, expected)):
         each.orthogonalise(np.array([rows]), np.array([2]), Factor(p.reshape(-1), np.array([0])))
     assert expected[1, 5] != 0
     assert found.tobytes() == expected.tobytes()
