@@ -27,8 +27,8 @@ from gradcomp.job.start import (
     validate_together,
 )
 from gradcomp.tf import bridge
+from gradcomp.tf.bridge import plain, refuse_graph, the_turn
 from gradcomp.tf.layers import place_of, specs
-from gradcomp.tf.ordered import plain, refuse_graph, the_turn
 from gradcomp.tf.steps import DeviceMemory, Gradients, HostMemory, Memory, Site, Steps, groups_of
 
 
@@ -73,9 +73,11 @@ class Exchange:
         def validate() -> tuple[Proposal, Memory]:
             check_arguments(op, predivide, reduction)
             proposal = propose(as_policy(compression), specs(self._variables, names), 0, controller)
-            return proposal, self._memory_of_gradients(
-                [tf.as_dtype(layer.dtype) for layer in proposal.layers]
-            )
+            dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
+            place = place_of(self._variables) if len(self.ranks) > 1 else None
+            if place is None:
+                return proposal, HostMemory(self._shapes, dtypes)
+            return proposal, DeviceMemory(place, self._shapes, dtypes)
 
         (proposal, self._memory), transport = validate_together(state, self.ranks, validate)
         self._layers = proposal.layers
@@ -101,7 +103,7 @@ class Exchange:
             arguments={"sparse_as_dense": sparse_as_dense, "gradient_predivide_factor": predivide},
             device=self._memory.device,
         )
-        self._steps.attach(self._driver)
+        self._steps.driver = self._driver
         #: The exchanger, with the pipeline and the compression state; None in a world of one.
         self.exchanger: Exchanger | None = self._driver.exchanger if self._driver.attached else None
         #: Gives the compression state to :func:`gradcomp.tf.save` and takes it from ``load``.
@@ -109,13 +111,6 @@ class Exchange:
         # A world of one has no groups.
         self._group_elements = self.exchanger.pipeline.config.slice_elements if self.exchanger else 0
         joining.register(self._steps)
-
-    def _memory_of_gradients(self, dtypes: Sequence[Any]) -> Memory:
-        """Return a GPU's memory if all variables are on it and there are other ranks, else the host's."""
-        place = place_of(self._variables) if len(self.ranks) > 1 else None
-        if place is None:
-            return HostMemory(self._shapes, dtypes)
-        return DeviceMemory(place, self._shapes, dtypes)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Change the compression, see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
@@ -153,17 +148,13 @@ class Exchange:
         # The last variables' gradients come first in a backward pass, and a graph has them in this order too.
         site = Site(gradients, [[i for i in reversed(range(len(gradients))) if gradients[i] is not None]])
         rows, dense = site.inputs(0)
-        self._steps.submit(
-            site,
-            0,
+        numbers = (
             1.0 if scale is None else float(scale),
             0.0 if learning_rate is None else float(learning_rate),
-            *rows,
-            *dense,
         )
-        values = self._steps.collect(site.dense(0))
+        self._steps.submit(site, 0, *numbers, *rows, *dense)
         means: list[Any] = [None] * len(gradients)
-        for layer, value in zip(site.dense(0), values, strict=True):
+        for layer, value in zip(site.dense(0), self._steps.collect(site.dense(0)), strict=True):
             means[layer] = self._memory.tensor(value)
         return self._with_rows(means, site, [tf.constant(array) for array in self._steps.finish(site)])
 
