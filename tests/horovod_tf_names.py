@@ -26,24 +26,20 @@ _WRAPS += "`name`, devices, `num_groups` and `groups` change nothing"
 
 #: Of all three modules.
 _COMMON = (
+    *(Row(name, "same", "") for name in (
+        "cross_rank", "cross_size", "global_process_set", "is_initialized", "local_rank", "local_size", "rank", "size",
+        "stop_timeline",
+    )),
     Row("Average", "same", "of integers: loses its fraction, without overflow"),
     Row("Sum", "same", "of bool: or"),
     Row("Adasum", "same", "an allreduce of floating-point tensors among a power of two of ranks; a tape's `op`"),
     Row("Compression", "better", "`none`, `fp16`, `bf16`, with `compress` and `decompress`, and for optimizers "
         "and tapes all [compressors](compressors/index.md)"),
     Row("ProcessSet", "better", "needs no registration; ranks only, no MPI communicator; no `process_set_id`"),
-    Row("global_process_set", "same", ""),
     Row("add_process_set", "better", "local; needs no setting", "process_set"),
     Row("remove_process_set", "same", "connections stay until `shutdown`", "process_set"),
     Row("init", "differs", "`init(comm=None, process_sets=None, **settings)`; `comm` must be all ranks"),
     Row("shutdown", "same", "`init` may follow"),
-    Row("is_initialized", "same", ""),
-    Row("rank", "same", ""),
-    Row("size", "same", ""),
-    Row("local_rank", "same", ""),
-    Row("local_size", "same", ""),
-    Row("cross_rank", "same", ""),
-    Row("cross_size", "same", ""),
     Row("mpi_built", "same", "whether mpi4py is installed"),
     Row("mpi_enabled", "same", "whether the gradients of this job are sent by MPI"),
     Row("mpi_threads_supported", "better", "False without MPI, instead of an error"),
@@ -51,12 +47,9 @@ _COMMON = (
     Row("gloo_enabled", "same", "whether the rendezvous is torch.distributed"),
     Row("nccl_built", "same", "the version of CuPy's NCCL, or 0"),
     Row("cuda_built", "same", "whether CuPy or cuda-bindings is installed"),
-    Row("rocm_built", "same", "False"),
-    Row("ccl_built", "same", "False"),
-    Row("ddl_built", "same", "False"),
+    *(Row(f"{name}_built", "same", "False") for name in ("rocm", "ccl", "ddl")),
     Row("start_timeline", "differs", "a row is a bucket; `{rank}` in the path: a file for every rank; "
         "[Timeline](timeline.md)", "file_path mark_cycles"),
-    Row("stop_timeline", "same", ""),
     Row("elastic", "refused", _ELASTIC),
     Row("broadcast_global_variables", "same", "an error, as Horovod's in eager mode: TensorFlow 2 has no list of all "
         "variables; `broadcast_variables(model.variables)`", "root_rank"),
@@ -65,8 +58,7 @@ _COMMON = (
 #: Of horovod.tensorflow.
 TF_ROWS = (
     *_COMMON,
-    Row("Min", "same", "a NaN of any rank is the result"),
-    Row("Max", "same", "a NaN of any rank is the result"),
+    *(Row(name, "same", "a NaN of any rank is the result") for name in ("Min", "Max")),
     Row("Product", "same", "of bool: and"),
     Row("is_homogeneous", "same", ""),
     Row("allreduce", "better", f"{_ALL}; {_IGNORED}", "tensor average device_dense device_sparse compression op "
@@ -95,9 +87,7 @@ TF_ROWS = (
     Row("size_op", "differs", "takes a ProcessSet instead of its id", "process_set_id name"),
     Row("process_set_included_op", "differs", "as `size_op`; raises an error before `init` instead of returning a code",
         "process_set_id name"),
-    Row("rank_op", "same", "", "name"),
-    Row("local_rank_op", "same", "", "name"),
-    Row("local_size_op", "same", "", "name"),
+    *(Row(name, "same", "", "name") for name in ("rank_op", "local_rank_op", "local_size_op")),
     Row("DistributedOptimizer", "differs", f"{_WRAPS}; optimizers of Keras 3, as TensorFlow 2.16 and later have them",
         "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op "
         "gradient_predivide_factor average_aggregated_gradients num_groups groups process_set scale_local_gradients"),
@@ -110,14 +100,10 @@ TF_ROWS = (
     Row("SyncBatchNormalization", "better", "batches may differ in size, and be empty; masks; `process_set=`", "fused"),
     Row("BroadcastGlobalVariablesHook", "refused", "a hook for sessions of TensorFlow 1; Horovod has none either where "
         "`tf.estimator` is gone"),
-    Row("LocalGradientAggregationHelper", "refused", _HELPER),
-    Row("check_extension", "refused", _HELPER),
-    Row("check_num_rank_power_of_2", "refused", _HELPER),
-    Row("gpu_available", "refused", _HELPER),
-    Row("handle_average_backwards_compatibility", "refused", _HELPER),
-    Row("refs_to_vars", "refused", _HELPER),
-    Row("split_list", "refused", _HELPER),
-    Row("vars_to_refs", "refused", _HELPER),
+    *(Row(name, "refused", _HELPER) for name in (
+        "LocalGradientAggregationHelper", "check_extension", "check_num_rank_power_of_2", "gpu_available",
+        "handle_average_backwards_compatibility", "refs_to_vars", "split_list", "vars_to_refs",
+    )),
 )  # fmt: skip
 
 #: Of horovod.keras and horovod.tensorflow.keras together.

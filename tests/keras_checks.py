@@ -11,24 +11,30 @@ import numpy as np
 INPUTS, OUTPUTS = 8, 3
 
 
-def model(seed: int = 1, policy: str = "float32") -> Any:
+def model(seed: int = 1, policy: str = "float32", dropout: float | None = None) -> Any:
     """A built perceptron whose initial weights depend on the seed alone."""
     import keras
+
+    from gradcomp.job import runtime
 
     keras.backend.clear_session()  # as in a new process: names of layers begin anew
     keras.utils.set_random_seed(seed)
     keras.config.set_dtype_policy(policy)
     try:
-        return keras.Sequential(
-            [
-                keras.layers.Input((INPUTS,)),
-                keras.layers.Dense(16, activation="tanh"),
-                keras.layers.Dense(OUTPUTS),
-            ],
-            name="model",
-        )
+        hidden = [keras.layers.Dense(16, activation="tanh")]
+        if dropout is not None:
+            hidden.append(keras.layers.Dropout(dropout, seed=runtime.rank()))
+        layers = [keras.layers.Input((INPUTS,)), *hidden, keras.layers.Dense(OUTPUTS)]
+        return keras.Sequential(layers, name="model")
     finally:
         keras.config.set_dtype_policy("float32")
+
+
+def compiled(optimizer: Any, one: Any = None, **compiling: Any) -> Any:
+    """A model, by default a new one, that trains with this optimizer."""
+    one = model() if one is None else one
+    one.compile(optimizer=optimizer, loss="mse", **compiling)
+    return one
 
 
 def data(batches: int = 8, per_rank: int = 4, seed: int = 5) -> tuple[Any, Any, Any, Any]:
@@ -79,6 +85,17 @@ def assert_alike(*lists: Any) -> None:
     first = broadcast_object([list(one) for one in own])
     different = [name for (name, digest), (_, other) in zip(own, first, strict=True) if digest != other]
     assert not different, different
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """The variables have the same values, bit for bit."""
+    for mine, other in zip(ours, theirs, strict=True):
+        assert np.array_equal(np.asarray(mine), np.asarray(other)), getattr(mine, "path", "")
+
+
+def assert_close(ours: Any, theirs: Any, rtol: float = 1e-4, atol: float = 2e-6) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=rtol, atol=atol)
 
 
 def shared_directory() -> str:

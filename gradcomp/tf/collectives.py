@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from gradcomp.compress import Compression
+from gradcomp.compress.quantise.cast import CODERS, Coder
 from gradcomp.core.errors import ConfigError
 from gradcomp.job import collectives, runtime
+from gradcomp.job.collectives import Descriptor, refuse
+from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, ProcessSet, global_process_set, members, root_of
-from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, scaled_op_of
+from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, coder_of, scaled_op_of
 from gradcomp.tf import bridge
-from gradcomp.tf.async_calls import agreed, coder_of, given_tensors
-from gradcomp.tf.bridge import INTEGERS, REDUCIBLE, Array, UnsupportedError, dense
+from gradcomp.tf.bridge import (
+    INTEGERS,
+    REDUCIBLE,
+    VALUES,
+    Array,
+    UnsupportedError,
+    dense,
+    plain,
+    refuse_xla,
+    run,
+)
 from gradcomp.tf.differentiable import (
+    Tensors,
     broadcast_tensor,
     gather_tensors,
     reduce_tensors,
     reducescatter_tensors,
     swap_rows,
 )
-from gradcomp.tf.ordered import plain, refuse_xla, run
 
 _UNSUPPORTED = "tf.IndexedSlices take Average and Sum only, without factors; use tf.convert_to_tensor"
 
@@ -50,13 +62,13 @@ def allreduce(
     support Average and Sum, without factors, and are not compressed. Wire: 2 d (N-1)/N bytes per rank, in one
     allreduce or two rounds; Adasum d log2(N); slices one allgather.
     """
-    how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return _allreduce([tensor], name, compression, how, problem, process_set)[0]
+    asked = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return _reduced("allreduce", [tensor], name, compression, asked, process_set)[0]
 
 
 @plain
 def grouped_allreduce(
-    tensors: Sequence[Any],
+    tensors: Tensors,
     average: bool | None = None,
     device_dense: str = "",  # noqa: ARG001
     device_sparse: str = "",  # noqa: ARG001
@@ -72,8 +84,8 @@ def grouped_allreduce(
 
     All slices of the group travel in one allgather.
     """
-    how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return _allreduce(tensors, name, compression, how, problem, process_set)
+    asked = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return _reduced("allreduce", tensors, name, compression, asked, process_set)
 
 
 @plain
@@ -96,13 +108,13 @@ def reducescatter(
     rank that holds it, times the factors and, for Sum, times N. Wire: one all-to-all, d (N-1)/N bytes per
     rank.
     """
-    how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
-    return _reducescatter([tensor], name, compression, how, problem, process_set)[0]
+    asked = scaled_op_of(None, op, prescale_factor, postscale_factor)
+    return _reduced("reducescatter", [tensor], name, compression, asked, process_set)[0]
 
 
 @plain
 def grouped_reducescatter(
-    tensors: Sequence[Any],
+    tensors: Tensors,
     device_dense: str = "",  # noqa: ARG001
     compression: Any = Compression.none,
     op: ReduceOp = Average,
@@ -112,36 +124,38 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce each tensor as :func:`reducescatter` does, in one message for each dtype."""
-    how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
-    return _reducescatter(tensors, name, compression, how, problem, process_set)
+    asked = scaled_op_of(None, op, prescale_factor, postscale_factor)
+    return _reduced("reducescatter", tensors, name, compression, asked, process_set)
 
 
-def _allreduce(
+def _reduced(
+    kind: str,
     tensors: Any,
     name: str | None,
     compression: Any,
-    how: ScaledOp,
-    problem: str | None,
+    asked: tuple[ScaledOp, str | None],
     process_set: Members,
 ) -> list[Any]:
+    """Reduce a group; an "allreduce" takes tf.IndexedSlices too."""
+    how, problem = asked
     slices = {}
-    if isinstance(tensors, list | tuple):
+    if kind == "allreduce" and isinstance(tensors, list | tuple):
         slices = {place: given for place, given in enumerate(tensors) if isinstance(given, tf.IndexedSlices)}
         tensors = [given.values if place in slices else given for place, given in enumerate(tensors)]
-    given, wrong = given_tensors(tensors, REDUCIBLE)
+    given, wrong = _given_tensors(tensors, REDUCIBLE)
     if slices and (how.op not in (Average, Sum) or how.scales):
         wrong = wrong or _UNSUPPORTED
-    (compress, decompress), unknown = coder_of(compression)
+    (compress, decompress), unknown = coder_of(compression, _coder, _coder(None))
     try:
-        ranks = agreed("allreduce", given, name, process_set, problem or wrong or unknown, how)
+        ranks = _agreed(kind, given, name, process_set, problem or wrong or unknown, how)
     except ConfigError as error:
         raise UnsupportedError(None, None, str(error)) if wrong is _UNSUPPORTED else error  # noqa: B904
     places = [place for place in range(len(given)) if place not in slices]
     results: list[Any] = [None] * len(given)
     if places:
         coded, contexts = zip(*(compress(given[place]) for place in places), strict=True)
-        reduced = reduce_tensors(coded, name, how, ranks)
-        for place, tensor, context in zip(places, reduced, contexts, strict=True):
+        reduce = reduce_tensors if kind == "allreduce" else reducescatter_tensors
+        for place, tensor, context in zip(places, reduce(coded, name, how, ranks), contexts, strict=True):
             results[place] = decompress(tensor, context)
     if slices:
         parts = [*(given[place] for place in slices), *(each.indices for each in slices.values())]
@@ -153,24 +167,6 @@ def _allreduce(
             scaled = values / tf.cast(len(ranks), values.dtype) if averages else values
             results[place] = tf.IndexedSlices(scaled, index, each.dense_shape)
     return results
-
-
-def _reducescatter(
-    tensors: Any,
-    name: str | None,
-    compression: Any,
-    how: ScaledOp,
-    problem: str | None,
-    process_set: Members,
-) -> list[Any]:
-    given, wrong = given_tensors(tensors, REDUCIBLE)
-    (compress, decompress), unknown = coder_of(compression)
-    ranks = agreed("reducescatter", given, name, process_set, problem or wrong or unknown, how)
-    if not given:
-        return []
-    coded, contexts = zip(*map(compress, given), strict=True)
-    reduced = reducescatter_tensors(coded, name, how, ranks)
-    return [decompress(tensor, context) for tensor, context in zip(reduced, contexts, strict=True)]
 
 
 @plain
@@ -186,20 +182,20 @@ def allgather(
     gradient of a rank's part is the mean over ranks of the gradients of its rows. Wire: one all-to-all, (N-1)
     d bytes per rank.
     """
-    given, problem = given_tensors([tensor])
-    return gather_tensors(given, name, agreed("allgather", given, name, process_set, problem))[0]
+    given, problem = _given_tensors([tensor])
+    return gather_tensors(given, name, _agreed("allgather", given, name, process_set, problem))[0]
 
 
 @plain
 def grouped_allgather(
-    tensors: Sequence[Any],
+    tensors: Tensors,
     name: str | None = None,
     ignore_name_scope: bool = False,  # noqa: ARG001
     process_set: Members = None,
 ) -> list[Any]:
     """Gather each tensor as :func:`allgather` does, all in one message."""
-    given, problem = given_tensors(tensors)
-    ranks = agreed("allgather", given, name, process_set, problem)
+    given, problem = _given_tensors(tensors)
+    ranks = _agreed("allgather", given, name, process_set, problem)
     return gather_tensors(given, name, ranks) if given else []
 
 
@@ -217,9 +213,11 @@ def broadcast(
     takes part. The root's gradient is the mean over ranks of all gradients, the others' is zero. Wire: d
     bytes to every rank but the root, along a binomial tree.
     """
-    given, problem = given_tensors([tensor])
+    given, problem = _given_tensors([tensor])
     problem = problem or root_of(root_rank, process_set)[1]
-    return broadcast_tensor(given[0], root_rank, name, agreed("broadcast", given, name, process_set, problem))
+    return broadcast_tensor(
+        given[0], root_rank, name, _agreed("broadcast", given, name, process_set, problem)
+    )
 
 
 @plain
@@ -238,12 +236,12 @@ def alltoall(
     behind the first must be the same on all ranks. The gradient of a row goes back to the rank that sent it.
     Wire: two all-to-alls, 8 (N-1) bytes and the rows for other ranks.
     """
-    given, problem = given_tensors([tensor])
+    given, problem = _given_tensors([tensor])
     counts = None
     if splits is not None:
         counts, wrong = dense(splits, INTEGERS)
         problem = problem or (f"splits: {wrong}" if wrong else None)
-    rows, received = swap_rows(given[0], counts, name, agreed("alltoall", given, name, process_set, problem))
+    rows, received = swap_rows(given[0], counts, name, _agreed("alltoall", given, name, process_set, problem))
     return rows if splits is None else (rows, received)
 
 
@@ -258,6 +256,56 @@ def barrier(process_set: Members = None) -> None:
 
     if len(ranks) > 1:
         run("barrier", meet, [], [])
+
+
+def _given_tensors(tensors: Any, dtypes: Iterable[Any] = VALUES) -> tuple[list[Any], str | None]:
+    """Return a group as tensors, and why it cannot be exchanged, or None; ``dtypes`` are those allowed."""
+    if not isinstance(tensors, list | tuple):
+        return [], f"not a list of tensors but {type(tensors).__name__}"
+    found, problem = [], None
+    for place, value in enumerate(tensors):
+        tensor, wrong = dense(value, dtypes)
+        found.append(tensor)
+        if wrong and problem is None:
+            problem = wrong if len(tensors) == 1 else f"tensor {place}: {wrong}"
+    return found, problem
+
+
+def _agreed(
+    kind: str,
+    tensors: Tensors,
+    name: str | None,
+    process_set: Members,
+    problem: str | None,
+    how: ScaledOp | None = None,
+) -> Ranks:
+    """Return the ranks that take part; raise a problem on all of them, also while a function is traced."""
+    ranks = members(process_set)
+    for tensor in [] if problem else tensors:
+        # If the number of dimensions is not known yet, the call checks it when it runs.
+        shape = (0,) if tensor.shape.rank is None else tuple(size or 0 for size in tensor.shape)
+        dtype = tensor.dtype
+        problem = problem or Descriptor(kind, ranks, name, dtype.name, dtype.size, shape, how).problem
+    if problem is not None:
+        refuse(kind, ranks, problem, name if isinstance(name, str) else None)
+    return ranks
+
+
+def _coder(half: str | None) -> Coder:
+    """Return the coder for which float32 and float64 tensors travel in this half precision, if there is one."""
+
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        if half and tensor.dtype in (tf.float32, tf.float64):
+            return tf.cast(tensor, half), tensor.dtype
+        return tensor, None
+
+    def decompress(tensor: Any, dtype: Any) -> Any:
+        return tensor if dtype is None else tf.cast(tensor, dtype)
+
+    return compress, decompress
+
+
+CODERS["tensorflow"] = _coder
 
 
 @plain

@@ -1,23 +1,53 @@
-"""Collectives on groups of tensors as ops, with Horovod's gradients; the public functions document each."""
+"""Collectives on groups of tensors, with Horovod's gradients; the public functions document each.
+
+In a tf.function one op starts a call, and another op waits for it.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
 
-from gradcomp.core.errors import ConfigError
+from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.job import collectives, runtime
-from gradcomp.job.collectives import splits_of
+from gradcomp.job.call_matching import Reply
+from gradcomp.job.collectives import Descriptor, splits_of
 from gradcomp.job.launch import Ranks
 from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, shares
-from gradcomp.tf.async_calls import Begun, Called, call, descriptors
-from gradcomp.tf.bridge import Array, bytes_of
-from gradcomp.tf.ordered import plain
+from gradcomp.tf.bridge import Array, bytes_of, lent, op, plain, refuse_graph, the_turn
 
 Tensors = Sequence[Any]
+
+#: Capacity of a queue, which must have one: more calls than a program ever makes.
+_MOST_TOKENS = 1 << 30
+#: Ranks and name -> the latest call with them from a tf.function.
+_latest: WeakValueDictionary[tuple[Ranks, str], Reply[Any]] = WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Called:
+    """What all tensors of a call have in common; ``name`` is the user's."""
+
+    kind: str
+    name: str | None
+    ranks: Ranks
+    how: ScaledOp | None = None
+    root: int | None = None
+
+    def descriptors(self, values: Sequence[Array]) -> list[Descriptor]:
+        return [
+            Descriptor(
+                self.kind, self.ranks, self.name, v.dtype.name, v.itemsize, v.shape, self.how, self.root
+            )
+            for v in values
+        ]
 
 
 def reduce_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ranks) -> list[Any]:
@@ -25,20 +55,19 @@ def reduce_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ran
     if len(ranks) == 1 and not how.scales:
         return [tf.identity(tensor) for tensor in tensors]
 
+    called = Called("allreduce", name, ranks, how)
+
     def reduce(*values: Array) -> Begun:
         flats = [value.flatten() for value in values]
         return Begun(
-            collectives.allreduce(descriptors("allreduce", values, name, ranks, how), flats),
+            collectives.allreduce(called.descriptors(values), flats),
             lambda _: [flat.reshape(value.shape) for flat, value in zip(flats, values, strict=True)],
         )
 
     def backward(gradients: list[Any], _: Any) -> list[Any]:
         return reduce_tensors(gradients, gradient_name(name), how, ranks)
 
-    outputs, _ = _op(
-        Called("allreduce", name, ranks), reduce, tensors, [tensor.shape for tensor in tensors], backward
-    )
-    return outputs
+    return _op(called, reduce, tensors, [tensor.shape for tensor in tensors], backward)[0]
 
 
 def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ranks) -> list[Any]:
@@ -48,16 +77,17 @@ def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ran
     """
     if len(ranks) == 1 and not how.scales:
         return [tf.identity(tensor) for tensor in tensors]
+    called = Called("reducescatter", name, ranks, how)
     place, size = ranks.index(runtime.rank()), len(ranks)
 
     def scatter(*values: Array) -> Begun:
-        called = descriptors("reducescatter", values, name, ranks, how)
+        described = called.descriptors(values)
         flats = [np.ascontiguousarray(value).reshape(-1) for value in values]
         return Begun(
-            collectives.reducescatter(called, flats),
+            collectives.reducescatter(described, flats),
             lambda parts: [
                 part.reshape(shares(each.rows, size)[place], *each.shape[1:])
-                for part, each in zip(parts, called, strict=True)
+                for part, each in zip(parts, described, strict=True)
             ],
         )
 
@@ -68,33 +98,27 @@ def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ran
         scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
         return gather_tensors(scaled, gradient_name(name), ranks)
 
-    rows = [None if t.shape.rank is None or t.shape[0] is None else t.shape[0] for t in tensors]
+    rows = [tensor.shape[0] if tensor.shape.rank else None for tensor in tensors]
     shapes = [
         _with_rows(tensor, None if count is None else shares(count, size)[place])
         for tensor, count in zip(tensors, rows, strict=True)
     ]
-    outputs, _ = _op(Called("reducescatter", name, ranks), scatter, tensors, shapes, backward)
-    return outputs
+    return _op(called, scatter, tensors, shapes, backward)[0]
 
 
 def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any]:
     """Allgather a group; the gradient of a rank's rows is the mean over ranks of their gradients."""
     if len(ranks) == 1:
         return [tf.identity(tensor) for tensor in tensors]
+    called = Called("allgather", name, ranks)
     place = ranks.index(runtime.rank())
 
     def gather(*values: Array) -> Begun:
-        called = descriptors("allgather", values, name, ranks)
-        return Begun(
-            collectives.allgather(called, [bytes_of(value) for value in values]),
-            lambda found: [
-                *(
-                    _rows_of(whole, value, sum(rows))
-                    for (whole, rows), value in zip(found, values, strict=True)
-                ),
-                np.asarray([sum(rows[:place]) for _, rows in found], np.int64),
-            ],
-        )
+        def arrays(found: list[tuple[Array, list[int]]]) -> list[Array]:
+            wholes = [_rows_of(whole, v, rows) for (whole, rows), v in zip(found, values, strict=True)]
+            return [*wholes, np.asarray([sum(rows[:place]) for _, rows in found], np.int64)]
+
+        return Begun(collectives.allgather(called.descriptors(values), list(map(bytes_of, values))), arrays)
 
     def backward(gradients: list[Any], starts: Any) -> list[Any]:
         means = _means(gradients, gradient_name(name), ranks)
@@ -106,8 +130,7 @@ def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any
         ]
 
     shapes = [_with_rows(tensor, None) for tensor in tensors]
-    outputs, _ = _op(Called("allgather", name, ranks), gather, tensors, shapes, backward, tf.int64)
-    return outputs
+    return _op(called, gather, tensors, shapes, backward, tf.int64)[0]
 
 
 def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, ranks: Ranks) -> Any:
@@ -115,11 +138,13 @@ def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, ranks: Ranks
     if len(ranks) == 1:
         return tf.identity(tensor)
 
+    called = Called("broadcast", name, ranks, root=root_rank)
+
     def send(value: Array) -> Begun:
         buffer = bytes_of(value).copy()
-        (called,) = descriptors("broadcast", [value], name, ranks, root=root_rank)
+        (described,) = called.descriptors([value])
         return Begun(
-            collectives.broadcast(called, buffer),
+            collectives.broadcast(described, buffer),
             lambda _: [buffer.view(value.dtype).reshape(value.shape)],
         )
 
@@ -127,7 +152,7 @@ def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, ranks: Ranks
         (mean,) = _means(gradients, gradient_name(name), ranks)
         return [mean if runtime.rank() == root_rank else tf.zeros_like(mean)]
 
-    (output,), _ = _op(Called("broadcast", name, ranks), send, [tensor], [tensor.shape], backward)
+    (output,), _ = _op(called, send, [tensor], [tensor.shape], backward)
     return output
 
 
@@ -139,23 +164,24 @@ def swap_rows(tensor: Any, splits: Any, name: str | None, ranks: Ranks) -> tuple
     if len(ranks) == 1 and splits is None:
         return tf.identity(tensor), None
 
+    called = Called("alltoall", name, ranks)
+
     def swap(value: Array, *given: Array) -> Begun:
-        (called,) = descriptors("alltoall", [value], name, ranks)
-        parts, problem = splits_of(called, given[0] if given else None)
+        (described,) = called.descriptors([value])
+        parts, problem = splits_of(described, given[0] if given else None)
 
-        def rows(found: tuple[Array, list[int]]) -> list[Array]:
+        def arrays(found: tuple[Array, list[int]]) -> list[Array]:
             whole, counts = found
-            return [_rows_of(whole, value, sum(counts)), np.asarray(counts, np.int32)]
+            return [_rows_of(whole, value, counts), np.asarray(counts, np.int32)]
 
-        return Begun(collectives.alltoall(called, bytes_of(value), parts, problem), rows)
+        return Begun(collectives.alltoall(described, bytes_of(value), parts, problem), arrays)
 
     def backward(gradients: list[Any], received: Any) -> list[Any]:
         return [swap_rows(gradients[0], received, gradient_name(name), ranks)[0]]
 
     more = [] if splits is None else [splits]
-    (rows,), received = _op(
-        Called("alltoall", name, ranks), swap, [tensor], [_with_rows(tensor, None)], backward, tf.int32, more
-    )
+    shapes = [_with_rows(tensor, None)]
+    (rows,), received = _op(called, swap, [tensor], shapes, backward, tf.int32, more)
     received.set_shape([len(ranks)])
     return rows, received
 
@@ -197,7 +223,7 @@ def _op(
     places = [place for place, tensor in enumerate(tensors) if _has_gradient(tensor)]
 
     def forward(*given: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
-        outputs = call(called, begin, [*given, *more], dtypes)
+        outputs = _call(called, begin, [*given, *more], dtypes)
         for output, shape in zip(outputs, shapes, strict=False):
             output.set_shape(shape)
 
@@ -214,10 +240,90 @@ def _op(
     return (list(results), None) if extra is None else (list(results[:-1]), results[-1])
 
 
-def _rows_of(data: Array, like: Array, rows: int) -> Array:
-    return data.view(like.dtype).reshape(rows, *like.shape[1:])
+def _rows_of(data: Array, like: Array, rows: Sequence[int]) -> Array:
+    return data.view(like.dtype).reshape(sum(rows), *like.shape[1:])
 
 
 def _with_rows(tensor: Any, rows: int | None) -> Any:
     """Return the static shape of so many rows of ``tensor``, as far as it is known."""
     return tf.TensorShape(None) if tensor.shape.rank is None else tf.TensorShape([rows, *tensor.shape[1:]])
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A call that has started; ``arrays`` makes TensorFlow's arrays of its result."""
+
+    reply: Reply[Any]
+    arrays: Callable[[Any], list[Array]]
+
+    def results(self) -> list[Array]:
+        """Wait for the arrays, or raise the call's error."""
+        return self.arrays(self.reply.result())
+
+
+def _call(called: Called, begin: Callable[..., Begun], tensors: Tensors, dtypes: Sequence[Any]) -> list[Any]:
+    """Start the call that ``begin`` makes of the tensors' values as arrays, wait, and return its results.
+
+    ``begin`` must not write to the arrays. In eager mode errors reach the caller unchanged. Inside a
+    tf.function TensorFlow raises an error of its own, whose text has the class and the message;
+    :func:`gradcomp.tf.bridge.typed_errors` restores them.
+    """
+    if tf.executing_eagerly():
+        results = begin(*map(lent, tensors)).results()
+        return [tf.constant(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
+    refuse_graph(called.kind)
+    site = _Site(begin, None if called.name is None else (called.ranks, called.name))
+    turn = the_turn()
+    with tf.device("CPU:0"):
+        # The turn's value is an input, so the op also waits inside a while loop, which has no control edges.
+        (number,) = op(site.begin, [turn.read_value(), *tensors], [tf.int64])
+        with tf.control_dependencies([number]):
+            turn.assign_add(1)
+            token = site.tokens.dequeue()
+        outputs = op(site.end, [number, token], dtypes)
+    manager = getattr(outputs[0].graph, "experimental_acd_manager", None)
+    if manager is not None:
+        # The ops run even if nothing uses the outputs, and do not wait for other Python ops of the function.
+        manager.run_independently(number.op)
+        manager.run_independently(outputs[0].op)
+    return outputs
+
+
+class _Site:
+    """A place in a graph that makes a call; in a loop several of its calls may run at a time."""
+
+    def __init__(self, begin: Callable[..., Begun], key: tuple[Ranks, str] | None) -> None:
+        self._begin = begin
+        self._key = key
+        self._begun: dict[int, Begun] = {}
+        self._numbers = itertools.count()
+        with tf.init_scope(), tf.device("CPU:0"):
+            #: Holds one token for each call that has ended.
+            self.tokens = tf.queue.FIFOQueue(_MOST_TOKENS, [tf.int64], shapes=[[]])
+            self._token = tf.constant(0, tf.int64)
+
+    def begin(self, _: Array, *values: Array) -> Array:
+        """Start a call, and return its number."""
+        if self._key is not None and (earlier := _latest.get(self._key)) is not None:
+            # The earlier call is of this loop, or of another place with the same name. The name is free when it has
+            # ended. Its own op raises its error.
+            with suppress(GradcompError):
+                earlier.result()
+        # TensorFlow may pass a scalar tensor as a NumPy scalar.
+        begun = self._begin(*map(np.asarray, values))
+        if self._key is not None:
+            _latest[self._key] = begun.reply
+        number = next(self._numbers)
+        self._begun[number] = begun
+        begun.reply.when_ended(self._add_token)
+        return np.asarray(number)
+
+    def end(self, number: Array, _: Array) -> list[Array]:
+        """Return the call's results.
+
+        It waits only if it took the token of another call, as happens in a loop or before an error.
+        """
+        return self._begun.pop(int(number)).results()
+
+    def _add_token(self) -> None:
+        self.tokens.enqueue(self._token)

@@ -25,8 +25,8 @@ from gradcomp.job.start import (
     validate_together,
 )
 from gradcomp.tf import bridge
+from gradcomp.tf.bridge import plain, refuse_graph, the_turn
 from gradcomp.tf.layers import place_of, specs
-from gradcomp.tf.ordered import plain, refuse_graph, the_turn
 from gradcomp.tf.steps import DeviceMemory, Gradients, HostMemory, Memory, Site, Steps, groups_of
 
 
@@ -62,11 +62,12 @@ class Exchange:
         self._shapes = [tuple(variable.shape) for variable in self._variables]
 
         def validate() -> tuple[Proposal, Memory]:
-            policy = arguments.check()
-            proposal = propose(policy, specs(self._variables, names), 0, arguments.controller)
-            return proposal, self._memory_of_gradients(
-                [tf.as_dtype(layer.dtype) for layer in proposal.layers]
-            )
+            proposal = propose(arguments.check(), specs(self._variables, names), 0, arguments.controller)
+            dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
+            place = place_of(self._variables) if len(self.ranks) > 1 else None
+            if place is None:
+                return proposal, HostMemory(self._shapes, dtypes)
+            return proposal, DeviceMemory(place, self._shapes, dtypes)
 
         (proposal, self._memory), transport = validate_together(state, self.ranks, validate)
         self._layers = proposal.layers
@@ -95,7 +96,7 @@ class Exchange:
             arguments,
             device=self._memory.device,
         )
-        self._steps.attach(self._driver)
+        self._steps.driver = self._driver
         #: The exchanger, with the pipeline and the compression state; None in a world of one.
         self.exchanger: Exchanger | None = self._driver.exchanger if self._driver.attached else None
         #: Gives the compression state to :func:`gradcomp.tf.save` and takes it from ``load``.
@@ -103,13 +104,6 @@ class Exchange:
         # A world of one has no groups.
         self._group_elements = self.exchanger.pipeline.config.slice_elements if self.exchanger else 0
         joining.register(self._steps)
-
-    def _memory_of_gradients(self, dtypes: Sequence[Any]) -> Memory:
-        """Return a GPU's memory if all variables are on it and there are other ranks, else the host's."""
-        place = place_of(self._variables) if len(self.ranks) > 1 else None
-        if place is None:
-            return HostMemory(self._shapes, dtypes)
-        return DeviceMemory(place, self._shapes, dtypes)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Change the compression, see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
@@ -147,17 +141,13 @@ class Exchange:
         # The last variables' gradients come first in a backward pass, and a graph has them in this order too.
         site = Site(gradients, [[i for i in reversed(range(len(gradients))) if gradients[i] is not None]])
         rows, dense = site.inputs(0)
-        self._steps.submit(
-            site,
-            0,
+        numbers = (
             1.0 if scale is None else float(scale),
             0.0 if learning_rate is None else float(learning_rate),
-            *rows,
-            *dense,
         )
-        values = self._steps.collect(site.dense(0))
+        self._steps.submit(site, 0, *numbers, *rows, *dense)
         means: list[Any] = [None] * len(gradients)
-        for layer, value in zip(site.dense(0), values, strict=True):
+        for layer, value in zip(site.dense(0), self._steps.collect(site.dense(0)), strict=True):
             means[layer] = self._memory.tensor(value)
         return self._with_rows(means, site, [tf.constant(array) for array in self._steps.finish(site)])
 

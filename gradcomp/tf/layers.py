@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import math
 import re
@@ -33,34 +34,24 @@ def specs(variables: Sequence[Any], names: Sequence[str] | None = None) -> list[
     ``names`` are their names, if not the variables' own. Raises ConfigError for variables that cannot be
     exchanged.
     """
-    layers: list[LayerSpec] = []
-    taken: set[str] = set()
+    layers: dict[str, LayerSpec] = {}
     for number, variable in enumerate(variables):
         if not hasattr(variable, "assign"):
             raise ConfigError(f"expected variables, got {type(variable).__name__}")
-        name = _unique(name_of(variable) if names is None else names[number], taken)
-        taken.add(name)
-        layers.append(_spec(name, variable))
-    return layers
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    """Append a number to a name that is taken, as name_1, because plain variables may share one."""
-    number, unique = 0, name
-    while unique in taken:
-        number += 1
-        unique = f"{name}_{number}"
-    return unique
-
-
-def _spec(name: str, variable: Any) -> LayerSpec:
-    shape = tuple(variable.shape)
-    if any(length is None for length in shape):
-        raise ConfigError(f"layer {name!r} has no fixed shape: {variable.shape}")
-    dtype = getattr(variable.dtype, "name", str(variable.dtype))
-    if dtype.startswith("complex"):
-        raise ConfigError(f"layer {name!r} is complex; keep its real and imaginary parts in two variables")
-    return LayerSpec(name, matrix_view(shape), dtype, _kind(name, len(shape)))
+        given = name_of(variable) if names is None else names[number]
+        # Plain variables may share a name: the second one's is name_1.
+        others = (f"{given}_{i}" for i in itertools.count(1))
+        name = next(n for n in itertools.chain([given], others) if n not in layers)
+        shape = tuple(variable.shape)
+        if None in shape:
+            raise ConfigError(f"layer {name!r} has no fixed shape: {variable.shape}")
+        dtype = getattr(variable.dtype, "name", str(variable.dtype))
+        if dtype.startswith("complex"):
+            raise ConfigError(
+                f"layer {name!r} is complex; keep its real and imaginary parts in two variables"
+            )
+        layers[name] = LayerSpec(name, matrix_view(shape), dtype, _kind(name, len(shape)))
+    return list(layers.values())
 
 
 def matrix_view(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
-"""Variables whose gradients stay local, and Horovod's arguments and names that have no effect or no counterpart."""
+"""Variables whose gradients stay local, and checks of Horovod's arguments that have no effect."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,40 +10,7 @@ import tensorflow as tf
 
 from gradcomp.compress import Compressor, Policy
 from gradcomp.compress.registry import from_string
-from gradcomp.core.errors import ConfigError, MissingNameError
-from gradcomp.core.registry import CONTRIB, contributed
-
-ELASTIC = "a job that loses a rank ends; start a new one, which resumes by BackupAndRestore, or by save() and load()"
-_HELPER = "a helper of Horovod's own modules"
-_MODULE = "modules inside the package are gradcomp's own; import names from gradcomp.tf"
-#: Names in horovod.tensorflow.
-TF: Mapping[str, str] = {
-    "BroadcastGlobalVariablesHook": "a hook for sessions of TensorFlow 1; call broadcast_variables(model.variables)",
-    "elastic": ELASTIC,
-    **dict.fromkeys(
-        (
-            "LocalGradientAggregationHelper", "check_extension", "check_num_rank_power_of_2", "gpu_available",
-            "handle_average_backwards_compatibility", "refs_to_vars", "split_list", "vars_to_refs",
-        ),
-        _HELPER,
-    ),
-    **dict.fromkeys(
-        (
-            "compression", "functions", "gradient_aggregation", "gradient_aggregation_eager", "mpi_ops",
-            "sync_batch_norm", "util",
-        ),
-        _MODULE,
-    ),
-}  # fmt: skip
-#: Names in horovod.keras and horovod.tensorflow.keras.
-KERAS: Mapping[str, str] = {"elastic": ELASTIC, "is_version_greater_equal_than": _HELPER}
-#: Names in their modules ``callbacks``.
-CALLBACKS: Mapping[str, str] = {
-    "BestModelCheckpoint": "it is for Horovod's Spark estimators, which set its path; put keras.callbacks."
-    "ModelCheckpoint(path, save_best_only=True) behind MetricAverageCallback on one rank",
-    "is_version_greater_equal_than": _HELPER,
-    **dict.fromkeys(("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"), ELASTIC),
-}
+from gradcomp.core.errors import ConfigError
 
 
 class Local:
@@ -55,7 +21,9 @@ class Local:
     """
 
     def __init__(self, layers: Any = None, scales: bool = True) -> None:
-        self._layers = _layers(layers)
+        self._layers = [layers] if isinstance(layers, keras.layers.Layer) else list(layers or [])
+        if wrong := [layer for layer in self._layers if not isinstance(layer, keras.layers.Layer)]:
+            raise ConfigError(f"local_layers must be layers of Keras, got {type(wrong[0]).__name__}")
         self._variables: list[Any] = []
         self.scales = scales
 
@@ -63,33 +31,24 @@ class Local:
         self._variables.append(variable)
 
     def __contains__(self, variable: Any) -> bool:
-        key = _key(variable)
-        return any(_key(each) == key for each in self._all())
-
-    def _all(self) -> Iterable[Any]:
-        yield from self._variables
-        for layer in self._layers:
-            yield from layer.trainable_variables
+        own = [*self._variables, *(each for layer in self._layers for each in layer.trainable_variables)]
+        return _key(variable) in map(_key, own)
 
     def gradient(self, own: Any, size: int) -> Any:
         """Return this rank's gradient, divided by the number of ranks if ``scales``."""
-        if own is None or not self.scales or size == 1:
-            return own
-        if isinstance(own, tf.IndexedSlices):
-            return tf.IndexedSlices(own.values / size, own.indices, own.dense_shape)
-        return own / size
+        return change_values(own, lambda values: values / size) if self.scales and size > 1 else own
+
+
+def change_values(gradient: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the gradient with other values: a tensor, tf.IndexedSlices, or None for none."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else change(gradient)
 
 
 def _key(variable: Any) -> int:
     """Return the same key for a Keras variable and the TensorFlow variable in it."""
     return id(variable._value if isinstance(variable, keras.Variable) else variable)
-
-
-def _layers(given: Any) -> list[Any]:
-    layers = [given] if isinstance(given, keras.layers.Layer) else list(given or [])
-    if wrong := [layer for layer in layers if not isinstance(layer, keras.layers.Layer)]:
-        raise ConfigError(f"local_layers must be layers of Keras, got {type(wrong[0]).__name__}")
-    return layers
 
 
 def check_ignored(num_groups: Any, groups: Any, **words: Any) -> None:
@@ -120,17 +79,3 @@ def _is_compression(name: str) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def refusing(module: str, reasons: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__``, which finds what contrib adds and tells why a name is missing."""
-
-    def refuse(name: str) -> Any:
-        if name in CONTRIB and name in sys.modules[module].__all__:
-            return contributed(name)
-        reason = reasons.get(name)
-        if reason is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise MissingNameError(f"{module} has no {name!r}: {reason}")
-
-    return refuse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,7 @@ from gradcomp.job.channel import Channel, alone, channel_of, chunks, current_cha
 from gradcomp.job.collectives import refuse
 from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, members, root_of
-from gradcomp.tf.bridge import VALUES, Array, bytes_of, name_of
-from gradcomp.tf.ordered import plain, run
+from gradcomp.tf.bridge import VALUES, Array, bytes_of, name_of, plain, run
 
 _LENGTH_BYTES = 8
 
@@ -91,16 +91,17 @@ def _broadcast_chunk(variables: list[Any], root: int, ranks: Ranks, name: str | 
     dtypes = [tf.as_dtype(variable.dtype) for variable in variables]
     call = Call("broadcast_variables", [f"{sum(sizes)} bytes from rank {root}"], key=name)
 
-    def send(*values: Array) -> list[Array]:
+    def broadcast(buffer: Array) -> None:
         channel = _channel(ranks)
-        buffer = np.concatenate([bytes_of(value) for value in values])
         channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
+
+    def send(*values: Array) -> list[Array]:
+        broadcast(np.concatenate([bytes_of(value) for value in values]))
         return []
 
     def receive() -> list[Array]:
-        channel = _channel(ranks)
         buffer = np.empty(sum(sizes), np.uint8)
-        channel.submit(call, lambda _: channel.broadcast(buffer, root)).result()
+        broadcast(buffer)
         # The copies are needed, because a variable that kept a view would keep the whole chunk.
         return [
             buffer[end - size : end].copy().view(dtype.as_numpy_dtype).reshape(variable.shape)
@@ -120,18 +121,13 @@ def _variables(given: Any) -> tuple[list[Any], str | None]:
     try:
         variables = list(given)
     except TypeError:
-        return (
-            [],
-            f"variables must be a list of variables, such as model.variables, got {type(given).__name__}",
-        )
+        kind = type(given).__name__
+        return [], f"variables must be a list of variables, such as model.variables, got {kind}"
     for variable in variables:
-        if isinstance(variable, tf.Tensor) or not all(
-            hasattr(variable, a) for a in ("assign", "name", "shape")
-        ):
-            return (
-                [],
-                f"not a variable but {type(variable).__name__}; give model.variables or a list of variables",
-            )
+        known = all(hasattr(variable, attribute) for attribute in ("assign", "name", "shape"))
+        if isinstance(variable, tf.Tensor) or not known:
+            kind = type(variable).__name__
+            return [], f"not a variable but {kind}; give model.variables or a list of variables"
         if tf.as_dtype(variable.dtype) not in VALUES:
             return [], f"{name_of(variable)}: {tf.as_dtype(variable.dtype).name} cannot be exchanged"
         if not tf.TensorShape(variable.shape).is_fully_defined():
@@ -184,11 +180,9 @@ def broadcast_object(
     if channel is None:
         alone(call).result()
         return obj
-
-    def work(numbers: list[int]) -> bytes:
-        return broadcast_payload(channel, payload, numbers[root], root)
-
-    received = channel.submit(call, work).result()
+    received = channel.submit(
+        call, lambda lengths: broadcast_payload(channel, payload, lengths[root], root)
+    ).result()
     return obj if channel.rank == root else decode(received)
 
 
@@ -262,9 +256,9 @@ def decode(data: bytes) -> Any:
     return value
 
 
+@dataclass
 class _Reader:
-    def __init__(self, rest: memoryview) -> None:
-        self.rest = rest
+    rest: memoryview
 
     def take(self, count: int) -> memoryview:
         if not 0 <= count <= len(self.rest):
@@ -297,9 +291,7 @@ def _to_json(value: Any, parts: list[bytes]) -> Any:
 
 
 def _refusal(value: Any, where: str = "") -> ConfigError:
-    kind = (
-        f"{type(value).__name__} of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-    )
+    kind = type(value).__name__ + (f" of {value.dtype}" if isinstance(value, np.ndarray) else "")
     advice = "; use its numpy()" if hasattr(value, "numpy") else ""
     return ConfigError(
         "only None, numbers, strings, bytes, NumPy arrays of numbers and lists, tuples and dicts of them can be "

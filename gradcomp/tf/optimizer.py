@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import keras
@@ -25,9 +24,10 @@ from gradcomp.job.momentum import LOOKS_AHEAD, NO_SUM, Group, takes_momentum, wa
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.job.report import Readers
-from gradcomp.tf import keras_model
+from gradcomp.tf.bridge import name_of
 from gradcomp.tf.exchange import Exchange
-from gradcomp.tf.local import Local, check_ignored
+from gradcomp.tf.keras_model import core_of, refuse_strategy, watch
+from gradcomp.tf.local import Local, change_values, check_ignored
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,18 @@ class Arguments(settings.Arguments):
     names: Sequence[str] | None = None
     average_aggregated_gradients: bool = False
     local: Local = field(default_factory=Local)
+
+
+#: Methods of Keras' optimizers that :class:`Distributed` replaces or calls.
+_HOOKS = (
+    *("_clip_gradients", "_backend_apply_gradients", "_backend_update_step"),
+    *("_check_variables_are_known", "_var_key"),
+)
+#: Numeric settings of Keras' optimizers. The learning rate is not one: it may be a schedule, whose value is passed.
+_SCALARS = (
+    *("momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay", "clipnorm", "clipvalue"),
+    *("global_clipnorm", "amsgrad", "centered", "initial_accumulator_value", "learning_rate_power"),
+)
 
 
 class Core:
@@ -86,7 +98,7 @@ class Core:
                 exchanged,
                 given,
                 names=given.names if named else None,
-                scalars=partial(scalars_of, self.owner),
+                scalars=self._scalars,
                 momentum=self._momentum,
             )
         if self.exchange.exchanger is not None and self.exchange.exchanger.pipeline.transport.rank == 0:
@@ -112,6 +124,12 @@ class Core:
     def _inner(self) -> Any:
         return getattr(self.owner, "inner_optimizer", self.owner)
 
+    def _scalars(self) -> dict[str, float]:
+        """Return the optimizer's numeric settings, without its learning rate."""
+        inner = self._inner
+        found = {name: getattr(inner, name, None) for name in _SCALARS}
+        return {name: value for name, value in found.items() if isinstance(value, float | int)}
+
     def _momentum(self) -> Group:
         """Return the inner optimizer's momentum as it is now."""
         inner = self._inner
@@ -133,13 +151,10 @@ class Core:
         A trace keeps the momentum that the optimizer has while it is made, so the user's can be restored
         afterwards.
         """
-        exchanges = self.exchange is not None and self.exchange.exchanger is not None
-        if not exchanges or not takes_momentum(as_policy(self.arguments.compression)):
-            yield
-            return
         inner = self._inner
-        momentum = getattr(inner, "momentum", None)
-        if momentum is None:  # the exchange refuses such an optimizer
+        momentum = getattr(inner, "momentum", None)  # the exchange refuses an optimizer without one
+        exchanges = self.exchange is not None and self.exchange.exchanger is not None
+        if momentum is None or not exchanges or not takes_momentum(as_policy(self.arguments.compression)):
             yield
             return
         inner.momentum = 0.0
@@ -148,19 +163,20 @@ class Core:
         finally:
             inner.momentum = momentum
 
-    def unknown(self, variables: Sequence[Any]) -> list[str]:
-        """Return the names of variables that did not exist when the exchange began."""
-        return [
-            getattr(variable, "path", variable.name)
-            for variable in variables
-            if self.owner._var_key(variable) not in self._rows.keys() | self._own
-        ]
+    def refuse_unknown(self, variables: Sequence[Any]) -> None:
+        """Raise StateError for variables that did not exist when the exchange began."""
+        known = self._rows.keys() | self._own
+        if unknown := [v for v in variables if self.owner._var_key(v) not in known]:
+            raise StateError(
+                f"variables that did not exist when the optimizer was built are not exchanged: "
+                f"{', '.join(map(name_of, unknown[:5]))}; a model that was rebuilt, or has other trainable layers, "
+                "needs a new optimizer"
+            )
 
-    def add_local(self, variable: Any) -> None:
-        """Keep the gradient of this variable on this rank; StateError once the optimizer is built."""
-        if self.exchange is not None:
-            raise StateError("the optimizer is built: register local variables before")
-        self.arguments.local.add(variable)
+    def move_to(self, outer: Any) -> None:
+        """Let ``outer``, a ``LossScaleOptimizer`` around the owner, exchange in its place."""
+        self.owner = outer
+        adopt(outer, self)
 
     def means(
         self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = None, learning_rate: Any = None
@@ -171,40 +187,21 @@ class Core:
         """
         assert self.exchange is not None, "an optimizer is built before it applies"
         given = self.arguments
-        factor = 1 if given.average_aggregated_gradients else given.backward_passes_per_step
-        keys = [self.owner._var_key(variable) for variable in variables]
+        results = list(gradients)
+        if not given.average_aggregated_gradients and given.backward_passes_per_step != 1:
+            # Keras accumulates the mean over passes, and ours is the sum.
+            results = [change_values(each, lambda v: v * given.backward_passes_per_step) for each in results]
+        rows = [self._rows.get(self.owner._var_key(variable)) for variable in variables]
         own: list[Any] = [None] * len(self._rows)
-        results = [_times(gradient, factor) for gradient in gradients]
-        for key, gradient in zip(keys, results, strict=True):
-            if key in self._rows:
-                own[self._rows[key]] = gradient
+        for row, gradient in zip(rows, results, strict=True):
+            if row is not None:
+                own[row] = gradient
         means = self.exchange.exchange(own, scale, learning_rate)
-        for place, key in enumerate(keys):
-            if key in self._rows:
-                results[place] = means[self._rows[key]]
-            else:
-                results[place] = given.local.gradient(results[place], len(self.ranks))
-        return results
-
-
-def core_of(optimizer: Any) -> Core | None:
-    """Return the core of a distributed optimizer, or None for a plain one."""
-    core = getattr(optimizer, "_gradcomp", None)
-    return core if isinstance(core, Core) else None
-
-
-#: Numeric settings of Keras' optimizers. The learning rate is not one: it may be a schedule, whose value is passed.
-_SCALARS = (
-    *("momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay", "clipnorm", "clipvalue"),
-    *("global_clipnorm", "amsgrad", "centered", "initial_accumulator_value", "learning_rate_power"),
-)
-
-
-def scalars_of(optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's numeric settings, without its learning rate."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    found = {name: getattr(inner, name, None) for name in _SCALARS}
-    return {name: value for name, value in found.items() if isinstance(value, float | int)}
+        size = len(self.ranks)
+        return [
+            given.local.gradient(gradient, size) if row is None else means[row]
+            for row, gradient in zip(rows, results, strict=True)
+        ]
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -224,19 +221,12 @@ def check_optimizer(optimizer: Any) -> None:
         raise ConfigError(f"expected a keras.optimizers.Optimizer of Keras 3, got {type(optimizer).__name__}")
     if core_of(optimizer) is not None or core_of(getattr(optimizer, "inner_optimizer", None)) is not None:
         raise StateError("this optimizer is already a DistributedOptimizer; wrap an optimizer once only")
-    hooks = (
-        "_clip_gradients",
-        "_backend_apply_gradients",
-        "_backend_update_step",
-        "_check_variables_are_known",
-        "_var_key",
-    )
-    missing = [name for name in hooks if not callable(getattr(optimizer, name, None))]
-    if missing:
-        raise ConfigError(
-            f"Keras {keras.__version__} has no Optimizer.{missing[0]}: this gradcomp does not support this Keras"
-        )
-    keras_model.refuse_strategy(getattr(optimizer, "_distribution_strategy", None))
+    for hook in _HOOKS:
+        if not callable(getattr(optimizer, hook, None)):
+            raise ConfigError(
+                f"Keras {keras.__version__} has no Optimizer.{hook}: this gradcomp does not support this Keras"
+            )
+    refuse_strategy(getattr(optimizer, "_distribution_strategy", None))
 
 
 def accumulate(optimizer: Any, passes: int) -> None:
@@ -258,15 +248,6 @@ def accumulate(optimizer: Any, passes: int) -> None:
             "construct it with gradient_accumulation_steps"
         )
     inner.gradient_accumulation_steps = passes
-
-
-def _times(gradient: Any, factor: int) -> Any:
-    """Multiply a gradient, because Keras accumulates the mean over passes, and ours is the sum."""
-    if gradient is None or factor == 1:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
 
 
 def DistributedOptimizer(
@@ -361,7 +342,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> None:
     core = Core(arguments, ranks, optimizer)
     if optimizer.built:
         core.start(optimizer._trainable_variables)
-    keras_model.watch()
+    watch()
     adopt(optimizer, core)
 
 
@@ -389,7 +370,9 @@ class Distributed(Readers):
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradient of this variable on this rank; StateError once the optimizer is built."""
-        self._gradcomp.add_local(var)
+        if self._gradcomp.exchange is not None:
+            raise StateError("the optimizer is built: register local variables before")
+        self._gradcomp.arguments.local.add(var)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Change the compression during training, in a callback between two steps or two calls of ``fit``.
@@ -419,22 +402,14 @@ class Distributed(Readers):
                 self.build(variables)
         self._check_variables_are_known(variables)
         # The exchange comes before Keras looks for overflows: one rank's is in the mean of all, so that all skip alike.
-        scale, learning_rate = (
-            tf.convert_to_tensor(self.dynamic_scale),
-            tf.convert_to_tensor(self.learning_rate),
-        )
-        means = core.means(grads, variables, scale, learning_rate)
+        scale, rate = tf.convert_to_tensor(self.dynamic_scale), tf.convert_to_tensor(self.learning_rate)
+        means = core.means(grads, variables, scale, rate)
         with core.momentum_withheld():
             super().apply(means, variables)  # type: ignore[misc]
 
     def _check_variables_are_known(self, variables: Sequence[Any]) -> None:
-        unknown = self._gradcomp.unknown(variables) if self._gradcomp.owner is self else []
-        if unknown:
-            raise StateError(
-                f"variables that did not exist when the optimizer was built are not exchanged: "
-                f"{', '.join(unknown[:5])}; a model that was rebuilt, or has other trainable layers, needs a new "
-                "optimizer"
-            )
+        if self._gradcomp.owner is self:
+            self._gradcomp.refuse_unknown(variables)
         super()._check_variables_are_known(variables)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
@@ -468,7 +443,11 @@ class Distributed(Readers):
         if variables is not None:
             learning_rate = tf.convert_to_tensor(self.learning_rate)  # type: ignore[attr-defined]
             grads = core.means(grads, variables, None, learning_rate)
-            core.arrived = [part for mean in grads for part in _tensors_of(mean)]
+            core.arrived = [
+                mean.values if isinstance(mean, tf.IndexedSlices) else mean
+                for mean in grads
+                if mean is not None
+            ]
         return list(super()._clip_gradients(grads))  # type: ignore[misc]
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
@@ -521,18 +500,3 @@ def adopt(optimizer: Any, core: Core) -> None:
         "__class__": property(lambda self: kind),
     }
     object.__setattr__(optimizer, "__class__", type(kind.__name__, (Distributed, kind), body))
-
-
-def turn_inside_out(outer: Any) -> None:
-    """Make a ``LossScaleOptimizer`` around a distributed optimizer the one that exchanges."""
-    core = core_of(outer.inner_optimizer)
-    assert core is not None, "the inner optimizer is distributed"
-    core.owner = outer
-    adopt(outer, core)
-
-
-def _tensors_of(gradient: Any) -> list[Any]:
-    """Return the tensors of a gradient that hold values."""
-    if gradient is None:
-        return []
-    return [gradient.values] if isinstance(gradient, tf.IndexedSlices) else [gradient]

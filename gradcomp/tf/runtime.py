@@ -16,8 +16,7 @@ from gradcomp.core.scheme import AUTO
 from gradcomp.job import joining, runtime
 from gradcomp.job.launch import Launch, Ranks, discover, ranks_of
 from gradcomp.job.network import Alone, Network
-from gradcomp.tf.bridge import Array
-from gradcomp.tf.ordered import plain, run
+from gradcomp.tf.bridge import plain, run
 
 MPI, TORCH = "mpi", "torch"
 #: Transport between hosts -> the engine that it needs; other transports work with either engine.
@@ -50,10 +49,7 @@ def join() -> Any:
     if tf.executing_eagerly() or runtime.size() == 1:
         return joining.join()
 
-    def wait() -> list[Array]:
-        return [np.asarray(joining.join(), np.int32)]
-
-    return run("join", wait, [], [tf.int32])[0]
+    return run("join", lambda: [np.asarray(joining.join(), np.int32)], [], [tf.int32])[0]
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None, **settings: Any) -> None:
@@ -87,18 +83,14 @@ def _join(config: Config, chosen: Ranks | None) -> tuple[Launch, Network]:
         )
     if launch.size == 1:
         return launch, Alone()
-    engine = choose(launch.launcher, config.transport, _installed())
-    if engine == MPI:
+    installed = {engine for engine, module in ((MPI, "mpi4py"), (TORCH, "torch")) if is_there(module)}
+    if choose(launch.launcher, config.transport, installed) == MPI:
         from gradcomp.job import network
 
         return network.join(config.timeout_seconds)
     from gradcomp.job import over_torch
 
     return over_torch.join(config.timeout_seconds)
-
-
-def _installed() -> set[str]:
-    return {engine for engine, module in ((MPI, "mpi4py"), (TORCH, "torch")) if is_there(module)}
 
 
 def is_there(module: str) -> bool:

@@ -17,6 +17,7 @@ from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import from_plain, load, to_plain
 from gradcomp.job.process_sets import Members, members
+from gradcomp.tf.keras_model import core_of
 from gradcomp.tf.objects import broadcast_object, decode, encode
 from gradcomp.tf.optimizer import Arguments, distribute
 
@@ -48,11 +49,9 @@ def load_model(
         raise ConfigError(
             f"{filepath}: the model was saved without an optimizer; compile it with one, then save it"
         )
-    names = (
-        None
-        if compression_state is None
-        else _names_in(Path(compression_state), arguments.get("process_set"))
-    )
+    names = None
+    if compression_state is not None:
+        names = _names_in(Path(compression_state), arguments.get("process_set"))
     distribute(optimizer, Arguments(compression, names=names, **arguments))
     model.jit_compile = False
     if not optimizer.built:
@@ -87,7 +86,7 @@ class CompressionState(tf.train.experimental.PythonState):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
-        if getattr(optimizer, "_gradcomp", None) is None:
+        if core_of(optimizer) is None:
             raise ConfigError(f"expected a DistributedOptimizer, got {type(optimizer).__name__}")
         self._optimizer = optimizer
 

@@ -7,8 +7,9 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFinge
 from gradcomp.exchange.layout import Bucket, Layout
 from gradcomp.job import momentum
 from gradcomp.job.momentum import Group
-from gradcomp.kernels.devices import HOST, Device
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.tf import bridge
 from gradcomp.tf.bridge import Array, bytes_of, lent
@@ -44,7 +45,7 @@ class Site:
     def __init__(self, gradients: Gradients, groups: Sequence[Sequence[int]]) -> None:
         self._tensors = {i: _tensors_of(g) for i, g in enumerate(gradients) if g is not None}
         self._counts = {layer: len(tensors) for layer, tensors in self._tensors.items()}
-        self.groups = [list(group) for group in groups]
+        self.groups = groups
         self.absent = [i for i, gradient in enumerate(gradients) if gradient is None]
         self.sparse = [i for group in self.groups for i in group if self._counts[i] == 2]
 
@@ -82,11 +83,11 @@ def groups_of(gradients: Gradients, shapes: Sequence[Sequence[int]], group_eleme
     A group ends once it has ``group_elements`` elements. There is at least one group, because one must open
     the exchange.
     """
-    place = _places([gradient for gradient in gradients if gradient is not None])
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    places = dict(zip(present, _places([gradients[i] for i in present]), strict=True))
     groups: list[list[int]] = [[]]
     elements = 0
-    for layer in sorted(present, key=lambda i: place[id(gradients[i])]):
+    for layer in sorted(present, key=places.__getitem__):
         if elements >= group_elements:
             groups.append([])
             elements = 0
@@ -95,23 +96,21 @@ def groups_of(gradients: Gradients, shapes: Sequence[Sequence[int]], group_eleme
     return groups
 
 
-def _places(gradients: Gradients) -> dict[int, tuple[int, int]]:
-    """Return by the gradient's id the depth of the graph that makes it, and its op's number there."""
-    places = {}
+def _places(gradients: Gradients) -> list[tuple[int, int]]:
+    """Return for each gradient the depth of the graph that makes it, and its op's number there."""
     depth: dict[Any, int] = {}
     graph = tf.compat.v1.get_default_graph()
     while graph is not None and graph not in depth:
         depth[graph] = -len(depth)
         graph = getattr(graph, "outer_graph", None)
     numbers = {graph: {op: i for i, op in enumerate(graph.get_operations())} for graph in depth}
-    for gradient in gradients:
-        tensor = _tensors_of(gradient)[-1]
-        if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph"):
-            made_in = tensor.graph
-            places[id(gradient)] = (depth.get(made_in, 0), numbers.get(made_in, {}).get(tensor.op, 0))
-        else:
-            places[id(gradient)] = (-len(depth), 0)
-    return places
+    tensors = [_tensors_of(gradient)[-1] for gradient in gradients]
+    return [
+        (depth.get(tensor.graph, 0), numbers.get(tensor.graph, {}).get(tensor.op, 0))
+        if isinstance(tensor, tf.Tensor) and hasattr(tensor, "graph")
+        else (-len(depth), 0)
+        for tensor in tensors
+    ]
 
 
 def _tensors_of(gradient: Any) -> list[Any]:
@@ -161,13 +160,14 @@ class Landing:
             self._changed.notify_all()
 
 
-class Memory(Protocol):
-    """Converts tensors to values that the engine reads and writes: arrays, or eager tensors on the GPU."""
+class HostMemory:
+    """Converts tensors to values that the engine reads and writes: arrays that TensorFlow lends and takes over."""
 
-    @property
-    def device(self) -> Device:
-        """The device whose kernels work on this memory."""
-        ...
+    #: The device whose kernels work on this memory.
+    device = HOST
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> None:
+        self._pool = bridge.Pool(shapes, [dtype.as_numpy_dtype for dtype in dtypes])
 
     def op(
         self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
@@ -177,55 +177,28 @@ class Memory(Protocol):
         Its arguments are the head, as arrays, and the tensors, as values. It returns a list of values of
         these dtypes, or an array for one dtype. See :func:`gradcomp.tf.bridge.op`.
         """
-        ...
-
-    def value(self, given: Any) -> Any:
-        """Return the value of an op's argument, or of a tensor in eager mode; do not write to it."""
-        ...
-
-    def address(self, value: Any) -> int:
-        """Return a value's address, valid while the value is referred to; never 0."""
-        ...
-
-    def allocate(self, layer: int) -> Any:
-        """Return a value for the layer's mean that nothing else uses."""
-        ...
-
-    def tensor(self, value: Any) -> Any:
-        """Return the tensor that a value becomes in eager mode."""
-        ...
-
-
-class HostMemory:
-    """Arrays that TensorFlow lends and takes over, see :class:`Memory`."""
-
-    device = HOST
-
-    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> None:
-        self._pool = bridge.Pool(shapes, [dtype.as_numpy_dtype for dtype in dtypes])
-
-    def op(
-        self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
-    ) -> list[Any]:
         with tf.device("CPU:0"):
             return bridge.op(function, [*head, *tensors], dtypes)
 
     def value(self, given: Any) -> Any:
+        """Return the value of an op's argument, or of a tensor in eager mode; do not write to it."""
         return lent(given)
 
     def address(self, value: Any) -> int:
-        """Return the array's address; any address for an empty one, which may have no memory."""
+        """Return a value's address, valid while the value is referred to; never 0: an empty one has any address."""
         return int(value.ctypes.data or _SOMEWHERE.ctypes.data)
 
     def allocate(self, layer: int) -> Any:
+        """Return a value for the layer's mean that nothing else uses."""
         return self._pool.take(layer)
 
     def tensor(self, value: Any) -> Any:
+        """Return the tensor that a value becomes in eager mode."""
         return bridge.taken_over(value)
 
 
 class DeviceMemory:
-    """Tensors of a GPU, all in TensorFlow's own memory, see :class:`Memory`."""
+    """Does as :class:`HostMemory` does; values are eager tensors of a GPU, all in TensorFlow's own memory."""
 
     def __init__(self, place: Place, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> None:
         self.device = place.device
@@ -286,24 +259,28 @@ class DeviceMemory:
         return value
 
 
+Memory = HostMemory | DeviceMemory
+
+
+@dataclass
 class _Step:
     """An open step: its site (None in ``join()``), the groups that were submitted, and the memory of the means."""
 
-    def __init__(self, site: Site | None) -> None:
-        self.site = site
-        self.submitted: set[int] = set()  # numbers of groups
-        self.means: dict[int, Any] = {}  # layer -> a value of the Memory
+    site: Site | None
+    submitted: set[int] = field(default_factory=set)  # numbers of groups
+    means: dict[int, Any] = field(default_factory=dict)  # layer -> a value of the memory
 
 
 class Steps:
     """Makes steps: groups of gradients are submitted, then groups of means collected, then the step is finished.
 
     Implements :class:`gradcomp.exchange.driver.Adapter` and :class:`gradcomp.job.joining.Joinable`. Submits may
-    come from any threads, in any order; so may collects. :meth:`attach` must be called first.
+    come from any threads, in any order; so may collects. ``driver`` must be set first.
     ``optimizers_momentum`` returns the optimizer's momentum, if there is an optimizer.
     """
 
     words = Words("a step is open: save and load between steps")
+    driver: StepDriver
 
     def __init__(
         self,
@@ -326,17 +303,13 @@ class Steps:
         self._table["dtype"] = [DTYPE_NUMBERS[dtype.name] for dtype in self._dtypes]
         self._table["length"] = [math.prod(shape) for shape in self._shapes]
         self._momentum = optimizers_momentum
-        self.landing = Landing()
         #: The engine tells this object when exchange buckets have their means.
-        self.listener = self.landing
+        self.listener = Landing()
         self._lock = threading.RLock()
         self._step: _Step | None = None
         #: Loss scale, times the predivide factor, and learning rate of the last step.
         self._last = predivide, 0.0
         self._stands_in = False
-
-    def attach(self, driver: StepDriver) -> None:
-        self.driver = driver
 
     # -- called by ops --------------------------------------------------------------------------------------------
 
@@ -371,7 +344,7 @@ class Steps:
 
     def _open(self, site: Site | None) -> _Step:
         self.driver.open(*self._last, self.momenta())
-        self.landing.open(self.driver.exchanger.pipeline.layout)
+        self.listener.open(self.driver.exchanger.pipeline.layout)
         self._step = _Step(site)
         return self._step
 
@@ -427,7 +400,7 @@ class Steps:
     def collect(self, layers: Sequence[int]) -> list[Any]:
         """Wait for the means of these layers, when all groups have been submitted."""
         with self.driver.exchanger.waited_for():
-            self.landing.wait(layers)
+            self.listener.wait(layers)
         assert self._step is not None, "collect() comes before finish()"
         return [self._step.means[layer] for layer in layers]
 
@@ -438,7 +411,7 @@ class Steps:
         output.
         """
         with self._lock, self.driver.telling():
-            self.driver.exchanger.pipeline.statistics.exposed_seconds += self.landing.waited_seconds
+            self.driver.exchanger.pipeline.statistics.exposed_seconds += self.listener.waited_seconds
             means = self.driver.wait()
             self._step = None
             there = {layer for layer, rows in means.rows.items() if rows is not None} | set(

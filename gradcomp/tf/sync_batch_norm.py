@@ -10,8 +10,8 @@ import tensorflow as tf
 from gradcomp.core.errors import ConfigError
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Sum
+from gradcomp.tf.bridge import plain
 from gradcomp.tf.collectives import allreduce
-from gradcomp.tf.ordered import plain
 
 
 @keras.saving.register_keras_serializable(package="gradcomp")
@@ -49,17 +49,15 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """Compute mean and variance by channel over all ranks, where Keras asks for those of the batch."""
         if len(members(self.process_set)) == 1:
             return super()._moments(inputs, mask)  # type: ignore[no-any-return]
-        axes, channels = self._reduction_axes, tf.shape(inputs)[self.axis]
-        if mask is None:
-            weights = tf.ones_like(inputs)
-        else:
+        axes, weights = self._reduction_axes, tf.ones_like(inputs)
+        if mask is not None:
             weights = tf.broadcast_to(tf.cast(mask, inputs.dtype)[..., tf.newaxis], tf.shape(inputs))
         own = tf.stack([tf.reduce_sum(inputs * weights, axes), tf.reduce_sum(weights, axes)])
         total, count = tf.unstack(self._sum(own))
         tf.debugging.assert_positive(count, "SyncBatchNormalization: no rank has a value")
         mean = total / count
         shape = [1] * len(inputs.shape)
-        shape[self.axis] = channels
+        shape[self.axis] = tf.shape(inputs)[self.axis]
         squares = tf.square(inputs - tf.reshape(mean, shape)) * weights
         return mean, self._sum(tf.reduce_sum(squares, axes)) / count
 

@@ -17,11 +17,11 @@ from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
 from gradcomp.job.state import Runtime
+from gradcomp.tf.bridge import plain
 from gradcomp.tf.collectives import grouped_allreduce
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.layers import specs
 from gradcomp.tf.local import Local, check_ignored
-from gradcomp.tf.ordered import plain
 
 Tape = TypeVar("Tape", bound="tf.GradientTape")
 
@@ -187,10 +187,12 @@ class _Distributed:
             unconnected_gradients = tf.UnconnectedGradients.NONE
         own = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         given, variables, gradients = self._gradcomp, tf.nest.flatten(sources), tf.nest.flatten(own)
-        shared = [place for place, variable in enumerate(variables) if variable not in given.local]
-        results = list(gradients)
-        for place in set(range(len(variables))) - set(shared):
-            results[place] = given.local.gradient(gradients[place], len(given.ranks))
+        stays = [variable in given.local for variable in variables]
+        results = [
+            given.local.gradient(gradient, len(given.ranks)) if own else gradient
+            for gradient, own in zip(gradients, stays, strict=True)
+        ]
+        shared = [place for place, own in enumerate(stays) if not own]
         if shared:
             means = given.means(
                 [variables[place] for place in shared], [gradients[place] for place in shared]
@@ -213,13 +215,13 @@ class _Distributed:
         return [each for each in pairs if each[0] in local], [each for each in pairs if each[0] not in local]
 
 
+@dataclass
 class _Known:
     """The exchanges of one runtime by the ids of their variables, which they keep alive."""
 
-    def __init__(self, state: Runtime) -> None:
-        self.state = state
-        self.count = 0
-        self.exchanges: dict[tuple[int, ...], list[tuple[_Arguments, Exchange]]] = {}
+    state: Runtime
+    count: int = 0
+    exchanges: dict[tuple[int, ...], list[tuple[_Arguments, Exchange]]] = field(default_factory=dict)
 
 
 _known: _Known | None = None
@@ -235,7 +237,15 @@ def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
     for arguments, exchange in found:
         if arguments == given:
             return exchange
-    _check(variables, _known.count)
+    if len({id(variable) for variable in variables}) < len(variables):
+        raise ConfigError("the sources contain a variable more than once; pass each variable once")
+    if _known.count >= MOST_EXCHANGES:
+        names = ", ".join(layer.name for layer in specs(variables)[:3])
+        raise StateError(
+            f"tapes have {_known.count} exchanges already, and this one has other variables or arguments "
+            f"({names}{', ...' if len(variables) > 3 else ''}): make the model and its variables once, not in every "
+            "step"
+        )
     with tf.init_scope():
         exchange = Exchange(variables, given)
     if _known.count:
@@ -247,18 +257,3 @@ def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
     _known.count += 1
     found.append((given, exchange))
     return exchange
-
-
-def _check(variables: Sequence[Any], count: int) -> None:
-    if len({id(variable) for variable in variables}) < len(variables):
-        raise ConfigError("the sources contain a variable more than once; pass each variable once")
-    if count >= MOST_EXCHANGES:
-        raise StateError(
-            f"tapes have {count} exchanges already, and this one has other variables or arguments "
-            f"({_first(variables)}): make the model and its variables once, not in every step"
-        )
-
-
-def _first(variables: Sequence[Any]) -> str:
-    names = [layer.name for layer in specs(variables)[:3]]
-    return ", ".join(names) + (", ..." if len(variables) > 3 else "")

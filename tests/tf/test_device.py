@@ -95,6 +95,28 @@ def inside(exchange: Exchange) -> Any:
     return exchange.exchanger
 
 
+def seen_by(exchange: Exchange, look: Callable[[Submission], Any]) -> list[Any]:
+    """What ``look`` finds in each submission from now on."""
+    exchanger, seen = inside(exchange), []
+    submit = exchanger.submit
+
+    def watched(submission: Submission) -> None:
+        seen.append(look(submission))
+        submit(submission)
+
+    exchanger.submit = watched
+    return seen
+
+
+def on_both(work: Callable[[], Any]) -> None:
+    """The work comes to the same bytes on the host and on a device."""
+    found = []
+    for here in (False, True):
+        with on_device(here):
+            found.append(bytes_of(work()))
+    assert found[0] == found[1]
+
+
 def means_after(steps: int, compression: str, mode: str, dtype: str = "float32", here: bool = True) -> Any:
     """Those of each step."""
     with on_device(here) as driver:
@@ -146,41 +168,37 @@ def test_powersgd_keeps_ranks_equal() -> None:
 
 @on_ranks(2, env=ENV)
 def test_a_loss_scale_and_predivide_reach_the_device() -> None:
-    found = []
-    for here in (False, True):
-        with on_device(here):
-            exchange = Exchange(
-                variables(), Policy(COMPRESSIONS[1]), gradient_predivide_factor=4.0
-            )  # keeps residuals
-            function = tf.function(
-                lambda scale, *gradients, exchange=exchange: exchange.exchange(gradients, scale)
-            )
-            found.append([bytes_of(function(tf.constant(2.0**step), *draw(step))) for step in range(1, 4)])
-    assert found[0] == found[1]
+    def scaled() -> list[Any]:
+        exchange = Exchange(
+            variables(), Policy(COMPRESSIONS[1]), gradient_predivide_factor=4.0
+        )  # keeps residuals
+        function = tf.function(lambda scale, *gradients: exchange.exchange(gradients, scale))
+        return [mean for step in range(1, 4) for mean in function(tf.constant(2.0**step), *draw(step))]
+
+    on_both(scaled)
 
 
 @on_ranks(2, env=ENV)
 def test_groups_in_a_loop_of_the_graph() -> None:
     """One thread for ops: a collect that ran before a submit would never return."""
-    found = []
-    for here in (False, True):
-        with on_device(here):
-            weights = variables()
-            exchange = Exchange(weights, FOUR_BITS)
-            exchange._group_elements = 100
-            given = draw(0)
 
-            @tf.function
-            def train(exchange=exchange, weights=weights, given=given):
-                for _ in tf.range(5):
-                    gradients = [weight + one for weight, one in zip(weights, given, strict=True)]
-                    for weight, mean in zip(weights, exchange.exchange(gradients), strict=True):
-                        weight.assign_sub(0.125 * mean)
+    def trained() -> list[Any]:
+        weights, given = variables(), draw(0)
+        exchange = Exchange(weights, FOUR_BITS)
+        exchange._group_elements = 100
 
-            train()
-            assert inside(exchange).pipeline.step == 5
-            found.append(bytes_of(weights))
-    assert found[0] == found[1]
+        @tf.function
+        def train():
+            for _ in tf.range(5):
+                gradients = [weight + one for weight, one in zip(weights, given, strict=True)]
+                for weight, mean in zip(weights, exchange.exchange(gradients), strict=True):
+                    weight.assign_sub(0.125 * mean)
+
+        train()
+        assert inside(exchange).pipeline.step == 5
+        return weights
+
+    on_both(trained)
 
 
 # ------------------------------------------------------------------------- where it lies
@@ -191,17 +209,11 @@ def test_groups_in_a_loop_of_the_graph() -> None:
 def test_gradients_are_read_and_means_written_where_they_lie(mode: str) -> None:
     with on_device():
         exchange = Exchange(variables(), FOUR_BITS)
-        exchanger, seen = inside(exchange), {}
-        submit = exchanger.submit
-
-        def watched(submission: Submission) -> None:
-            seen[submission.layer] = submission.gradient, submission.output
-            submit(submission)
-
-        exchanger.submit = watched
+        found = seen_by(exchange, lambda given: (given.layer, (given.gradient, given.output)))
         function = MODES[mode](lambda *given: exchange.exchange(given))
         given = draw(0)
         means = function(*given)
+        seen = dict(found)
         for layer in range(3):
             assert seen[layer] == (address_of(given[layer]), address_of(means[layer]))
         assert all(0 not in addresses for addresses in seen.values())  # the empty layer's too
@@ -226,19 +238,12 @@ def test_only_what_is_the_hosts_runs_on_the_host() -> None:
 def test_gradients_that_were_computed_elsewhere_are_brought() -> None:
     with on_device():
         exchange = Exchange(variables(), FOUR_BITS)
-        exchanger, seen = inside(exchange), []
-        submit = exchanger.submit
-
-        def watched(submission: Submission) -> None:
-            seen.append(submission.keep.backing_device[-5:])
-            submit(submission)
-
-        exchanger.submit = watched
+        seen = seen_by(exchange, lambda given: given.keep.backing_device[-5:])
         means = exchange.exchange(draw(0, where="CPU:0"))
         assert seen == ["CPU:1"] * 4
         assert all(mean.backing_device.endswith("CPU:1") for mean in means)
         own = bytes_of(means)
-        assert set(exchanger.allgather_bytes(own)) == {own}
+        assert set(inside(exchange).allgather_bytes(own)) == {own}
 
 
 @on_ranks(2, env=ENV)
@@ -256,19 +261,17 @@ def test_memory_that_the_device_does_not_reach_is_refused() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2, env=ENV)
 def test_rows_travel_beside_dense_gradients(mode: str) -> None:
-    shapes = [(70,), (50, 4), (40, 30)]
-    found = []
-    for here in (False, True):
-        with on_device(here):
-            exchange = Exchange(variables(shapes), FOUR_BITS)
-            function = MODES[mode](lambda *given, exchange=exchange: exchange.exchange(given))
-            first, rows, last = draw(0, [(70,), (5, 4), (40, 30)])
-            index = tf.constant([3, 1, 7, 1, 20 + runtime.rank()])
-            given = first, tf.IndexedSlices(rows, index, tf.constant([50, 4])), last
-            for _ in range(2):
-                first, middle, last = function(*given)
-            found.append(bytes_of([first, middle.indices, middle.values, last]))
-    assert found[0] == found[1]
+    def means() -> list[Any]:
+        exchange = Exchange(variables([(70,), (50, 4), (40, 30)]), FOUR_BITS)
+        function = MODES[mode](lambda *given: exchange.exchange(given))
+        first, rows, last = draw(0, [(70,), (5, 4), (40, 30)])
+        index = tf.constant([3, 1, 7, 1, 20 + runtime.rank()])
+        given = first, tf.IndexedSlices(rows, index, tf.constant([50, 4])), last
+        for _ in range(2):
+            first, middle, last = function(*given)
+        return [first, middle.indices, middle.values, last]
+
+    on_both(means)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -290,7 +293,7 @@ def test_a_gradient_that_only_another_rank_has_is_named(mode: str) -> None:
         exchange = Exchange(variables(), FOUR_BITS)
         gradients = draw(0)
         if runtime.rank() == 0:
-            gradients[0] = None  # of which the engine then makes room for the mean
+            gradients[0] = None  # for whose mean the engine then allocates memory
         function = MODES[mode](lambda: [exchange.exchange(gradients) for _ in range(2)])
         with pytest.raises((StateError, TransportError)) as caught, bridge.typed_errors():
             function()  # the rank that has all of them hears of it in the second step
@@ -313,18 +316,16 @@ def test_errors_on_the_device_are_gradcomps() -> None:
 @on_ranks(2, env=ENV)
 def test_fit() -> None:
     import keras
-    from keras_checks import assert_alike, compression, data, fit, model
+    from keras_checks import assert_alike, compiled, compression, data, fit
 
     from gradcomp.tf.optimizer import DistributedOptimizer
 
     found = []
     for here in (False, True):
         with on_device(here) as driver, tf.device("CPU:1"):
-            ours = model()
-            optimizer = DistributedOptimizer(
-                keras.optimizers.SGD(0.125, momentum=0.5), compression=compression()
-            )
-            ours.compile(optimizer=optimizer, loss="mse")
+            sgd = keras.optimizers.SGD(0.125, momentum=0.5)
+            optimizer = DistributedOptimizer(sgd, compression=compression())
+            ours = compiled(optimizer)
             fit(ours, *data()[:2])
             assert optimizer.statistics().steps == 8
             assert not here or driver.launched
@@ -395,8 +396,8 @@ def test_every_mean_has_memory_of_its_own() -> None:
     dtypes = [tf.float32, tf.bfloat16, tf.float32, tf.float16]
     place = Place(tf.zeros(()).backing_device, HOST)
     memory = DeviceMemory(place, shapes, dtypes)
-    rooms = [memory.allocate(layer) for layer in range(4) for _ in range(3)]
-    filled = [room for room in rooms if room.shape.num_elements()]
-    assert len({memory.address(room) for room in filled}) == 9
-    assert [(room.dtype, tuple(room.shape)) for room in rooms[::3]] == list(zip(dtypes, shapes, strict=True))
-    assert memory.address(rooms[-1])
+    means = [memory.allocate(layer) for layer in range(4) for _ in range(3)]
+    filled = [mean for mean in means if mean.shape.num_elements()]
+    assert len({memory.address(mean) for mean in filled}) == 9
+    assert [(mean.dtype, tuple(mean.shape)) for mean in means[::3]] == list(zip(dtypes, shapes, strict=True))
+    assert memory.address(means[-1])

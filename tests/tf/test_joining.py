@@ -48,6 +48,10 @@ def bits(model: Any) -> bytes:
     return b"".join(variable.numpy().tobytes() for variable in model.variables)
 
 
+def assert_equal_on_all_ranks(model: Any) -> None:
+    assert len(set(gc.allgather_object(bits(model)))) == 1
+
+
 def one_process(words: bool, world: int) -> list[np.ndarray]:
     """What the rank with most batches comes to: a rank that has joined adds zeros, and N stays N."""
     model = model_of(words)
@@ -91,7 +95,7 @@ def check_training(words: bool, compression: str, mode: Any) -> None:
         gc.broadcast_variables(model.variables, root_rank=last)
         gc.broadcast_variables(optimizer.variables, root_rank=last)
     step(*map(tf.constant, data(gc.rank(), 0)))
-    assert len(set(gc.allgather_object(bits(model)))) == 1
+    assert_equal_on_all_ranks(model)
 
 
 @on_ranks(2, env=ENV)
@@ -125,7 +129,7 @@ def test_keras_fit_on_unequal_numbers_of_batches():
         last = gc.join()
         assert last == 1
         gc.broadcast_variables(model.variables + model.optimizer.variables, root_rank=last)
-    assert len(set(gc.allgather_object(bits(model)))) == 1
+    assert_equal_on_all_ranks(model)
     assert int(model.optimizer.iterations) == batches(1)
 
 

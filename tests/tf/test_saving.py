@@ -1,21 +1,45 @@
 """Saved models, copies, and compression state in TensorFlow's checkpoints."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from batch import on_ranks
 
-pytest.importorskip("tensorflow")
+tf = pytest.importorskip("tensorflow")
+
+import keras
+from keras_checks import (
+    assert_alike,
+    assert_equal,
+    compiled,
+    compression,
+    data,
+    fit,
+    model,
+    shared_directory,
+)
+
+import gradcomp.tf as gc
+import gradcomp.tf.keras as hvd
+from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
+from gradcomp.tf.optimizer import Distributed
 
 ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+Adam, LossScaleOptimizer, SGD = (
+    keras.optimizers.Adam,
+    keras.optimizers.LossScaleOptimizer,
+    keras.optimizers.SGD,
+)
 
 #: Loads a model, and trains it on, where gradcomp cannot be imported.
 WITHOUT_GRADCOMP = """
@@ -45,203 +69,132 @@ print("trained on")
 """
 
 
-def _trained() -> tuple[Any, Any]:
+def trained() -> tuple[Any, Any]:
     """A model and its distributed optimizer after 8 steps."""
-    import keras
-    from keras_checks import compression, data, fit, model
-
-    from gradcomp.tf.optimizer import DistributedOptimizer
-
     x, y, _, _ = data()
-    ours = model()
-    opt = DistributedOptimizer(keras.optimizers.Adam(0.01), compression=compression())
-    ours.compile(optimizer=opt, loss="mse", metrics=["mae"])
+    optimizer = gc.DistributedOptimizer(Adam(0.01), compression=compression())
+    ours = compiled(optimizer, metrics=["mae"])
     fit(ours, x, y)
-    return ours, opt
+    return ours, optimizer
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Custom(SGD):
+    """An optimizer of the user's."""
 
 
 @on_ranks(2, env=ENV)
 def test_it_serialises_as_the_plain_optimizer() -> None:
-    import copy
-    import pickle
-
-    import keras
-
-    from gradcomp.tf.optimizer import Distributed, DistributedOptimizer
-
-    @keras.saving.register_keras_serializable(package="tests")
-    class Custom(keras.optimizers.SGD):
-        """An optimizer of the user's."""
-
     schedule = keras.optimizers.schedules.ExponentialDecay(0.2, 2, 0.5)
-    for make in (
-        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-        lambda: keras.optimizers.AdamW(schedule, weight_decay=0.1, use_ema=True),
-        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)),
-        lambda: Custom(0.1),
+    for optimizer in (
+        SGD(0.1, momentum=0.9),
+        keras.optimizers.AdamW(schedule, weight_decay=0.1, use_ema=True),
+        LossScaleOptimizer(Adam(0.1)),
+        Custom(0.1),
     ):
-        optimizer = make()
         before, config = keras.saving.serialize_keras_object(optimizer), optimizer.get_config()
-        DistributedOptimizer(optimizer, compression="quantize:bits=4")
+        gc.DistributedOptimizer(optimizer, compression="quantize:bits=4")
         assert isinstance(optimizer, Distributed)
         assert keras.saving.serialize_keras_object(optimizer) == before
         assert optimizer.get_config() == config
-        for twin in (
+        for made in (
             copy.copy(optimizer),
             copy.deepcopy(optimizer),
             keras.saving.deserialize_keras_object(before),
         ):
-            assert not isinstance(twin, Distributed)
-            assert type(twin) is optimizer.__class__
-            assert twin.get_config() == config
-    assert type(pickle.loads(pickle.dumps(DistributedOptimizer(keras.optimizers.SGD(0.1))))) is (
-        keras.optimizers.SGD
-    )
+            assert not isinstance(made, Distributed)
+            assert type(made) is optimizer.__class__
+            assert made.get_config() == config
+    assert type(pickle.loads(pickle.dumps(gc.DistributedOptimizer(SGD(0.1))))) is SGD
 
 
 @pytest.mark.full
 @on_ranks(2, env=ENV)
 def test_a_saved_model_loads_without_gradcomp() -> None:
-    import pickle
-    from pathlib import Path
-
-    from keras_checks import shared_directory
-
-    from gradcomp.job import runtime
-
     directory = Path(shared_directory())
-    ours, optimizer = _trained()
-    if runtime.rank() == 0:  # meanwhile the other rank is done
-        ours.save(directory / "model.keras")
-        (directory / "optimizer.pickle").write_bytes(pickle.dumps(optimizer))
+    ours, optimizer = trained()
+    if gc.rank() == 0:  # meanwhile the other rank is done
+        saved = directory / "model.keras", directory / "optimizer.pickle"
+        ours.save(saved[0])
+        saved[1].write_bytes(pickle.dumps(optimizer))
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        command = [sys.executable, "-c", WITHOUT_GRADCOMP, *map(str, saved)]
         ended = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                textwrap.dedent(WITHOUT_GRADCOMP),
-                str(directory / "model.keras"),
-                str(directory / "optimizer.pickle"),
-            ],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
+            command, env=environment, capture_output=True, text=True, timeout=50, check=False
         )
         assert ended.stdout == "trained on\n", ended.stderr[-2000:]
 
 
 @on_ranks(2, env=ENV)
 def test_a_loaded_model_trains_on() -> None:
-    from pathlib import Path
-
-    import keras
-    from keras_checks import assert_alike, compression, data, fit, model, shared_directory
-
-    from gradcomp.core.errors import ConfigError
-    from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
-    from gradcomp.job import runtime
-    from gradcomp.job.checkpoint import save
-    from gradcomp.tf.objects import broadcast_object
-    from gradcomp.tf.optimizer import Distributed, DistributedOptimizer
-    from gradcomp.tf.saving import load_model
-
     directory = Path(shared_directory())
-    ours, optimizer = _trained()
+    ours, optimizer = trained()
     bare = model()  # on all ranks: Keras numbers layers
-    if runtime.rank() == 0:
+    if gc.rank() == 0:
         ours.save(directory / "model.keras")
         bare.save(directory / "bare.keras")
-    save(directory / "compression", optimizer)
-    without = load_model(directory / "model.keras", compression())
+    gc.save(directory / "compression", optimizer)
+    without = gc.load_model(directory / "model.keras", compression())
     checkpoint_manager = checkpoint_manager_of(without.optimizer)
     assert checkpoint_manager.awaited is True  # the first step says that there is more
-    again = load_model(directory / "model.keras", compression(), compression_state=directory / "compression")
+    state = directory / "compression"
+    again = gc.load_model(directory / "model.keras", compression(), compression_state=state)
     assert isinstance(again.optimizer, Distributed)
     assert checkpoint_manager_of(again.optimizer).awaited is False
     x, y, _, _ = data(seed=6)
     for one in (ours, again):
         fit(one, x, y)
-    for mine, other in zip(
-        [*ours.weights, *optimizer.variables], [*again.weights, *again.optimizer.variables], strict=True
-    ):
-        assert np.array_equal(np.asarray(mine), np.asarray(other)), mine.path
+    assert_equal([*ours.weights, *optimizer.variables], [*again.weights, *again.optimizer.variables])
     assert_alike(again.weights)
     assert "mae" in again.history.history
-    broadcast_object(None)
-    with pytest.raises(ConfigError, match="without an optimizer"):
-        load_model(directory / "bare.keras")
+    gc.broadcast_object(None)
+    with pytest.raises(gc.ConfigError, match="without an optimizer"):
+        gc.load_model(directory / "bare.keras")
 
-    scaled = model()
-    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    scaled.compile(optimizer=DistributedOptimizer(inner, compression=compression()), loss="mse")
+    scaled = compiled(gc.DistributedOptimizer(LossScaleOptimizer(SGD(0.1)), compression=compression()))
     scaled.optimizer.build(scaled.trainable_variables)
-    if runtime.rank() == 0:
+    if gc.rank() == 0:
         scaled.save(directory / "scaled.keras")
-    broadcast_object(None)
-    loaded = load_model(directory / "scaled.keras", compression())
-    assert isinstance(loaded.optimizer, keras.optimizers.LossScaleOptimizer)
+    gc.broadcast_object(None)
+    loaded = gc.load_model(directory / "scaled.keras", compression())
+    assert isinstance(loaded.optimizer, LossScaleOptimizer)
     fit(loaded, x, y)
     assert_alike(loaded.weights, loaded.optimizer.variables)
 
 
 @on_ranks(2, env=ENV)
 def test_compression_state_in_a_checkpoint_of_tensorflow() -> None:
-    from pathlib import Path
-
-    import keras
-    import tensorflow as tf
-    from keras_checks import compression, data, fit, model, shared_directory
-
-    from gradcomp.core.errors import ConfigError, StateError
-    from gradcomp.job import runtime
-    from gradcomp.tf.optimizer import DistributedOptimizer
-    from gradcomp.tf.saving import CompressionState
-
-    path = str(Path(shared_directory()) / f"rank-{runtime.rank()}")
-    ours, optimizer = _trained()
-    saved = tf.train.Checkpoint(model=ours, optimizer=optimizer, compression=CompressionState(optimizer))
+    path = str(Path(shared_directory()) / f"rank-{gc.rank()}")
+    ours, optimizer = trained()
+    saved = tf.train.Checkpoint(model=ours, optimizer=optimizer, compression=gc.CompressionState(optimizer))
     where = saved.write(path)
-    again = model(seed=9)
-    other = DistributedOptimizer(keras.optimizers.Adam(0.5), compression=compression())
-    with pytest.raises(StateError, match="not built"):
-        CompressionState(other).serialize()
+    other = gc.DistributedOptimizer(Adam(0.5), compression=compression())
+    with pytest.raises(gc.StateError, match="not built"):
+        gc.CompressionState(other).serialize()
+    again = compiled(other, model(seed=9), metrics=["mae"])
     other.build(again.trainable_variables)
-    again.compile(optimizer=other, loss="mse", metrics=["mae"])
-    checkpoint = tf.train.Checkpoint(model=again, optimizer=other, compression=CompressionState(other))
+    checkpoint = tf.train.Checkpoint(model=again, optimizer=other, compression=gc.CompressionState(other))
     checkpoint.read(where).assert_existing_objects_matched()
     x, y, _, _ = data(seed=6)
     for one in (ours, again):
         fit(one, x, y)
-    for mine, theirs in zip(
-        [*ours.weights, *optimizer.variables], [*again.weights, *other.variables], strict=True
-    ):
-        assert np.array_equal(np.asarray(mine), np.asarray(theirs)), mine.path
-    state = optimizer.compression_state()
-    for name, residual in other.compression_state()["residuals"].items():
-        assert np.array_equal(residual, state["residuals"][name]), name
-    with pytest.raises(ConfigError, match="DistributedOptimizer"):
-        CompressionState(keras.optimizers.SGD(0.1))
-    with pytest.raises(StateError):
+    assert_equal([*ours.weights, *optimizer.variables], [*again.weights, *other.variables])
+    residuals, read = (one.compression_state()["residuals"] for one in (optimizer, other))
+    assert residuals.keys() == read.keys()
+    assert_equal(residuals.values(), read.values())
+    with pytest.raises(gc.ConfigError, match="DistributedOptimizer"):
+        gc.CompressionState(SGD(0.1))
+    with pytest.raises(gc.StateError):
         other.load_compression_state({"residuals": {}})
 
 
 def test_horovods_load_model_knows_optimizers_of_ones_own(tmp_path: Path) -> None:
-    import keras
-    from keras_checks import model
-
-    import gradcomp.tf.keras as hvd
-    from gradcomp.tf.optimizer import Distributed
-
-    class Own(keras.optimizers.SGD):
+    class Own(SGD):
         pass
 
     hvd.init(log_level="warning")
     try:
-        ours = model()
-        ours.compile(optimizer=Own(0.25), loss="mse")
-        ours.save(tmp_path / "model.keras")
+        compiled(Own(0.25)).save(tmp_path / "model.keras")
         found = hvd.load_model(tmp_path / "model.keras", custom_optimizers=[Own], compression="fp16")
         assert isinstance(found.optimizer, Distributed)
         assert isinstance(found.optimizer, Own)

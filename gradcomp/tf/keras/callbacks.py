@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradcomp.tf import local
+from gradcomp.tf import names
 from gradcomp.tf.callbacks import (
     BroadcastGlobalVariables,
     LearningRateSchedule,
@@ -20,7 +20,7 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-__getattr__ = local.refusing(__name__, local.CALLBACKS)
+__getattr__ = names.refusing(__name__, names.CALLBACKS)
 
 
 class BroadcastGlobalVariablesCallback(BroadcastGlobalVariables):

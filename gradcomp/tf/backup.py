@@ -19,7 +19,7 @@ from gradcomp.job import runtime
 from gradcomp.job.all_or_none import Together
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.process_sets import ProcessSet
-from gradcomp.tf.callbacks.common import (
+from gradcomp.tf.keras_model import (
     build_optimizers,
     optimizers_of,
     ranks_of,
@@ -125,13 +125,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         iteration = sum(int(getattr(one, "inner_optimizer", one)._iterations) for one in optimizers.values())
         name = f"epoch-{epoch}-iteration-{iteration}"
         directory = self._directory(name)
-        step = self._steps()
+        metadata = {"epoch": epoch, "batch": batch, "iteration": iteration, "step": self._steps()}
 
         def write() -> None:
             directory.mkdir(parents=True, exist_ok=True)
             self.model.save_weights(str(directory / _WEIGHTS), overwrite=True)
-            text = json.dumps({"epoch": epoch, "batch": batch, "iteration": iteration, "step": step})
-            (directory / _METADATA).write_text(text)
+            (directory / _METADATA).write_text(json.dumps(metadata))
 
         def publish() -> None:
             partial = self.backup_dir / f"{_LATEST}.partial"
