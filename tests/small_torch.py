@@ -48,3 +48,14 @@ def assert_same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
     dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):
         assert theirs == mine, f"rank {rank} differs from rank {gc.rank()}"
+
+
+def backward(model: torch.nn.Module, step: int = 0) -> None:
+    model(data(step)).square().mean().backward()
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: int = 3, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()

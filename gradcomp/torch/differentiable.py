@@ -138,12 +138,8 @@ class AllGather(torch.autograd.Function):
     def forward(ctx: Any, name: Any, process_set: Any, *tensors: torch.Tensor) -> Any:
         starts: list[int] = []
         wholes = begin_allgather(tensors, name, process_set, starts).wait()
-        rows = [len(tensor) for tensor in tensors]
-        ctx.arguments = (
-            name,
-            process_set,
-            [slice(at, at + count) for at, count in zip(starts, rows, strict=True)],
-        )
+        own = [slice(at, at + len(tensor)) for at, tensor in zip(starts, tensors, strict=True)]
+        ctx.arguments = name, process_set, own
         return tuple(wholes)
 
     @staticmethod

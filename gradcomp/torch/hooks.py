@@ -1,9 +1,9 @@
-"""Turns autograd's hooks into steps: the memory of gradients, the windows of accumulation, and the hooks themselves."""
+"""Turns autograd's hooks into steps: the windows of accumulation, and the hooks themselves."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +22,12 @@ from gradcomp.exchange.fingerprint import NO_SAY, NOTHING, DeferredFingerprint, 
 from gradcomp.exchange.thread import in_background
 from gradcomp.exchange.waiting import Number
 from gradcomp.job import runtime
-from gradcomp.kernels.devices import Device
 from gradcomp.reduce.header import LATE
-from gradcomp.torch.end_of_backward import EndOfBackward, at_end, watch_backward
-from gradcomp.torch.fingerprint import ParameterSamples
+from gradcomp.torch.devices import Gradients
 from gradcomp.torch.layers import (
     SKIP_TOGETHER,
     Named,
+    ParameterSamples,
     digests_behind,
     digests_of,
     rows_of,
@@ -36,11 +35,15 @@ from gradcomp.torch.layers import (
     tensor_of,
 )
 from gradcomp.torch.loss_scale import LossScale, means_before_unscaling
-from gradcomp.torch.modules import DdpCheck, StepWatch, UnexchangedSteps, opaque, refuse_inside_backward
-from gradcomp.torch.momentum import Momenta
-from gradcomp.torch.streams import Handed, staging_for, untouched
-from gradcomp.torch.tensors import Form, has_memory
-from gradcomp.torch.tensors import form as form_of
+from gradcomp.torch.modules import (
+    DdpCheck,
+    EndOfBackward,
+    at_end,
+    opaque,
+    refuse_inside_backward,
+    watch_backward,
+)
+from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps
 
 logger = logging.getLogger("gradcomp")
 #: A warning needs this many steps in a row that took the same number of exchanges, more than one.
@@ -50,119 +53,6 @@ OnSkip = Literal["raise", "agree"]
 #: Exchanges whose window ends with the backward pass that is about to return.
 _ending: list[GradientExchange] = []
 _numbers = count()
-
-
-class Gradients:
-    """The ``.grad`` of parameters, by layer number; :meth:`attach` must be called first.
-
-    With ``sparse_as_dense`` sparse gradients travel as dense ones, see :meth:`restore_sparse`.
-    """
-
-    def __init__(self, named: Named, *, sparse_as_dense: bool) -> None:
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        self._forms = [Form.of(parameter) for parameter in self.parameters]
-        self._sparse_as_dense = sparse_as_dense
-        #: Layers of which this rank has had a sparse gradient that travelled as a dense one.
-        self.made_dense: set[int] = set()
-        self._staging = untouched()
-        self._handed: dict[int, Handed] = {}
-        self._made: dict[int, Handed] = {}  # memory for means of layers without a gradient on this rank
-
-    def attach(self, device: Device) -> None:
-        """Choose how gradients reach the engine, whose kernels run on ``device``."""
-        self._staging = staging_for(device, self.parameters[0].device)
-
-    def open(self) -> None:
-        self._staging.open()
-        self._handed = {}
-
-    def own(self, layer: int) -> torch.Tensor:
-        """Return the layer's gradient, made dense in memory unless it travels as rows.
-
-        Raises StateError if its shape, dtype or device differs from the parameter's at wrapping.
-        """
-        parameter, form = self.parameters[layer], self._forms[layer]
-        gradient = parameter.grad
-        if gradient is None:
-            raise self.taken_away(layer)
-        if not form.fits(gradient):
-            raise self._became_another(layer, gradient)
-        if gradient.is_sparse:
-            if not self._sparse_as_dense:
-                return gradient
-            self.made_dense.add(layer)
-            gradient = gradient.to_dense()
-        if gradient.stride() != form.strides:
-            gradient = form.dense(gradient)
-        if gradient is not parameter.grad:
-            parameter.grad = gradient
-        return gradient.detach()
-
-    def hand_in(self, layer: int, gradient: torch.Tensor) -> Handed:
-        """Return the memory on which the engine works in place of this gradient."""
-        handed = self._handed[layer] = self._staging.hand_in(gradient)
-        return handed
-
-    def allocate(self, layer: int, *, apart: bool = False) -> int:
-        """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread).
-
-        With ``apart`` it is never the gradient's own memory.
-        """
-        parameter, form = self.parameters[layer], self._forms[layer]
-        gradient = parameter.grad
-        if gradient is not None and (apart or gradient.is_sparse or gradient.stride() != form.strides):
-            gradient = None
-        if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
-            misfit = gradient if gradient is not None and form.fits(parameter) else parameter
-            raise self._became_another(layer, misfit)
-        made = self._staging.allocate(form, None if gradient is None else gradient.detach())
-        self._made[layer] = made
-        return made.address
-
-    def give_back(self) -> None:
-        """End the step: the gradients that were submitted hold their means now."""
-        handed, self._handed = self._handed, {}
-        self._staging.give_back(handed.values())
-
-    def take_means(self) -> None:
-        """Set the gradients of layers that only other ranks had to their means."""
-        made, self._made = self._made, {}
-        for layer, mean in made.items():
-            self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
-
-    def restore_sparse(self, layers: Iterable[int]) -> None:
-        """Make the means of these layers sparse, because SparseAdam takes no dense gradients."""
-        for layer in layers:
-            mean = self.parameters[layer].grad
-            if mean is not None:  # a hook has taken it away otherwise, which the caller reports
-                self.parameters[layer].grad = mean.to_sparse(1)
-
-    def forget_means(self) -> None:
-        """Drop the means of layers that only other ranks had."""
-        self._made = {}
-
-    def described(self) -> str:
-        """Return a text that changes with the gradients, except where every norm and sum stays the same."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        return repr([(float(g.norm()), float(g.sum())) for g in gradients if g is not None])
-
-    def taken_away(self, layer: int) -> StateError:
-        """Return the error for a gradient that became None before its exchange ended."""
-        return StateError(
-            f"the gradient of layer {self.names[layer]!r} was set to None inside backward(), perhaps by a "
-            "register_post_accumulate_grad_hook() that updates the parameter there. Until backward() returns, a "
-            "gradient is this rank's alone and its mean is being exchanged: remove the hook, and call step() after "
-            "backward()"
-        )
-
-    def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
-        kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "
-        return StateError(
-            f"layer {self.names[layer]!r} was {self._forms[layer]} when the optimizer was wrapped; its gradient is "
-            f"{kind}{form_of(tensor)}, {tensor.layout}, on {tensor.device} now: wrap the optimizer when the model has "
-            "its final dtype, shapes and device, and let hooks keep dtype, shape and device of gradients"
-        )
 
 
 @dataclass(frozen=True)
@@ -233,7 +123,7 @@ def _finish_together() -> None:
         exchange.finish()
 
 
-class GradientExchange:
+class GradientExchange(Listener):
     """Hooks the parameters and turns their gradients into steps; implements :class:`gradcomp.exchange.driver.Adapter`.
 
     A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward
@@ -310,8 +200,8 @@ class GradientExchange:
         self._end = EndOfBackward(self._end_of_backward)
         self._behind_all = opaque(_finish_together)
         for layer, parameter in enumerate(self._gradients.parameters):
-            hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            arrived = opaque(lambda _, layer=layer: self._arrived(layer))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Remove all hooks from the parameters and the optimizers."""
@@ -342,12 +232,6 @@ class GradientExchange:
             self._ddp_check = None
 
     # -- autograd -------------------------------------------------------------------------------------------------
-
-    def _hook(self, layer: int) -> Any:
-        def fire(_: torch.Tensor) -> None:
-            self._arrived(layer)
-
-        return opaque(fire)
 
     def _arrived(self, layer: int) -> None:
         if not self._touched and not self._submitted:
@@ -404,8 +288,7 @@ class GradientExchange:
             self.driver.submit_rows(layer, partial(rows_of, name, gradient))
         else:
             handed = self._gradients.hand_in(layer, gradient)
-            address = handed.address
-            self.driver.submit(Submission(layer, address, address, handed, handed.event))
+            self.driver.submit(Submission(layer, handed.address, handed.address, handed, handed.event))
 
     def _open(self) -> None:
         if self.driver.under_way:
@@ -537,17 +420,11 @@ class GradientExchange:
         finally:
             self._suspended = previous
 
-    # -- gradcomp.torch.modules.Listener -----------------------------------------------------------------------
-
-    def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
-        """Do nothing: only communication hooks need to learn of optimizers."""
+    # -- gradcomp.torch.optimizers.Listener -----------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise StateError inside a backward pass, and on gradients that were not exchanged."""
         self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the wrapped ``step()`` gives the momentum back."""
 
     # -- gradcomp.exchange.driver.Adapter -----------------------------------------------------------------------------
 
@@ -563,9 +440,7 @@ class GradientExchange:
 
         A rank in ``join()`` contributes none.
         """
-        if self._stands_in:
-            return in_background(lambda: NO_SAY)
-        return in_background(digests_behind(self.named))
+        return in_background((lambda: NO_SAY) if self._stands_in else digests_behind(self.named))
 
     def fingerprint(self, turn: int) -> DeferredFingerprint:
         """Sample the parameters and the optimizer's settings; a rank in ``join()`` contributes nothing."""

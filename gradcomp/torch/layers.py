@@ -1,4 +1,4 @@
-"""Parameters as layers: specs, digests, rows of sparse gradients, and exchanges that take layers over from others."""
+"""Parameters as layers: specs, digests, samples, rows of sparse gradients, and exchanges that take layers over."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from gradcomp import kernels
@@ -17,11 +18,16 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import Kind, LayerSpec
 from gradcomp.exchange.driver import Array, Rows
-from gradcomp.exchange.fingerprint import CRC32C, Digests
+from gradcomp.exchange.fingerprint import CRC32C, DeferredFingerprint, Digests, Fingerprint
+from gradcomp.exchange.thread import in_background
 from gradcomp.job import start
 from gradcomp.job.start import Proposal
+from gradcomp.kernels import SEGMENT
+from gradcomp.kernels.devices import Device
+from gradcomp.kernels.reference_checksum import Words, sampled_elements, value_of_sample
+from gradcomp.kernels.segments import DTYPE_NUMBERS
 from gradcomp.torch.streams import streams_of
-from gradcomp.torch.tensors import dense_problem, dtype_name, is_dtensor
+from gradcomp.torch.tensors import Form, dense_problem, dtype_name, is_dtensor
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -132,6 +138,15 @@ def name_parameters(
     return [(n, p) for n, p in own if p.requires_grad], [(n, p) for n, p in own if not p.requires_grad]
 
 
+def refuse_thawed(frozen: Named, when: str, advice: str) -> None:
+    """Raise StateError if parameters that were frozen ``when`` the exchange was made require gradients now."""
+    if thawed := [name for name, parameter in frozen if parameter.requires_grad]:
+        raise StateError(
+            f"parameters that were frozen when {when} now require gradients and are not exchanged: "
+            f"{', '.join(thawed[:5])}; {advice}"
+        )
+
+
 def rows_of(name: str, gradient: torch.Tensor) -> tuple[Array, Array]:
     """Return the indices and values of the rows of a layer's sparse gradient, on the host, in the wire's dtype."""
     gradient = gradient.coalesce()
@@ -218,3 +233,66 @@ def _digest(parameter: torch.Tensor) -> int:
     if not data.is_contiguous():
         data = data.contiguous()
     return kernels.crc32c(data.view(-1).view(torch.uint8).cpu().numpy())
+
+
+class ParameterSamples:
+    """Samples parameters where they lie in memory, by one kernel call for all of them.
+
+    On a GPU the call is made on a thread of its own, after the work that computes the parameters, and only
+    the first exchange bucket waits for it. On a device without kernels, torch reads the elements, layer by
+    layer.
+    """
+
+    def __init__(self, named: Named, device: Device) -> None:
+        self._parameters = [parameter for _, parameter in named]
+        self._forms = [Form.of(parameter) for parameter in self._parameters]
+        self._device = device
+        self._table = np.zeros(len(named), dtype=SEGMENT)
+        self._table["dtype"] = [DTYPE_NUMBERS[dtype_name(parameter.dtype)] for parameter in self._parameters]
+
+    def take(self, turn: int, scalars: str) -> DeferredFingerprint:
+        """Return the fingerprint of exchange number ``turn``, or on a GPU a future of it."""
+        addresses = np.fromiter(
+            map(torch.Tensor.data_ptr, self._parameters), np.uint64, len(self._parameters)
+        )
+        for i in np.flatnonzero(addresses != self._table["gradient"]).tolist():
+            # A parameter whose dtype, shape or device changed is not read; its gradient will be refused.
+            parameter, form = self._parameters[i], self._forms[i]
+            as_it_was = addresses[i] and form.fits(parameter) and parameter.stride() == form.strides
+            self._table["length"][i] = parameter.numel() if as_it_was else 0
+        self._table["gradient"] = addresses
+        if not self._device.is_late:
+            return Fingerprint(_sample(self._table, turn), scalars)
+        table, streams = self._table.copy(), streams_of(self._parameters[0].device)
+        begun = streams.mark()
+
+        def work() -> Fingerprint:
+            with streams.on(streams.another()):
+                streams.follow(begun)
+                if self._device.driver is None:
+                    return Fingerprint(self._taken(table["length"].tolist(), turn), scalars)
+                self._device.follow([self._device.mark(streams.handle())])
+                return Fingerprint(_sample(table, turn), scalars)
+
+        return in_background(self._device.bound(work))
+
+    def _taken(self, lengths: list[int], turn: int) -> Words:
+        """Compute the kernel's values from elements that torch reads."""
+        values = np.zeros(len(lengths), dtype=np.uint32)
+        for i, (length, parameter) in enumerate(zip(lengths, self._parameters, strict=True)):
+            if length:
+                elements = sampled_elements(length, turn & 0xFFFFFFFF)
+                flat = parameter.detach().as_strided((length,), (1,))
+                found = flat[torch.from_numpy(elements).to(flat.device)].cpu()
+                values[i] = value_of_sample(found.view(_WORDS[found.element_size()]).numpy(), elements)
+        return values
+
+
+#: Size of an element in bytes -> integer dtype that NumPy has too, unlike bfloat16.
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sample(table: np.ndarray[Any, Any], turn: int) -> Words:
+    values = np.zeros(len(table), dtype=np.uint32)
+    kernels.sample(table, values, turn=turn & 0xFFFFFFFF)
+    return values

@@ -387,12 +387,7 @@ def damaged(good: Path, folder: Path) -> dict[str, str]:
     )
     (case("list manifest", "is not that of a gradcomp checkpoint") / checkpoint.MANIFEST).write_text("[1]")
     edited("other kind", "is not that of a gradcomp checkpoint", kind="another")
-    edited(
-        "other format",
-        "format 99 (of gradcomp '7.0'), this gradcomp",
-        format=99,
-        gradcomp="7.0",
-    )
+    edited("other format", "format 99 (of gradcomp '7.0'), this gradcomp", format=99, gradcomp="7.0")
     edited("edited", "does not match its digest", sealed=False, shared={**whole["shared"], "step": 3})
     edited("many ranks", "a file for each of 3 ranks", world=3)
     edited("no ranks", "a file for each of 0 ranks", world=0, files=[])

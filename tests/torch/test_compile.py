@@ -126,10 +126,10 @@ def test_a_compiled_backward_that_fails_leaves_no_end_behind():
         with pytest.raises(ValueError, match="in a hook"):
             run(data(0).requires_grad_(), broken=True)
     assert calls
-    from gradcomp.torch import end_of_backward
+    from gradcomp.torch import modules
 
-    assert not end_of_backward._running.callbacks
-    assert not end_of_backward._running.ended
+    assert not modules._running.callbacks
+    assert not modules._running.ended
 
 
 @on_ranks(2, reorder=False)

@@ -156,8 +156,7 @@ def test_a_hook_does_not_know_the_learning_rate():
 
 
 @pytest.mark.parametrize(
-    "others",
-    ["warmup[topk:density=0.05]:steps=4", "warmup[topk:density=0.06]:steps=3", "none"],
+    "others", ["warmup[topk:density=0.05]:steps=4", "warmup[topk:density=0.06]:steps=3", "none"]
 )
 @on_ranks(2)
 def test_schedules_that_differ_are_refused_by_all(others: str):

@@ -23,7 +23,7 @@ import gradcomp.torch as gc
 from gradcomp.analysis import read
 from gradcomp.exchange.thread import in_background
 from gradcomp.kernels import devices, dispatch
-from gradcomp.torch import ddp, distributed_state, fingerprint
+from gradcomp.torch import ddp, distributed_state
 from gradcomp.torch import devices as torch_devices
 from gradcomp.torch import layers as layers_module
 from gradcomp.torch import streams as streams_module
@@ -75,7 +75,7 @@ def on_device() -> Iterator[_Everything]:
 def through_host() -> Iterator[FakeStreams]:
     """Optimizers that are made inside have their gradients on a device without kernels."""
     streams = FakeStreams()
-    device = streams_module.Staged("cuda:0", streams=streams)
+    device = torch_devices.Staged("cuda:0", streams=streams)
     with replaced("device_of", lambda named: device, distributed_state, ddp):
         yield streams
 
@@ -250,7 +250,7 @@ def test_without_cupy_and_bindings_gradients_of_a_gpu_go_through_the_host_with_o
     monkeypatch.setattr(torch_devices.logger, "propagate", True)
     parameter: Any = SimpleNamespace(device=torch.device("cuda:7"))
     found = [device_of([("weight", parameter)]) for _ in range(3)]
-    assert all(isinstance(device, streams_module.Staged) and device.name == "cuda:7" for device in found)
+    assert all(isinstance(device, torch_devices.Staged) and device.name == "cuda:7" for device in found)
     [said] = [record.getMessage() for record in caplog.records]
     assert "pip install 'gradcomp[cuda13]'" in said
     assert "pinned memory" in said
@@ -281,7 +281,7 @@ def test_a_copy_to_the_host_is_behind_the_gradient_and_beside_the_scripts_stream
     streams = FakeStreams()
     script = streams.another()
     gradient = torch.zeros(3)
-    way = streams_module.ThroughHost(streams)
+    way = torch_devices.ThroughHost(streams)
     with streams.on(script):
         script.held.append(lambda: gradient.fill_(5.0))  # backward has not come to it
         handed = way.hand_in(gradient)
@@ -294,7 +294,7 @@ def test_a_copy_to_the_host_is_behind_the_gradient_and_beside_the_scripts_stream
 def test_means_come_back_in_the_order_of_the_current_stream() -> None:
     streams = FakeStreams()
     script, form = streams.another(), Form.of(torch.zeros(2, 3).t())
-    way = streams_module.ThroughHost(streams)
+    way = torch_devices.ThroughHost(streams)
     room = way.allocate(form, None)
     room.tensor.copy_(torch.arange(6.0))
     with streams.on(script):
@@ -312,7 +312,7 @@ def test_what_the_engines_thread_begins_is_in_the_order_of_the_stream_that_train
     streams = FakeStreams()
     script = streams.another()
     with (
-        replaced("streams_of", lambda device: streams, streams_module, layers_module, fingerprint),
+        replaced("streams_of", lambda device: streams, streams_module, torch_devices, layers_module),
         streams.on(script),
         on_device() as driver,
     ):
@@ -423,9 +423,9 @@ def test_parameters_are_sampled_alike_with_kernels_and_without(dtype: torch.dtyp
     named.append(
         ("turned", torch.nn.Parameter(torch.randn(8, 6, 5, 7).to(memory_format=torch.channels_last)))
     )
-    staged = streams_module.Staged("cuda:0", streams=FakeStreams())
+    staged = torch_devices.Staged("cuda:0", streams=FakeStreams())
     for turn in (0, 5):
-        here, there = (fingerprint.ParameterSamples(named, device) for device in (devices.HOST, staged))
+        here, there = (layers_module.ParameterSamples(named, device) for device in (devices.HOST, staged))
         expected, found = here.take(turn, "[]").result(), there.take(turn, "[]").result()
         assert expected.layers.all()
         assert found.layers.tolist() == expected.layers.tolist()

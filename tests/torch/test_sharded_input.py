@@ -82,12 +82,7 @@ REFUSED = {
         gc.ConfigError,
         "feedback=False",
     ),
-    "weights by TopK": (
-        lambda: build(BLOCKS),
-        {"weights": gc.TopK(density=0.1)},
-        gc.ConfigError,
-        "no codes",
-    ),
+    "weights by TopK": (lambda: build(BLOCKS), {"weights": gc.TopK(density=0.1)}, gc.ConfigError, "no codes"),
     "gradients by PowerSGD": (
         lambda: build(BLOCKS),
         {"gradients": gc.PowerSGD(rank=2)},
@@ -354,10 +349,7 @@ def test_a_world_of_one_exchanges_nothing():
 
 
 @examples(200)
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    st.integers(1, 7),
-)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 7))
 def test_shards_are_those_of_torchs_chunks(shape: list[int], world: int):
     one = Sharded("x", nn.Linear(1, 1), "weight", tuple(shape), 0, world)
     values = torch.arange(torch.Size(shape).numel()).view(shape)

@@ -24,9 +24,7 @@ def train() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 90), torch.nn.ReLU(), torch.nn.Linear(90, 70))
     opt = gc.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        net.named_parameters(),
-        compression=sys.argv[1],
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), compression=sys.argv[1]
     )
     data = torch.Generator().manual_seed(gc.rank())
     for _ in range(4):
