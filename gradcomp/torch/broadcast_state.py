@@ -21,7 +21,7 @@ from gradcomp.job import runtime
 from gradcomp.job.all_or_none import MOST_OBJECT_BYTES, broadcast_payload, gather_payloads
 from gradcomp.job.channel import Channel, alone, chunks, current_channel
 from gradcomp.job.process_sets import Members, ranks_of, root_of
-from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
+from gradcomp.torch.tensors import culprit, dense_problem, form, has_memory
 
 logger = logging.getLogger("gradcomp")
 
@@ -76,11 +76,7 @@ def broadcast_parameters(
         if channel.rank != root:
             for name, module in stateful.items():
                 module.set_extra_state(received[name])
-    _warn_of_extra_state([name for name, _ in entries], channel)
-
-
-def _warn_of_extra_state(names: list[str], channel: Channel) -> None:
-    found = [name for name in names if name.rpartition(".")[2] == "_extra_state"]
+    found = [name for name, _ in entries if name.rpartition(".")[2] == "_extra_state"]
     if found and channel.rank == 0:
         logger.warning(
             "broadcast_parameters: extra state of modules (%s%s) was replaced in the state_dict, but not in the other "
@@ -278,7 +274,7 @@ def _broadcast_chunk(channel: Channel, tensors: list[torch.Tensor], root: int) -
         start += _aligned(tensor.nbytes)
     if channel.rank == root:
         for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(bytes_of(tensor))
+            part.copy_(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
     call = Call("broadcast_parameters", [f"{len(buffer)} bytes from rank {root}"])
     channel.submit(call, lambda _: channel.broadcast(buffer.numpy(), root)).result()
     if channel.rank != root:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
 import weakref
@@ -24,10 +23,8 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
-from gradcomp.exchange.fingerprint import NO_SAY, NOTHING, DeferredFingerprint, Digests
 from gradcomp.exchange.layout import Bucket, Layout
 from gradcomp.exchange.pipeline import Pipeline
-from gradcomp.exchange.thread import in_background
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import warn_of_averages
@@ -40,10 +37,9 @@ from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.devices import Handed, Staging, device_of, staging_for
 from gradcomp.torch.layers import (
     SKIP_TOGETHER,
+    ComparedParameters,
     Named,
     ParameterSamples,
-    digests_behind,
-    digests_of,
     propose,
     refuse_thawed,
     take_over,
@@ -129,7 +125,7 @@ def future_of(buffer: torch.Tensor) -> Future[torch.Tensor]:
     return Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-class BucketSteps(Listener):
+class BucketSteps(Listener, ComparedParameters):
     """Makes one step of each backward pass of a DistributedDataParallel.
 
     Implements :class:`gradcomp.exchange.driver.Adapter`. A hook does not learn of ``step()`` or
@@ -164,12 +160,11 @@ class BucketSteps(Listener):
         self.listener = self._futures
         self._samples = ParameterSamples(named, device)
         self._optimizers = StepWatch((parameter for _, parameter in named), self)
+        self._scalars = self._optimizers.scalars
         self._momenta = Momenta(named, lambda: list(self._optimizers.ours))
         self._any_optimizer = False
         #: Instances of DistributedDataParallel with these parameters; searched for only after a step without exchange.
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        #: True if DistributedDataParallel.join() made the last exchange, because this rank had run out of data.
-        self._joining = False
 
     def attach(self, driver: StepDriver) -> None:
         """Take the driver, and take these parameters over from earlier exchanges unless the world is one rank."""
@@ -222,13 +217,13 @@ class BucketSteps(Listener):
         driver.rest()
         driver.exchanger.pipeline.lay_out()
         stepped = self._optimizers.stepped()
-        if self._joining:
+        if self.in_join:
             driver.amend(0)
         elif stepped is False:
             driver.amend(DISCARDED)
         # Outside of a backward pass it is DistributedDataParallel.join() that calls, on a rank that has run out of
         # data. That rank does not step, and takes the others' parameters in the end.
-        self._joining = torch._C._current_graph_task_id() == -1
+        self.in_join = torch._C._current_graph_task_id() == -1
         momenta = self._momenta_of_step(driver.exchanger.pipeline)
         self._staging.open()
         scale = self._loss_scale.of(driver.exchanger.pipeline)
@@ -299,20 +294,6 @@ class BucketSteps(Listener):
         raise StateError(
             f"layer {self.named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
         )
-
-    def digests(self) -> Digests:
-        return digests_of(self.named)
-
-    def begin_digests(self) -> concurrent.futures.Future[Digests]:
-        """Compute digests on a thread; a rank in ``join()`` does not step, so its parameters are not compared."""
-        joining = self._joining
-        return in_background((lambda: NO_SAY) if joining else digests_behind(self.named))
-
-    def fingerprint(self, turn: int) -> DeferredFingerprint:
-        """Sample the parameters and the optimizers' settings; a rank in ``join()`` contributes nothing."""
-        if self._joining:
-            return NOTHING
-        return self._samples.take(turn, self._optimizers.scalars())
 
     def means_complete(self) -> None:
         """Do nothing: the engine's thread has completed the futures."""
@@ -446,7 +427,8 @@ class HookState(CompressionState):
         loss_scale: LossScale,
         device: Device = HOST,
     ) -> None:
-        self._named = named
+        #: The parameters that are exchanged, with their names: the layers, in order.
+        self.named_parameters = named
         self._layers = proposal.layers
         self._steps = BucketSteps(named, frozen, proposal.layers, proposal.policy, loss_scale, device)
         shapes = [tuple(parameter.shape) for _, parameter in named]
@@ -463,11 +445,6 @@ class HookState(CompressionState):
     def exchanger(self) -> Exchanger | None:
         """The exchanger, with the pipeline and the compression state; None in a world of one."""
         return self._driver.exchanger if self._driver.attached else None
-
-    @property
-    def named_parameters(self) -> Named:
-        """The parameters that are exchanged, with their names: the layers, in order."""
-        return list(self._named)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Change the compression between two steps, as :meth:`DistributedOptimizer.set_compression` does.

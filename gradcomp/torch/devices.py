@@ -142,7 +142,7 @@ class InPlace:
         """
         with self._streams.on(self._scripts):
             if gradient is None:
-                gradient = form.zeros()
+                gradient = form.empty().zero_()
             self._device.follow([self._device.mark(self._streams.handle())])
         return Handed(gradient, None, gradient)
 
@@ -256,7 +256,7 @@ class Gradients:
         #: That of a rank which exchanges nothing, until :meth:`attach`.
         self._staging: Staging = InPlace(HOST, streams_of(torch.device("cpu")))
         self._handed: dict[int, Handed] = {}
-        self._made: dict[int, Handed] = {}  # memory for means of layers without a gradient on this rank
+        self.made: dict[int, Handed] = {}  # memory for means of layers without a gradient on this rank
 
     def attach(self, device: Device) -> None:
         """Choose how gradients reach the engine, whose kernels run on ``device``."""
@@ -283,7 +283,7 @@ class Gradients:
             self.made_dense.add(layer)
             gradient = gradient.to_dense()
         if gradient.stride() != form.strides:
-            gradient = form.dense(gradient)
+            gradient = form.empty().copy_(gradient)
         if gradient is not parameter.grad:
             parameter.grad = gradient
         return gradient.detach()
@@ -305,9 +305,8 @@ class Gradients:
         if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
             misfit = gradient if gradient is not None and form.fits(parameter) else parameter
             raise self._became_another(layer, misfit)
-        made = self._staging.allocate(form, None if gradient is None else gradient.detach())
-        self._made[layer] = made
-        return made.address
+        self.made[layer] = self._staging.allocate(form, None if gradient is None else gradient.detach())
+        return self.made[layer].address
 
     def give_back(self) -> None:
         """End the step: the gradients that were submitted hold their means now."""
@@ -316,7 +315,7 @@ class Gradients:
 
     def take_means(self) -> None:
         """Set the gradients of layers that only other ranks had to their means."""
-        made, self._made = self._made, {}
+        made, self.made = self.made, {}
         for layer, mean in made.items():
             self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
 
@@ -326,10 +325,6 @@ class Gradients:
             mean = self.parameters[layer].grad
             if mean is not None:  # a hook has taken it away otherwise, which the caller reports
                 self.parameters[layer].grad = mean.to_sparse(1)
-
-    def forget_means(self) -> None:
-        """Drop the means of layers that only other ranks had."""
-        self._made = {}
 
     def described(self) -> str:
         """Return a text that changes with the gradients, except where every norm and sum stays the same."""

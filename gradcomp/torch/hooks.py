@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,18 +17,15 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Means, Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
-from gradcomp.exchange.fingerprint import NO_SAY, NOTHING, DeferredFingerprint, Digests
-from gradcomp.exchange.thread import in_background
 from gradcomp.exchange.waiting import Number
 from gradcomp.job import runtime
 from gradcomp.reduce.header import LATE
 from gradcomp.torch.devices import Gradients
 from gradcomp.torch.layers import (
     SKIP_TOGETHER,
+    ComparedParameters,
     Named,
     ParameterSamples,
-    digests_behind,
-    digests_of,
     rows_of,
     take_over,
     tensor_of,
@@ -123,7 +119,7 @@ def _finish_together() -> None:
         exchange.finish()
 
 
-class GradientExchange(Listener):
+class GradientExchange(Listener, ComparedParameters):
     """Hooks the parameters and turns their gradients into steps; implements :class:`gradcomp.exchange.driver.Adapter`.
 
     A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward
@@ -169,7 +165,6 @@ class GradientExchange(Listener):
         self._passes = 0
         self._in_backward = False
         self._suspended = False
-        self._stands_in = False
         self._means: dict[int, torch.Tensor] = {}  # layer -> the .grad tensor that the finished step set
         #: The means as text if another rank was late: an edit is an error, because its script could not make it.
         self._before_edits = ""
@@ -387,15 +382,15 @@ class GradientExchange(Listener):
 
     def stand_in(self) -> None:
         """Take part in one exchange without a gradient; this rank's gradients and parameters do not change."""
-        self._stands_in = True
+        self.in_join = True
         try:
             self._open()
             self.driver.flush()
             self._wait()
-            self._gradients.forget_means()
+            self._gradients.made = {}  # the means of layers that only other ranks had
             self.driver.commit()
         finally:
-            self._stands_in = False
+            self.in_join = False
 
     def drain(self) -> None:
         """End an open step without applying it, because gradients are about to be zeroed."""
@@ -430,21 +425,7 @@ class GradientExchange(Listener):
 
     def allocate(self, layer: int) -> int:
         """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread)."""
-        return self._gradients.allocate(layer, apart=self._stands_in)
-
-    def digests(self) -> Digests:
-        return digests_of(self.named)
-
-    def begin_digests(self) -> Future[Digests]:
-        """Compute digests on a thread, after the device work that updates the parameters.
-
-        A rank in ``join()`` contributes none.
-        """
-        return in_background((lambda: NO_SAY) if self._stands_in else digests_behind(self.named))
-
-    def fingerprint(self, turn: int) -> DeferredFingerprint:
-        """Sample the parameters and the optimizer's settings; a rank in ``join()`` contributes nothing."""
-        return NOTHING if self._stands_in else self._samples.take(turn, self._scalars())
+        return self._gradients.allocate(layer, apart=self.in_join)
 
     def means_complete(self) -> None:
         self._gradients.give_back()

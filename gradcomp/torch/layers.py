@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -18,7 +19,7 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import Kind, LayerSpec
 from gradcomp.exchange.driver import Array, Rows
-from gradcomp.exchange.fingerprint import CRC32C, DeferredFingerprint, Digests, Fingerprint
+from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFingerprint, Digests, Fingerprint
 from gradcomp.exchange.thread import in_background
 from gradcomp.job import start
 from gradcomp.job.start import Proposal
@@ -43,11 +44,6 @@ _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 _numbers = count()
 
 
-def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions from slowest to fastest in memory."""
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-int(tensor.stride()[d]), d)))
-
-
 def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
     """Return a parameter's spec.
 
@@ -57,9 +53,9 @@ def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
         raise ConfigError(f"layer {name!r}: {problem}")
     if parameter.dtype.is_complex:
         raise ConfigError(f"layer {name!r} is complex; register its view_as_real form")
-    shape = tuple(parameter.shape)
-    if not parameter.is_contiguous():
-        shape = tuple(shape[d] for d in memory_order(parameter))
+    # Dimensions from slowest to fastest in memory.
+    order = sorted(range(parameter.dim()), key=lambda d: (-int(parameter.stride()[d]), d))
+    shape = tuple(parameter.shape if parameter.is_contiguous() else (parameter.shape[d] for d in order))
     return LayerSpec(name, shape, dtype_name(parameter.dtype), kind_of(name, parameter.dim()))
 
 
@@ -88,15 +84,6 @@ def kind_of(name: str, dimensions: int) -> Kind:
     return "embedding" if "emb" in name.lower() else "weight"
 
 
-def _is_named(pair: Any) -> bool:
-    return (
-        isinstance(pair, Sequence)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], torch.Tensor)
-    )
-
-
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> tuple[Named, Named]:
@@ -116,7 +103,8 @@ def name_parameters(
         named = list(named_parameters)
     names: dict[int, str] = {}
     for pair in named:
-        if not _is_named(pair):
+        is_pair = isinstance(pair, Sequence) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
             raise ConfigError(
                 "named_parameters must yield (name, parameter) pairs, as model.named_parameters() does"
             )
@@ -229,10 +217,7 @@ def digests_behind(named: Named) -> Callable[[], Digests]:
 
 
 def _digest(parameter: torch.Tensor) -> int:
-    data = parameter.detach()
-    if not data.is_contiguous():
-        data = data.contiguous()
-    return kernels.crc32c(data.view(-1).view(torch.uint8).cpu().numpy())
+    return kernels.crc32c(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
 class ParameterSamples:
@@ -296,3 +281,24 @@ def _sample(table: np.ndarray[Any, Any], turn: int) -> Words:
     values = np.zeros(len(table), dtype=np.uint32)
     kernels.sample(table, values, turn=turn & 0xFFFFFFFF)
     return values
+
+
+class ComparedParameters:
+    """The part of an :class:`gradcomp.exchange.driver.Adapter` that compares parameters and settings over ranks."""
+
+    named: Named
+    #: True in an exchange of ``join()``: a rank that has joined does not step, so nothing of it is compared.
+    in_join = False
+    _samples: ParameterSamples
+    _scalars: Callable[[], str]
+
+    def digests(self) -> Digests:
+        return digests_of(self.named)
+
+    def begin_digests(self) -> Future[Digests]:
+        """Compute digests on a thread, after the device work that updates the parameters."""
+        return in_background((lambda: NO_SAY) if self.in_join else digests_behind(self.named))
+
+    def fingerprint(self, turn: int) -> DeferredFingerprint:
+        """Sample the parameters and the optimizers' settings."""
+        return NOTHING if self.in_join else self._samples.take(turn, self._scalars())

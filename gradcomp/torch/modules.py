@@ -59,18 +59,14 @@ def live(kind: type[T]) -> list[T]:
 def _instances(kind: type[T]) -> list[T]:
     # type() is used because isinstance() reads an object's __class__, which runs code in proxies.
     kinds: set[type[Any]] = set()
-    _add_with_subclasses(kind, kinds)
+    found: list[type[Any]] = [kind]
+    while found:
+        kinds.update(found)
+        found = [each for one in found for each in one.__subclasses__() if each not in kinds]
     objects = gc.get_objects()
     if kinds.isdisjoint(map(type, objects)):  # the usual case, made fast
         return []
     return [each for each in objects if type(each) in kinds]
-
-
-def _add_with_subclasses(kind: type[Any], kinds: set[type[Any]]) -> None:
-    if kind not in kinds:
-        kinds.add(kind)
-        for subclass in kind.__subclasses__():
-            _add_with_subclasses(subclass, kinds)
 
 
 def opaque(function: F, *, calls_own: bool = False) -> F:
@@ -86,14 +82,11 @@ def opaque(function: F, *, calls_own: bool = False) -> F:
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside DistributedDataParallel, compiled modules, or both; else the module itself."""
-    while (inner := _inside(model)) is not None:
+    while True:
+        inner = getattr(model, "module" if isinstance(model, DistributedDataParallel) else "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
         model = inner
-    return model
-
-
-def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, torch.nn.Module) else None
 
 
 def refuse_inside_backward() -> None:

@@ -79,23 +79,12 @@ class Form:
             and (tensor.layout is torch.strided or tensor.is_sparse)
         )
 
-    def zeros(self) -> torch.Tensor:
-        return self.empty().zero_()
-
     def empty(self) -> torch.Tensor:
+        """Return memory that can be exchanged."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
-    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into memory that can be exchanged."""
-        return self.empty().copy_(tensor)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)} on {self.device}"
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values' bytes as a flat tensor in host memory."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def form(value: Any) -> str:

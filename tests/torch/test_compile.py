@@ -10,8 +10,7 @@ import pytest
 import torch
 from batch import on_ranks
 from launching import run_ranks
-from small_torch import assert_same_on_all_ranks, bits_of, data, net
-from torch.nn.parallel import DistributedDataParallel
+from small_torch import assert_same_on_all_ranks, bits_of, data, in_ddp, net
 
 import gradcomp.torch as gc
 
@@ -26,11 +25,8 @@ def optimized(compression: str, **options):
 
 
 def hooked(compression: str, **options):
-    model = net()
-    state, hook = gc.ddp_comm_hook(model, gc.Policy(compression, filter=gc.Filter(min_elements=2)))
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(state, hook)
-    return ddp, torch.optim.SGD(model.parameters(), lr=0.1, **options)
+    ddp, _ = in_ddp(net(), gc.Policy(compression, filter=gc.Filter(min_elements=2)))
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, **options)
 
 
 MAKERS = {"optimizer": optimized, "hook": hooked}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from batch import on_ranks
 from logs import logged
-from small_torch import wrap
+from small_torch import in_ddp, wrap
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -32,12 +32,7 @@ def net(seed: int = 0) -> torch.nn.Module:
 
 
 def hooked(compression: gc.Policy | str = "none", model: torch.nn.Module | None = None, **arguments):
-    """A model in DistributedDataParallel with the hook, and the hook's state."""
-    model = model or net()
-    state, hook = gc.ddp_comm_hook(model, compression, **arguments)
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(state, hook)
-    return ddp, state
+    return in_ddp(model or net(), compression, **arguments)
 
 
 def loss(model: torch.nn.Module, step: int = 0) -> torch.Tensor:
@@ -95,6 +90,8 @@ def accelerated():
     model = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True), backend="eager")
     optimizer.step = types.MethodType(type(optimizer).step, optimizer)
     return model, optimizer
+
+
 IN_DDP = {
     "before": ddp_before,
     "after": ddp_after,
@@ -254,10 +251,14 @@ def test_parameters_that_cannot_be_exchanged_as_they_lie_are_refused(case):
 def test_collectives_and_broadcasts_of_a_dtensor_are_refused():
     tensor = distribute_tensor(torch.ones(4), mesh(), [Replicate()])
     assert isinstance(tensor, DTensor)
-    calls = (gc.allreduce, gc.allgather, lambda x: gc.broadcast_parameters({"x": x}), lambda x: gc.broadcast_object({"x": x}))
-    for call in calls:
+    for call, given in (
+        (gc.allreduce, tensor),
+        (gc.allgather, tensor),
+        (gc.broadcast_parameters, {"x": tensor}),
+        (gc.broadcast_object, {"x": tensor}),
+    ):
         with pytest.raises(gc.ConfigError, match="to_local"):
-            call(tensor)
+            call(given)
 
 
 # ---------------------------------------------------------------------- gradients that are not as agreed
@@ -560,7 +561,9 @@ def test_an_update_by_hand_inside_backward_is_an_error_of_that_backward(wrapped_
     optimizer = wrap(model) if wrapped_first else None
     for_each(model, update)
     optimizer = optimizer or wrap(model)
-    with pytest.raises(gc.GradcompError, match=r"was set to None inside backward.*call step\(\) after backward"):
+    with pytest.raises(
+        gc.GradcompError, match=r"was set to None inside backward.*call step\(\) after backward"
+    ):
         loss(model).backward()
     with pytest.raises(gc.GradcompError, match="inside backward"):
         optimizer.step()
@@ -622,7 +625,8 @@ BYPASSED = {make.__name__: make for make in BYPASSES}
 
 @pytest.mark.parametrize(
     ("case", "late"),
-    [*((case, False) for case in BYPASSED), ("the_bare_model_in_place_of_ddp", True), ("copies_that_are_trained", True)],
+    [(case, False) for case in BYPASSED]
+    + [(case, True) for case in ("the_bare_model_in_place_of_ddp", "copies_that_are_trained")],
 )
 @on_ranks(2)
 def test_the_second_step_on_gradients_that_nobody_exchanged_is_an_error_with_both_causes(case, late):

@@ -218,7 +218,17 @@ class ShardedCompression:
         if optimizer is not None:
             optimizer.register_step_post_hook(self._stepped)
         if state.rank == ranks[0]:
-            _log(units, settings)
+            parameters = [one for unit in units for one in unit.parameters]
+            logger.info(
+                "fully_shard: %d units of %d parameters, %d of them uncompressed; weights by %s, gradients by %s",
+                len(units),
+                len(parameters),
+                sum(
+                    settings.weights.choose(one.spec(one.current.dtype))[1] is not None for one in parameters
+                ),
+                settings.weights.title,
+                settings.gradients.title,
+            )
 
     def _stepped(self, *_: object) -> None:
         assert self._settings.steps is not None, "there is an optimizer"
@@ -313,22 +323,6 @@ def _check(
         )
 
 
-def _log(units: Sequence[Unit], settings: ShardedSettings) -> None:
-    parameters = [one for unit in units for one in unit.parameters]
-    weights, gradients = settings.weights, settings.gradients
-    logger.info(
-        "fully_shard: %d units of %d parameters, %d of them uncompressed; weights by %s, gradients by %s",
-        len(units),
-        len(parameters),
-        sum(weights.choose(one.spec(one.current.dtype))[1] is not None for one in parameters),
-        weights.title,
-        gradients.title,
-    )
-
-
-_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-
-
 def explain_failures() -> None:
     """Make the default all-gather of ``fully_shard`` tell, where it fails, what the other ranks wait for.
 
@@ -336,7 +330,8 @@ def explain_failures() -> None:
     of torch, so its own ends in an error of the backend that names neither. This works only where ``fully_shard`` was
     imported before ``init``, because importing its modules takes seconds.
     """
-    kind: Any = getattr(sys.modules.get(_COLLECTIVES), "DefaultAllGather", None)
+    collectives = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    kind: Any = getattr(collectives, "DefaultAllGather", None)
     if kind is None or hasattr(kind.__call__, "__wrapped__"):
         return
     gather = kind.__call__
