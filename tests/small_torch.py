@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.torch as gc
 
@@ -48,3 +49,42 @@ def assert_same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
     dist.all_gather_object(everyone, mine)
     for rank, theirs in enumerate(everyone):
         assert theirs == mine, f"rank {rank} differs from rank {gc.rank()}"
+
+
+def in_ddp(model: torch.nn.Module, compression: Any = "none", **arguments: Any) -> tuple[Any, Any]:
+    """The model in DistributedDataParallel with gradcomp's hook, and the hook's state."""
+    state, hook = gc.ddp_comm_hook(model, compression, **arguments)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def backward(model: torch.nn.Module, step: int = 0) -> None:
+    model(data(step)).square().mean().backward()
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: int = 3, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two states are equal, tensors bit for bit."""
+    if isinstance(a, torch.Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        return alike and a.detach().numpy().tobytes() == b.detach().numpy().tobytes()
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and a == b
+
+
+def fails(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The text of the error of exactly this kind that the call raises."""
+    try:
+        call()
+    except kind as error:
+        assert type(error) is kind, repr(error)  # noqa: PT017
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")

@@ -150,11 +150,7 @@ def coder_of(compression: Any) -> tuple[Coder, str | None]:
 
     float32 and float64 tensors travel in the half precision that it names.
     """
-    return reduce_op.coder_of(compression, _to, (_keep, _restore))
-
-
-def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    return tensor, None
+    return reduce_op.coder_of(compression, _to, (lambda tensor: (tensor, None), _restore))
 
 
 def _restore(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
@@ -173,6 +169,16 @@ def _to(half: str) -> Coder:
 CODERS["torch"] = _to
 
 
+def _result(flat: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """Return the values of ``flat`` in a tensor like ``tensor``, which is ``tensor`` itself if ``in_place``."""
+    if not in_place:
+        return flat.view(tensor.shape).to(tensor.device)
+    if not shares_memory(flat, tensor):
+        return tensor.copy_(flat.view(tensor.shape))
+    torch.autograd.graph.increment_version(tensor)
+    return tensor
+
+
 def begin_allreduce(
     tensors: Tensors,
     name: str | None,
@@ -187,16 +193,7 @@ def begin_allreduce(
     flats = [] if problem else [host(tensor, copy=not in_place) for tensor in tensors]
 
     def finish(_: None) -> list[torch.Tensor]:
-        results: list[torch.Tensor] = []
-        for tensor, flat in zip(tensors, flats, strict=True):
-            if not in_place:
-                results.append(flat.view(tensor.shape).to(tensor.device))
-            elif shares_memory(flat, tensor):
-                torch.autograd.graph.increment_version(tensor)
-                results.append(tensor)
-            else:
-                results.append(tensor.copy_(flat.view(tensor.shape)))
-        return results
+        return [_result(flat, tensor, in_place) for tensor, flat in zip(tensors, flats, strict=True)]
 
     return Handle(collectives.allreduce(called, [array_of(flat) for flat in flats], problem), finish)
 
@@ -246,15 +243,8 @@ def begin_broadcast(
     called, problem = descriptors("broadcast", [tensor], name, process_set, root=root_rank, problem=problem)
     flat = torch.empty(0, dtype=torch.uint8) if problem else host(tensor, copy=not in_place)
 
-    def finish(_: None) -> torch.Tensor:
-        if not in_place:
-            return flat.view(tensor.shape).to(tensor.device)
-        if shares_memory(flat, tensor):
-            torch.autograd.graph.increment_version(tensor)
-            return tensor
-        return tensor.copy_(flat.view(tensor.shape))
-
-    return Handle(collectives.broadcast(called[0], bytes_view(flat), problem), finish)
+    received = collectives.broadcast(called[0], bytes_view(flat), problem)
+    return Handle(received, lambda _: _result(flat, tensor, in_place))
 
 
 def begin_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process_set: Members) -> Handle:
@@ -283,8 +273,6 @@ def _counts(splits: Any) -> tuple[Any, str | None]:
         counts = np.asarray(splits.detach().cpu() if isinstance(splits, torch.Tensor) else splits)
     except (ValueError, TypeError):
         return None, "splits must be integers"
-    return (
-        (counts, None)
-        if counts.dtype.kind in "iu"
-        else (None, f"splits must be integers, got {counts.dtype}")
-    )
+    if counts.dtype.kind in "iu":
+        return counts, None
+    return None, f"splits must be integers, got {counts.dtype}"

@@ -21,7 +21,7 @@ from gradcomp.job import runtime
 from gradcomp.job.all_or_none import MOST_OBJECT_BYTES, broadcast_payload, gather_payloads
 from gradcomp.job.channel import Channel, alone, chunks, current_channel
 from gradcomp.job.process_sets import Members, ranks_of, root_of
-from gradcomp.torch.tensors import bytes_of, culprit, dense_problem, form, has_memory
+from gradcomp.torch.tensors import culprit, dense_problem, form, has_memory
 
 logger = logging.getLogger("gradcomp")
 
@@ -46,18 +46,20 @@ def broadcast_parameters(
         return
     stateful: dict[str, torch.nn.Module] = {}
     if isinstance(params, torch.nn.Module):
-        stateful = {name: module for name, module in params.named_modules() if _has_extra_state(module)}
+        stateful = {
+            name: module
+            for name, module in params.named_modules()
+            if type(module).get_extra_state
+            is not torch.nn.Module.get_extra_state  # as state_dict() decides it
+        }
         params = [*params.named_parameters(), *params.named_buffers()]
     entries, problem = _entries(params)
     lines = [f"broadcast_parameters(root_rank={root_rank})"]
     lines += [f"{name}: {form(value)}" for name, value in entries]
     lines += [f"{name}: extra state" for name in stateful]
-    channel, root, wrong_root = _meet(process_set, root_rank)
-    call = Call("broadcast_parameters", lines, problem=problem or wrong_root)
+    channel, root = _compare("broadcast_parameters", lines, problem, root_rank, process_set)
     if channel is None:
-        alone(call).result()
         return
-    channel.submit(call, lambda _: None).result()
     tensors = [value.detach() for _, value in entries if isinstance(value, torch.Tensor)]
     for chunk in chunks(tensors, lambda tensor: _aligned(tensor.nbytes)):
         _broadcast_chunk(channel, chunk, root)
@@ -74,16 +76,7 @@ def broadcast_parameters(
         if channel.rank != root:
             for name, module in stateful.items():
                 module.set_extra_state(received[name])
-    _warn_of_extra_state([name for name, _ in entries], channel)
-
-
-def _has_extra_state(module: torch.nn.Module) -> bool:
-    """Return True if the module's class defines extra state, as ``state_dict()`` decides it."""
-    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
-
-
-def _warn_of_extra_state(names: list[str], channel: Channel) -> None:
-    found = [name for name in names if name.rpartition(".")[2] == "_extra_state"]
+    found = [name for name, _ in entries if name.rpartition(".")[2] == "_extra_state"]
     if found and channel.rank == 0:
         logger.warning(
             "broadcast_parameters: extra state of modules (%s%s) was replaced in the state_dict, but not in the other "
@@ -121,12 +114,9 @@ def broadcast_optimizer_state(
         problem = f"not a torch.optim.Optimizer: {type(optimizer).__name__}"
     if not isinstance(module, torch.nn.Module | None):
         problem = problem or f"model must be a torch.nn.Module or None, got {type(module).__name__}"
-    channel, root, wrong_root = _meet(process_set, root_rank)
-    call = Call("broadcast_optimizer_state", lines, problem=problem or wrong_root)
+    channel, root = _compare("broadcast_optimizer_state", lines, problem, root_rank, process_set)
     if channel is None:
-        alone(call).result()
         return
-    channel.submit(call, lambda _: None).result()
     is_root = channel.rank == root
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, process_set=process_set)
     if not is_root:
@@ -156,7 +146,7 @@ def broadcast_object(
     sets of them. Unlike Horovod, gradcomp never unpickles arbitrary classes: anything else is a ConfigError
     on every rank. Wire: one broadcast of the object as ``torch.save`` writes it.
     """
-    channel, root, problem = _meet(process_set, root_rank)
+    channel, (root, problem) = current_channel(process_set), root_of(root_rank, process_set)
     payload, number = b"", 0
     if channel is not None and channel.rank == root:
         payload, number = _encode(obj)
@@ -199,9 +189,14 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Members = N
     return [_decode(data) for data, _ in received]
 
 
-def _meet(process_set: Members, root_rank: Any) -> tuple[Channel | None, int, str | None]:
-    """Return the channel, or None for one rank; the root's rank in it; and a problem with ``root_rank``."""
-    return current_channel(process_set), *root_of(root_rank, process_set)
+def _compare(
+    name: str, lines: list[str], problem: str | None, root_rank: Any, process_set: Members
+) -> tuple[Channel | None, int]:
+    """Compare a call over ranks; return the channel, or None for one rank, and the root's rank in it."""
+    channel, (root, wrong_root) = current_channel(process_set), root_of(root_rank, process_set)
+    call = Call(name, lines, problem=problem or wrong_root)
+    (alone(call) if channel is None else channel.submit(call, lambda _: None)).result()
+    return channel, root
 
 
 def _encode(obj: Any) -> tuple[bytes, int]:
@@ -279,7 +274,7 @@ def _broadcast_chunk(channel: Channel, tensors: list[torch.Tensor], root: int) -
         start += _aligned(tensor.nbytes)
     if channel.rank == root:
         for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(bytes_of(tensor))
+            part.copy_(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
     call = Call("broadcast_parameters", [f"{len(buffer)} bytes from rank {root}"])
     channel.submit(call, lambda _: channel.broadcast(buffer.numpy(), root)).result()
     if channel.rank != root:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, reduce_op_of, scaled_op_of
 from gradcomp.torch.async_calls import (
     Handle,
+    Tensors,
     begin_allgather,
     begin_allreduce,
     begin_alltoall,
@@ -27,8 +27,6 @@ from gradcomp.torch.async_calls import (
 )
 from gradcomp.torch.differentiable import AllGather, AllToAll, Broadcast, needs_gradient, reduce_tensors
 from gradcomp.torch.tensors import dtype_name
-
-Tensors = Sequence[torch.Tensor]
 
 
 def allreduce(
@@ -77,9 +75,8 @@ def allreduce_(
     process_set: Members = None,
 ) -> torch.Tensor:
     """Reduce as :func:`allreduce` does, in place and not differentiable; returns ``tensor``."""
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = handle.wait()
-    return result
+    allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+    return tensor
 
 
 def grouped_allreduce_(
@@ -92,11 +89,10 @@ def grouped_allreduce_(
     process_set: Members = None,
 ) -> list[torch.Tensor]:
     """Reduce as :func:`grouped_allreduce` does, in place and not differentiable; returns the tensors."""
-    handle = grouped_allreduce_async_(
+    grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    results: list[torch.Tensor] = handle.wait()
-    return results
+    ).wait()
+    return list(tensors)
 
 
 def allreduce_async(
@@ -256,14 +252,17 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Member
     gradient of a rank's part is the average over ranks of the gradients of its rows. Wire: one all-to-all,
     (N-1) d bytes per rank.
     """
-    return grouped([tensor], name, process_set)[0]
+    return grouped_allgather([tensor], name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: Members = None
 ) -> list[torch.Tensor]:
     """Gather each tensor as :func:`allgather` does, all in one message; differentiable."""
-    return grouped(tensors, name, process_set)
+    if isinstance(tensors, Sequence) and needs_gradient(tensors):
+        return list(AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+    results: list[torch.Tensor] = begin_allgather(tensors, name, process_set).wait()
+    return results
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Members = None) -> Handle:
@@ -280,13 +279,6 @@ def grouped_allgather_async(tensors: Tensors, name: str | None = None, process_s
     No tensor may be written before :func:`synchronize` has returned.
     """
     return begin_allgather(tensors, name, process_set)
-
-
-def grouped(tensors: Tensors, name: str | None, process_set: Members) -> list[torch.Tensor]:
-    if isinstance(tensors, Sequence) and needs_gradient(tensors):
-        return list(AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
-    results: list[torch.Tensor] = begin_allgather(tensors, name, process_set).wait()
-    return results
 
 
 def broadcast(
@@ -308,8 +300,8 @@ def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Members = None
 ) -> torch.Tensor:
     """Broadcast as :func:`broadcast` does, in place and not differentiable; returns ``tensor``."""
-    result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
-    return result
+    broadcast_async_(tensor, root_rank, name, process_set).wait()
+    return tensor
 
 
 def broadcast_async(
@@ -378,13 +370,12 @@ def sparse_allreduce_async(
     if problem is None:
         shape = f" in {list(tensor.shape)}"
         indices = host(tensor._indices().t(), copy=False)
-        values = tensor._values()
-        how, entries = ScaledOp(reduce_op), values.shape[0]
-        one = Descriptor(
-            "sparse_allreduce", ranks, name, "int64", 8, (entries, tensor.sparse_dim()), how, note=shape
-        )
-        form = dtype_name(values.dtype), values.element_size(), tuple(values.shape)
-        called = [one, replace(one, dtype=form[0], itemsize=form[1], shape=form[2])]
+        values, how = tensor._values(), ScaledOp(reduce_op)
+        forms = [
+            ("int64", 8, (values.shape[0], tensor.sparse_dim())),
+            (dtype_name(values.dtype), values.element_size(), tuple(values.shape)),
+        ]
+        called = [Descriptor("sparse_allreduce", ranks, name, *form, how, note=shape) for form in forms]
         parts = [bytes_view(indices), bytes_view(host(values, copy=False))]
 
     def finish(gathered: list[tuple[Any, list[int]]]) -> torch.Tensor:

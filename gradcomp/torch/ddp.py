@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,30 +23,32 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
-from gradcomp.exchange.fingerprint import NO_SAY, NOTHING, DeferredFingerprint, Digests
 from gradcomp.exchange.layout import Bucket, Layout
 from gradcomp.exchange.pipeline import Pipeline
-from gradcomp.exchange.thread import in_background
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.process_sets import members
-from gradcomp.job.report import Readers
 from gradcomp.job.settings import Arguments
 from gradcomp.job.start import Proposal, set_compression, start, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.header import DISCARDED
-from gradcomp.torch.devices import device_of
-from gradcomp.torch.fingerprint import ParameterSamples
-from gradcomp.torch.layers import SKIP_TOGETHER, Named, digests_behind, digests_of, propose, take_over
+from gradcomp.torch.devices import Handed, Staging, device_of, staging_for
+from gradcomp.torch.layers import (
+    SKIP_TOGETHER,
+    ComparedParameters,
+    Named,
+    ParameterSamples,
+    propose,
+    refuse_thawed,
+    take_over,
+)
 from gradcomp.torch.loss_scale import LossScale, Scaler
-from gradcomp.torch.modules import StepWatch, UnexchangedSteps, allow_one_hook, bare, live, opaque
-from gradcomp.torch.momentum import Momenta, averages
-from gradcomp.torch.state_dict import load_state, state_of
-from gradcomp.torch.streams import Handed, Staging, staging_for
-from gradcomp.torch.tensors import dtype_name
+from gradcomp.torch.modules import allow_one_hook, bare, live, opaque
+from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps, averages
+from gradcomp.torch.tensors import CompressionState, dtype_name
 from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
@@ -92,7 +92,7 @@ class BucketFutures:
                 raise self._error
             self._pending[bucket] = _Pending(buffer, handed, future, len(layers))
         # DDP waits in C++, which takes an exception set from Python for a value. One raised in a callback is an error.
-        return future.then(_value)
+        return future.then(lambda ended: ended.value())
 
     def bucket_complete(self, bucket: Bucket) -> None:
         """Complete the DDP buckets whose last layer gets its mean with this exchange bucket."""
@@ -126,11 +126,7 @@ def future_of(buffer: torch.Tensor) -> Future[torch.Tensor]:
     return Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-def _value(future: Future[torch.Tensor]) -> torch.Tensor:
-    return future.value()
-
-
-class BucketSteps:
+class BucketSteps(Listener, ComparedParameters):
     """Makes one step of each backward pass of a DistributedDataParallel.
 
     Implements :class:`gradcomp.exchange.driver.Adapter`. A hook does not learn of ``step()`` or
@@ -165,12 +161,11 @@ class BucketSteps:
         self.listener = self._futures
         self._samples = ParameterSamples(named, device)
         self._optimizers = StepWatch((parameter for _, parameter in named), self)
-        self._momenta = Momenta(named, lambda: self._optimizers.optimizers)
+        self._scalars = self._optimizers.scalars
+        self._momenta = Momenta(named, lambda: list(self._optimizers.ours))
         self._any_optimizer = False
         #: Instances of DistributedDataParallel with these parameters; searched for only after a step without exchange.
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        #: True if DistributedDataParallel.join() made the last exchange, because this rank had run out of data.
-        self._joining = False
 
     def attach(self, driver: StepDriver) -> None:
         """Take the driver, and take these parameters over from earlier exchanges unless the world is one rank."""
@@ -192,41 +187,44 @@ class BucketSteps:
 
     def hand_in(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Exchange a bucket in place; the last one of a step ends the step."""
-        with self._driver.telling():
-            return self._hand_in(self._driver, bucket)
-
-    def _hand_in(self, driver: StepDriver, bucket: GradBucket) -> Future[torch.Tensor]:
-        if bucket.index() == 0:
-            self._begin(driver)
-        layers, addresses, buffer = self._contents(bucket)
-        handed = self._staging.hand_in(buffer)
-        future = self._futures.add(bucket.index(), layers, buffer, handed)
-        shift = handed.address - buffer.data_ptr()
-        for layer, address in zip(layers.tolist(), addresses, strict=True):
-            place = address + shift
-            driver.submit(Submission(layer, place, place, handed, handed.event, zero_is_absent=True))
-        if bucket.is_last():
-            driver.flush()
-            self._unexchanged.signs += 1
-            # DDP queues its own wait behind this one. Ours comes first and raises errors with their own types.
-            if torch._C._current_graph_task_id() != -1:
-                Variable._execution_engine.queue_callback(self._at_end)
-        return future
+        driver = self._driver
+        with driver.telling():
+            if bucket.index() == 0:
+                self._begin(driver)
+            layers, addresses, buffer = self._contents(bucket)
+            handed = self._staging.hand_in(buffer)
+            future = self._futures.add(bucket.index(), layers, buffer, handed)
+            shift = handed.address - buffer.data_ptr()
+            for layer, address in zip(layers.tolist(), addresses, strict=True):
+                place = address + shift
+                driver.submit(Submission(layer, place, place, handed, handed.event, zero_is_absent=True))
+            if bucket.is_last():
+                driver.flush()
+                self._unexchanged.signs += 1
+                # DDP queues its own wait behind this one. Ours comes first and raises errors with their own types.
+                if torch._C._current_graph_task_id() != -1:
+                    Variable._execution_engine.queue_callback(self._at_end)
+            return future
 
     def _begin(self, driver: StepDriver) -> None:
         # These checks come first, so that a problem that all ranks share is raised by all of them.
-        self._check_frozen()
+        # DDP does not exchange unfrozen parameters, so ranks would diverge.
+        refuse_thawed(
+            self._frozen,
+            "ddp_comm_hook was called",
+            "after unfreezing, wrap the model in DistributedDataParallel and call ddp_comm_hook anew",
+        )
         self._momenta_of_step(driver.exchanger.pipeline)
         driver.rest()
         driver.exchanger.pipeline.lay_out()
         stepped = self._optimizers.stepped()
-        if self._joining:
+        if self.in_join:
             driver.amend(0)
         elif stepped is False:
             driver.amend(DISCARDED)
         # Outside of a backward pass it is DistributedDataParallel.join() that calls, on a rank that has run out of
         # data. That rank does not step, and takes the others' parameters in the end.
-        self._joining = torch._C._current_graph_task_id() == -1
+        self.in_join = torch._C._current_graph_task_id() == -1
         momenta = self._momenta_of_step(driver.exchanger.pipeline)
         self._staging.open()
         scale = self._loss_scale.of(driver.exchanger.pipeline)
@@ -251,23 +249,13 @@ class BucketSteps:
     def _ran(self, *_: object) -> None:
         self._unexchanged.signs += 1
 
-    def _check_frozen(self) -> None:
-        """Raise StateError for unfrozen parameters: DDP does not exchange them, so ranks would diverge."""
-        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if thawed:
-            raise StateError(
-                "parameters that were frozen when ddp_comm_hook was called now require gradients and are not "
-                f"exchanged: {', '.join(thawed[:5])}; after unfreezing, wrap the model in DistributedDataParallel and "
-                "call ddp_comm_hook anew"
-            )
-
     def _momenta_of_step(self, pipeline: Pipeline) -> npt.NDArray[np.float64] | None:
         if not self._any_optimizer and pipeline.momenta.any():
             for optimizer in live(torch.optim.Optimizer):
                 self._optimizers.holds(optimizer)
         return self._momenta.of_step(pipeline)
 
-    # -- gradcomp.torch.modules.Listener -----------------------------------------------------------------------
+    # -- gradcomp.torch.optimizers.Listener -----------------------------------------------------------------------
 
     def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
         """Warn or raise if the optimizer does not fit the compression.
@@ -307,20 +295,6 @@ class BucketSteps:
         raise StateError(
             f"layer {self.named[layer][0]!r} is exchanged by other ranks' DistributedDataParallel only"
         )
-
-    def digests(self) -> Digests:
-        return digests_of(self.named)
-
-    def begin_digests(self) -> concurrent.futures.Future[Digests]:
-        """Compute digests on a thread; a rank in ``join()`` does not step, so its parameters are not compared."""
-        joining = self._joining
-        return in_background((lambda: NO_SAY) if joining else digests_behind(self.named))
-
-    def fingerprint(self, turn: int) -> DeferredFingerprint:
-        """Sample the parameters and the optimizers' settings; a rank in ``join()`` contributes nothing."""
-        if self._joining:
-            return NOTHING
-        return self._samples.take(turn, self._optimizers.scalars())
 
     def means_complete(self) -> None:
         """Do nothing: the engine's thread has completed the futures."""
@@ -441,7 +415,7 @@ def exchange_bucket(state: HookState, bucket: GradBucket) -> Future[torch.Tensor
 exchange_bucket.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
 
 
-class HookState(Readers):
+class HookState(CompressionState):
     """The state of a communication hook: the exchange of one DistributedDataParallel and what users ask about it."""
 
     def __init__(
@@ -456,7 +430,8 @@ class HookState(Readers):
         loss_scale: LossScale,
         device: Device = HOST,
     ) -> None:
-        self._named = named
+        #: The parameters that are exchanged, with their names: the layers, in order.
+        self.named_parameters = named
         self._layers = proposal.layers
         self._steps = BucketSteps(named, frozen, proposal.layers, proposal.policy, loss_scale, device)
         shapes = [tuple(parameter.shape) for _, parameter in named]
@@ -481,26 +456,6 @@ class HookState(Readers):
     def exchanger(self) -> Exchanger | None:
         """The exchanger, with the pipeline and the compression state; None in a world of one."""
         return self._driver.exchanger if self._driver.attached else None
-
-    @property
-    def named_parameters(self) -> Named:
-        """The parameters that are exchanged, with their names: the layers, in order."""
-        return list(self._named)
-
-    def compression_state(self) -> dict[str, Any]:
-        """Return this rank's residuals by layer name, its step, plan and bucket order, as copies.
-
-        All values are tensors, numbers and strings. Local. Raises StateError during a backward pass.
-        """
-        return state_of(self.checkpoint_manager)
-
-    def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Resume from the result of :meth:`compression_state` on this rank, of a job with as many ranks.
-
-        All ranks must load states that were taken after the same step. Local. Raises StateError and changes
-        nothing if anything does not fit; the error lists all of it.
-        """
-        load_state(self.checkpoint_manager, state)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Change the compression between two steps, as :meth:`DistributedOptimizer.set_compression` does.

@@ -1,19 +1,25 @@
-"""Finds the device on which a model's gradients are exchanged, and lends its kernels PyTorch's memory."""
+"""The device on which gradients are exchanged: gradients reach its memory, and means come back, without waits."""
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
-from gradcomp.core.errors import ConfigError
+from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.kernels import devices
 from gradcomp.kernels.cuda import driver
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.layers import Named
-from gradcomp.torch.streams import staged
+from gradcomp.torch.streams import Streams, streams_of
+from gradcomp.torch.tensors import Form, has_memory
+from gradcomp.torch.tensors import form as form_of
 
 logger = logging.getLogger("gradcomp")
 
@@ -48,11 +54,6 @@ class TorchPool:
         return f"PyTorch's allocator holds {held} bytes, {used} of them in use"
 
 
-def lend(index: int) -> None:
-    """Let the kernels of GPU ``index`` take memory from PyTorch's allocator."""
-    driver.lend(index, TorchPool(index))
-
-
 def device_of(named: Named) -> Device:
     """Return the one device of all parameters, or the host if there are none.
 
@@ -73,7 +74,7 @@ def device_of(named: Named) -> Device:
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
-        lend(index)
+        driver.lend(index, TorchPool(index))
         return devices.cuda(index)
     except ConfigError as error:
         if not isinstance(error.__cause__, ImportError):
@@ -89,3 +90,260 @@ def device_of(named: Named) -> Device:
 def _warn(text: str) -> None:
     """Warn once for each text, however many optimizers there are."""
     logger.warning("%s", text)
+
+
+class Handed(NamedTuple):
+    """A gradient that the engine has: ``tensor`` holds its values once ``event`` is reached, and later its mean.
+
+    This object keeps the memory of both alive. ``gradient`` is the gradient's own tensor, which the mean is
+    written to in the end; None if there is none yet.
+    """
+
+    tensor: torch.Tensor
+    event: Any
+    gradient: torch.Tensor | None
+
+    @property
+    def address(self) -> int:
+        """The address of the values."""
+        return int(self.tensor.data_ptr())
+
+
+class InPlace:
+    """Kernels read gradients, and write means, where they lie: on the CPU, or on a device that has kernels.
+
+    A gradient's memory cannot be reused meanwhile, because the engine holds the tensors until the exchange
+    ends. Gradients reach the kernels, and means the script, each in the order of the script's stream.
+    """
+
+    def __init__(self, device: Device, streams: Streams) -> None:
+        self._device = device
+        self._streams = streams
+        self._scripts: Any = None  # the stream on which the script trains
+        self._ours: Any = None if device.driver is None else streams.external(device.driver.stream)
+
+    def open(self) -> None:
+        """Begin an exchange on one of the script's threads, and remember its current stream as the script's.
+
+        Raises StateError while that stream is captured into a graph.
+        """
+        self._streams.refuse_capture()
+        self._scripts = self._streams.current()
+
+    def hand_in(self, gradient: torch.Tensor) -> Handed:
+        """Take a gradient whose memory is dense; the event follows the work that computes it."""
+        return Handed(gradient, self._device.mark(self._streams.handle()), gradient)
+
+    def allocate(self, form: Form, gradient: torch.Tensor | None) -> Handed:
+        """Return memory for a mean of this form: the gradient, if there is one, or zeros made on the script's stream.
+
+        It may run on any thread. The kernels write the mean behind the script's stream, which is the one that last
+        zeroed the gradient and that will use its memory again.
+        """
+        with self._streams.on(self._scripts):
+            if gradient is None:
+                gradient = form.empty().zero_()
+            self._device.follow([self._device.mark(self._streams.handle())])
+        return Handed(gradient, None, gradient)
+
+    def give_back(self, handed: Iterable[Handed]) -> None:
+        """Make later work of the current stream see the means: it waits for the kernels' stream."""
+        if self._ours is not None:
+            with self._streams.on(self._ours):
+                event = self._streams.mark()
+            self._streams.follow(event)
+
+    def finished(self, made: Handed, form: Form) -> torch.Tensor:
+        """Return the tensor with the mean for which ``made`` was allocated, in order as for :meth:`give_back`."""
+        return made.tensor
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Make a stream current that follows the means and waits for no work of the script's."""
+        return self._streams.on(self._ours)
+
+
+class ThroughHost:
+    """The host's kernels work on copies in pinned memory.
+
+    Copies to the host have a stream of their own, behind the one that computes the gradient. So a copy does
+    not delay the script's next kernel, and waits for its own gradient only. Copies back run on the caller's
+    current stream, or beside the script under :meth:`aside`.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._down, self._up = streams.another(), streams.another()
+
+    def open(self) -> None:
+        """Refuse graph capture; no stream is remembered, because other threads start nothing on the script's."""
+        self._streams.refuse_capture()
+
+    def hand_in(self, gradient: torch.Tensor) -> Handed:
+        """Copy the gradient to the host; the event follows the copy."""
+        streams = self._streams
+        host = streams.pinned(gradient.numel(), gradient.dtype)
+        computed = streams.mark()
+        with streams.on(self._down):
+            streams.follow(computed)
+            streams.copy(host, gradient)
+            return Handed(host, streams.mark(), gradient)
+
+    def allocate(self, form: Form, gradient: torch.Tensor | None) -> Handed:
+        """Allocate the mean's memory on the host only; :meth:`finished` allocates a gradient."""
+        return Handed(self._streams.pinned(form.shape.numel(), form.dtype), None, gradient)
+
+    def give_back(self, handed: Iterable[Handed]) -> None:
+        """Copy the means to the device on the current stream."""
+        for each in handed:
+            assert each.gradient is not None, "it was handed in"
+            self._streams.copy(each.gradient, each.tensor)
+
+    def finished(self, made: Handed, form: Form) -> torch.Tensor:
+        """Copy the mean to its gradient, or to a new one, on the current stream."""
+        gradient = form.empty() if made.gradient is None else made.gradient
+        self._streams.copy(gradient, made.tensor)
+        return gradient
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Make the stream for copies to the device current."""
+        return self._streams.on(self._up)
+
+
+@dataclass(frozen=True)
+class Staged(Device):
+    """A device without kernels, whose gradients the engine sees as the host's, with events to wait for."""
+
+    streams: Streams | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Always true, because copies take time."""
+        return True
+
+    def reached(self, events: Iterable[Any]) -> bool:
+        """Return True if the copies have ended."""
+        assert self.streams is not None, "staged() names them"
+        return all(event is None or self.streams.reached(event) for event in events)
+
+
+def staged(device: torch.device) -> Device:
+    return Staged(str(device), streams=streams_of(device))
+
+
+Staging = InPlace | ThroughHost
+
+
+def staging_for(device: Device, of: torch.device) -> Staging:
+    """Return the staging of gradients on torch's device ``of``, where ``device`` is the engine's."""
+    if isinstance(device, Staged) and device.streams is not None:
+        return ThroughHost(device.streams)
+    return InPlace(device, streams_of(of))
+
+
+class Gradients:
+    """The ``.grad`` of parameters, by layer number; :meth:`attach` must be called first.
+
+    With ``sparse_as_dense`` sparse gradients travel as dense ones, see :meth:`restore_sparse`.
+    """
+
+    def __init__(self, named: Named, *, sparse_as_dense: bool) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._forms = [Form.of(parameter) for parameter in self.parameters]
+        self._sparse_as_dense = sparse_as_dense
+        #: Layers of which this rank has had a sparse gradient that travelled as a dense one.
+        self.made_dense: set[int] = set()
+        #: That of a rank which exchanges nothing, until :meth:`attach`.
+        self._staging: Staging = InPlace(HOST, streams_of(torch.device("cpu")))
+        self._handed: dict[int, Handed] = {}
+        self.made: dict[int, Handed] = {}  # memory for means of layers without a gradient on this rank
+
+    def attach(self, device: Device) -> None:
+        """Choose how gradients reach the engine, whose kernels run on ``device``."""
+        self._staging = staging_for(device, self.parameters[0].device)
+
+    def open(self) -> None:
+        self._staging.open()
+        self._handed = {}
+
+    def own(self, layer: int) -> torch.Tensor:
+        """Return the layer's gradient, made dense in memory unless it travels as rows.
+
+        Raises StateError if its shape, dtype or device differs from the parameter's at wrapping.
+        """
+        parameter, form = self.parameters[layer], self._forms[layer]
+        gradient = parameter.grad
+        if gradient is None:
+            raise self.taken_away(layer)
+        if not form.fits(gradient):
+            raise self._became_another(layer, gradient)
+        if gradient.is_sparse:
+            if not self._sparse_as_dense:
+                return gradient
+            self.made_dense.add(layer)
+            gradient = gradient.to_dense()
+        if gradient.stride() != form.strides:
+            gradient = form.empty().copy_(gradient)
+        if gradient is not parameter.grad:
+            parameter.grad = gradient
+        return gradient.detach()
+
+    def hand_in(self, layer: int, gradient: torch.Tensor) -> Handed:
+        """Return the memory on which the engine works in place of this gradient."""
+        handed = self._handed[layer] = self._staging.hand_in(gradient)
+        return handed
+
+    def allocate(self, layer: int, *, apart: bool = False) -> int:
+        """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread).
+
+        With ``apart`` it is never the gradient's own memory.
+        """
+        parameter, form = self.parameters[layer], self._forms[layer]
+        gradient = parameter.grad
+        if gradient is not None and (apart or gradient.is_sparse or gradient.stride() != form.strides):
+            gradient = None
+        if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
+            misfit = gradient if gradient is not None and form.fits(parameter) else parameter
+            raise self._became_another(layer, misfit)
+        self.made[layer] = self._staging.allocate(form, None if gradient is None else gradient.detach())
+        return self.made[layer].address
+
+    def give_back(self) -> None:
+        """End the step: the gradients that were submitted hold their means now."""
+        handed, self._handed = self._handed, {}
+        self._staging.give_back(handed.values())
+
+    def take_means(self) -> None:
+        """Set the gradients of layers that only other ranks had to their means."""
+        made, self.made = self.made, {}
+        for layer, mean in made.items():
+            self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
+
+    def restore_sparse(self, layers: Iterable[int]) -> None:
+        """Make the means of these layers sparse, because SparseAdam takes no dense gradients."""
+        for layer in layers:
+            mean = self.parameters[layer].grad
+            if mean is not None:  # a hook has taken it away otherwise, which the caller reports
+                self.parameters[layer].grad = mean.to_sparse(1)
+
+    def described(self) -> str:
+        """Return a text that changes with the gradients, except where every norm and sum stays the same."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return repr([(float(g.norm()), float(g.sum())) for g in gradients if g is not None])
+
+    def taken_away(self, layer: int) -> StateError:
+        """Return the error for a gradient that became None before its exchange ended."""
+        return StateError(
+            f"the gradient of layer {self.names[layer]!r} was set to None inside backward(), perhaps by a "
+            "register_post_accumulate_grad_hook() that updates the parameter there. Until backward() returns, a "
+            "gradient is this rank's alone and its mean is being exchanged: remove the hook, and call step() after "
+            "backward()"
+        )
+
+    def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
+        kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "
+        return StateError(
+            f"layer {self.names[layer]!r} was {self._forms[layer]} when the optimizer was wrapped; its gradient is "
+            f"{kind}{form_of(tensor)}, {tensor.layout}, on {tensor.device} now: wrap the optimizer when the model has "
+            "its final dtype, shapes and device, and let hooks keep dtype, shape and device of gradients"
+        )

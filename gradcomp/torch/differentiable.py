@@ -41,8 +41,7 @@ def reduce_tensors(
         results: list[torch.Tensor] = begin(tensors, name, how, problem, process_set).wait()
         return results
     if how.op in _LINEAR or scatters:
-        kind = _ReduceScatter if scatters else _AllReduce
-        return list(kind.apply(name, how, process_set, *tensors))  # type: ignore[no-untyped-call]
+        return list(_Reduce.apply(scatters, name, how, process_set, *tensors))  # type: ignore[no-untyped-call]
     given = [tensor * how.prescale for tensor in tensors] if how.prescale != 1.0 else tensors
     plain = replace(how, prescale=1.0, postscale=1.0)
     reduced = _Select.apply(name, plain, process_set, *given)  # type: ignore[no-untyped-call]
@@ -60,39 +59,34 @@ def gradient_name(name: str | None) -> str | None:
     return f"{name}.gradient" if isinstance(name, str) else None
 
 
-class _AllReduce(torch.autograd.Function):
-    """The gradient of a scaled average (sum) over ranks is the scaled average (sum) of the gradients."""
+class _Reduce(torch.autograd.Function):
+    """The gradient of a scaled average (sum) over ranks is the scaled average (sum) of the gradients.
+
+    With ``scatters`` the gradient of a row is that of the rank that holds it, scaled as the row was; for Sum it is N
+    times that.
+    """
 
     @staticmethod
-    def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
-        ctx.arguments = name, how, process_set
-        return tuple(begin_allreduce(tensors, name, how, None, process_set).wait())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        name, how, process_set = ctx.arguments
-        handle = begin_allreduce(gradients, gradient_name(name), how, None, process_set)
-        return None, None, None, *handle.wait()
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The gradient of a row is that of the rank that holds it, scaled as the row was; for Sum it is N times that."""
-
-    @staticmethod
-    def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
-        ctx.arguments = name, how, process_set
-        return tuple(begin_reducescatter(tensors, name, how, None, process_set).wait())
+    def forward(
+        ctx: Any, scatters: bool, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor
+    ) -> Any:
+        ctx.arguments = scatters, name, how, process_set
+        begin = begin_reducescatter if scatters else begin_allreduce
+        return tuple(begin(tensors, name, how, None, process_set).wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        name, how, process_set = ctx.arguments
+        scatters, name, how, process_set = ctx.arguments
         if how.op not in _LINEAR:
             raise ConfigError(f"reducescatter: op={how.op.name} has no gradient; use Average or Sum")
+        if not scatters:
+            handle = begin_allreduce(gradients, gradient_name(name), how, None, process_set)
+            return None, None, None, None, *handle.wait()
         factor = how.prescale * how.postscale
         if how.op is ReduceOp.SUM:
             factor *= len(members(process_set))
         wholes = begin_allgather(gradients, gradient_name(name), process_set).wait()
-        return None, None, None, *(whole * factor if factor != 1.0 else whole for whole in wholes)
+        return None, None, None, None, *(whole * factor if factor != 1.0 else whole for whole in wholes)
 
 
 class _Select(torch.autograd.Function):
@@ -138,12 +132,8 @@ class AllGather(torch.autograd.Function):
     def forward(ctx: Any, name: Any, process_set: Any, *tensors: torch.Tensor) -> Any:
         starts: list[int] = []
         wholes = begin_allgather(tensors, name, process_set, starts).wait()
-        rows = [len(tensor) for tensor in tensors]
-        ctx.arguments = (
-            name,
-            process_set,
-            [slice(at, at + count) for at, count in zip(starts, rows, strict=True)],
-        )
+        own = [slice(at, at + len(tensor)) for at, tensor in zip(starts, tensors, strict=True)]
+        ctx.arguments = name, process_set, own
         return tuple(wholes)
 
     @staticmethod

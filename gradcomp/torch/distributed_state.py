@@ -14,26 +14,19 @@ import torch
 
 from gradcomp.compress import Policy
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.exchange.driver import StepDriver
 from gradcomp.job import joining, runtime, settings
 from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.reduce_op import Adasum, Average
-from gradcomp.job.start import (
-    Proposal,
-    say_what_is_bypassed,
-    start,
-    validate_together,
-)
+from gradcomp.job.start import Proposal, say_what_is_bypassed, start, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
-from gradcomp.torch.fingerprint import scalars_of
 from gradcomp.torch.hooks import Finish, GradientExchange
 from gradcomp.torch.layers import Named, name_parameters, propose
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import opaque
-from gradcomp.torch.momentum import Momenta, averages
+from gradcomp.torch.optimizers import Momenta, averages, scalars_of
 from gradcomp.torch.streams import number_of
 
 _NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
@@ -60,11 +53,11 @@ class Adopted:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain optimizer of the wrapped class, because an exchange cannot be copied."""
         # The pickle names a function of copyreg, so that it loads where gradcomp is not installed.
-        return copyreg._reconstructor, (_base(type(self)), object, None), self.__getstate__()  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (type(self).__bases__[1], object, None), self.__getstate__()  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a plain optimizer with copies of the parameters."""
-        base: Any = _base(type(self))
+        base: Any = type(self).__bases__[1]
         plain = base.__new__(base)
         memo[id(self)] = plain
         plain.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -93,11 +86,6 @@ def adopt(optimizer: torch.optim.Optimizer, mixin: type[Adopted], core: Any) -> 
     optimizer.__class__ = type(
         kind.__name__, (mixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__, **hidden}
     )
-
-
-def _base(kind: type) -> type:
-    wrapped: type = kind.__bases__[1]
-    return wrapped
 
 
 def groups_of(num_groups: Any, groups: Any) -> Any:
@@ -161,34 +149,29 @@ class Arguments(settings.Arguments):
                 )
 
 
+@dataclass(eq=False)
 class Core:
-    """The state that wrapping adds to an optimizer: its exchange, driver and parameter names."""
+    """The state that wrapping adds to an optimizer: its exchange, driver and parameter names.
 
-    def __init__(self, ranks: Ranks, named: Named, frozen: Named, exchange: GradientExchange) -> None:
-        self.ranks = ranks
-        self.named = named
-        self.frozen = frozen
-        self.exchange = exchange
-        self.driver: StepDriver = exchange.driver
+    ``synchronized`` is True if the program has called ``synchronize()`` since the last step.
+    """
+
+    ranks: Ranks
+    named: Named
+    frozen: Named
+    exchange: GradientExchange
+    skip_synchronize: bool = False
+    synchronized: bool = False
+
+    def __post_init__(self) -> None:
+        self.driver = self.exchange.driver
         #: Saves and loads the compression state.
         self.checkpoint_manager = self.driver.checkpoint_manager
-        self.skip_synchronize = False
-        #: True if the program has called ``synchronize()`` since the last step.
-        self.synchronized = False
 
     @property
     def parameter_names(self) -> dict[torch.Tensor, str]:
         """The names of all parameters, including frozen ones."""
         return {parameter: name for name, parameter in (*self.named, *self.frozen)}
-
-    def check_frozen(self) -> None:
-        """Raise StateError if a parameter that was frozen at wrapping requires gradients now."""
-        thawed = [name for name, parameter in self.frozen if parameter.requires_grad]
-        if thawed:
-            raise StateError(
-                f"parameters that were frozen when the optimizer was wrapped now require gradients and are not "
-                f"exchanged: {', '.join(thawed[:5])}; make a new optimizer after unfreezing and wrap that one"
-            )
 
 
 def build(
@@ -223,7 +206,9 @@ def build(
         named,
         arguments,
         # Adafactor with relative steps computes its own rate, which is not known here: it counts as 0.
-        learning_rate=lambda: number_of(0.0 if (rate := _rate(optimizer)) is None else rate),
+        learning_rate=lambda: number_of(
+            0.0 if (rate := optimizer.param_groups[0].get("lr")) is None else rate
+        ),
         scalars=lambda: scalars_of([optimizer]),
         momenta=Momenta(named, lambda: [optimizer]),
     )
@@ -232,7 +217,12 @@ def build(
     elif transport.rank == 0:
         check_averages(optimizer, proposal.policy)
         if named_parameters is None and proposal.policy.compresses:
-            _warn_of_positions(named)
+            runtime.logger.warning(
+                "named_parameters was not given, so layers are named by position (%s, ...): patterns of a policy "
+                "cannot match them, and a checkpoint fits only while their order stays. Pass "
+                "named_parameters=model.named_parameters()",
+                named[0][0],
+            )
     driver = start(
         state,
         ranks,
@@ -275,23 +265,10 @@ def _name_group(
     yield from zip(names, parameters, strict=True)
 
 
-def _warn_of_positions(named: Named) -> None:
-    runtime.logger.warning(
-        "named_parameters was not given, so layers are named by position (%s, ...): patterns of a policy cannot match "
-        "them, and a checkpoint fits only while their order stays. Pass named_parameters=model.named_parameters()",
-        named[0][0],
-    )
-
-
-def _rate(optimizer: torch.optim.Optimizer) -> float | torch.Tensor | None:
-    rate: float | torch.Tensor | None = optimizer.param_groups[0].get("lr")
-    return rate
-
-
 def check_rate(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
     """Raise ConfigError if a compressor follows the learning rate and the optimizer has none."""
     following = [c.to_string() for c in policy.compressors if c.traits.follows_rate]
-    if following and _rate(optimizer) is None:
+    if following and optimizer.param_groups[0].get("lr") is None:
         raise ConfigError(
             f"{following[0]} follows the learning rate, and {type(optimizer).__name__} has none in its param_groups: "
             "leave follow_rate away"

@@ -1,10 +1,9 @@
-"""Turns autograd's hooks into steps: the memory of gradients, the windows of accumulation, and the hooks themselves."""
+"""Turns autograd's hooks into steps: the windows of accumulation, and the hooks themselves."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -17,29 +16,29 @@ from gradcomp.core.errors import StateError
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Means, Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
-from gradcomp.exchange.fingerprint import NO_SAY, NOTHING, DeferredFingerprint, Digests
-from gradcomp.exchange.thread import in_background
 from gradcomp.exchange.waiting import Number
 from gradcomp.job import runtime
-from gradcomp.kernels.devices import Device
 from gradcomp.reduce.header import LATE
-from gradcomp.torch.end_of_backward import EndOfBackward, at_end, watch_backward
-from gradcomp.torch.fingerprint import ParameterSamples
+from gradcomp.torch.devices import Gradients
 from gradcomp.torch.layers import (
     SKIP_TOGETHER,
+    ComparedParameters,
     Named,
-    digests_behind,
-    digests_of,
+    ParameterSamples,
     rows_of,
     take_over,
     tensor_of,
 )
 from gradcomp.torch.loss_scale import means_before_unscaling
-from gradcomp.torch.modules import DdpCheck, StepWatch, UnexchangedSteps, opaque, refuse_inside_backward
-from gradcomp.torch.momentum import Momenta
-from gradcomp.torch.streams import Handed, staging_for, untouched
-from gradcomp.torch.tensors import Form, has_memory
-from gradcomp.torch.tensors import form as form_of
+from gradcomp.torch.modules import (
+    DdpCheck,
+    EndOfBackward,
+    at_end,
+    opaque,
+    refuse_inside_backward,
+    watch_backward,
+)
+from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps
 
 if TYPE_CHECKING:
     from gradcomp.torch.distributed_state import Arguments
@@ -51,119 +50,6 @@ Finish = Literal["backward", "step"]
 #: Exchanges whose window ends with the backward pass that is about to return.
 _ending: list[GradientExchange] = []
 _numbers = count()
-
-
-class Gradients:
-    """The ``.grad`` of parameters, by layer number; :meth:`attach` must be called first.
-
-    With ``sparse_as_dense`` sparse gradients travel as dense ones, see :meth:`restore_sparse`.
-    """
-
-    def __init__(self, named: Named, *, sparse_as_dense: bool) -> None:
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
-        self._forms = [Form.of(parameter) for parameter in self.parameters]
-        self._sparse_as_dense = sparse_as_dense
-        #: Layers of which this rank has had a sparse gradient that travelled as a dense one.
-        self.made_dense: set[int] = set()
-        self._staging = untouched()
-        self._handed: dict[int, Handed] = {}
-        self._made: dict[int, Handed] = {}  # memory for means of layers without a gradient on this rank
-
-    def attach(self, device: Device) -> None:
-        """Choose how gradients reach the engine, whose kernels run on ``device``."""
-        self._staging = staging_for(device, self.parameters[0].device)
-
-    def open(self) -> None:
-        self._staging.open()
-        self._handed = {}
-
-    def own(self, layer: int) -> torch.Tensor:
-        """Return the layer's gradient, made dense in memory unless it travels as rows.
-
-        Raises StateError if its shape, dtype or device differs from the parameter's at wrapping.
-        """
-        parameter, form = self.parameters[layer], self._forms[layer]
-        gradient = parameter.grad
-        if gradient is None:
-            raise self.taken_away(layer)
-        if not form.fits(gradient):
-            raise self._became_another(layer, gradient)
-        if gradient.is_sparse:
-            if not self._sparse_as_dense:
-                return gradient
-            self.made_dense.add(layer)
-            gradient = gradient.to_dense()
-        if gradient.stride() != form.strides:
-            gradient = form.dense(gradient)
-        if gradient is not parameter.grad:
-            parameter.grad = gradient
-        return gradient.detach()
-
-    def hand_in(self, layer: int, gradient: torch.Tensor) -> Handed:
-        """Return the memory on which the engine works in place of this gradient."""
-        handed = self._handed[layer] = self._staging.hand_in(gradient)
-        return handed
-
-    def allocate(self, layer: int, *, apart: bool = False) -> int:
-        """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread).
-
-        With ``apart`` it is never the gradient's own memory.
-        """
-        parameter, form = self.parameters[layer], self._forms[layer]
-        gradient = parameter.grad
-        if gradient is not None and (apart or gradient.is_sparse or gradient.stride() != form.strides):
-            gradient = None
-        if not (form.fits(parameter) and (gradient is None or form.fits(gradient))):
-            misfit = gradient if gradient is not None and form.fits(parameter) else parameter
-            raise self._became_another(layer, misfit)
-        made = self._staging.allocate(form, None if gradient is None else gradient.detach())
-        self._made[layer] = made
-        return made.address
-
-    def give_back(self) -> None:
-        """End the step: the gradients that were submitted hold their means now."""
-        handed, self._handed = self._handed, {}
-        self._staging.give_back(handed.values())
-
-    def take_means(self) -> None:
-        """Set the gradients of layers that only other ranks had to their means."""
-        made, self._made = self._made, {}
-        for layer, mean in made.items():
-            self.parameters[layer].grad = self._staging.finished(mean, self._forms[layer])
-
-    def restore_sparse(self, layers: Iterable[int]) -> None:
-        """Make the means of these layers sparse, because SparseAdam takes no dense gradients."""
-        for layer in layers:
-            mean = self.parameters[layer].grad
-            if mean is not None:  # a hook has taken it away otherwise, which the caller reports
-                self.parameters[layer].grad = mean.to_sparse(1)
-
-    def forget_means(self) -> None:
-        """Drop the means of layers that only other ranks had."""
-        self._made = {}
-
-    def described(self) -> str:
-        """Return a text that changes with the gradients, except where every norm and sum stays the same."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        return repr([(float(g.norm()), float(g.sum())) for g in gradients if g is not None])
-
-    def taken_away(self, layer: int) -> StateError:
-        """Return the error for a gradient that became None before its exchange ended."""
-        return StateError(
-            f"the gradient of layer {self.names[layer]!r} was set to None inside backward(), perhaps by a "
-            "register_post_accumulate_grad_hook() that updates the parameter there. Until backward() returns, a "
-            "gradient is this rank's alone and its mean is being exchanged: remove the hook, and call step() after "
-            "backward()"
-        )
-
-    def _became_another(self, layer: int, tensor: torch.Tensor) -> StateError:
-        kind = "" if has_memory(tensor) else f"a {type(tensor).__name__}, "
-        return StateError(
-            f"layer {self.names[layer]!r} was {self._forms[layer]} when the optimizer was wrapped; its gradient is "
-            f"{kind}{form_of(tensor)}, {tensor.layout}, on {tensor.device} now: wrap the optimizer when the model has "
-            "its final dtype, shapes and device, and let hooks keep dtype, shape and device of gradients"
-        )
 
 
 class Windows:
@@ -209,7 +95,7 @@ def _finish_together() -> None:
         exchange.finish()
 
 
-class GradientExchange:
+class GradientExchange(Listener, ComparedParameters):
     """Hooks the parameters and turns their gradients into steps; implements :class:`gradcomp.exchange.driver.Adapter`.
 
     A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward
@@ -251,7 +137,6 @@ class GradientExchange:
         self._passes = 0
         self._in_backward = False
         self._suspended = False
-        self._stands_in = False
         self._means: dict[int, torch.Tensor] = {}  # layer -> the .grad tensor that the finished step set
         #: The means as text if another rank was late: an edit is an error, because its script could not make it.
         self._before_edits = ""
@@ -282,8 +167,8 @@ class GradientExchange:
         self._end = EndOfBackward(self._end_of_backward)
         self._behind_all = opaque(_finish_together)
         for layer, parameter in enumerate(self._gradients.parameters):
-            hook = parameter.register_post_accumulate_grad_hook(self._hook(layer))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            arrived = opaque(lambda _, layer=layer: self._arrived(layer))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Remove all hooks from the parameters and the optimizers."""
@@ -314,12 +199,6 @@ class GradientExchange:
             self._ddp_check = None
 
     # -- autograd -------------------------------------------------------------------------------------------------
-
-    def _hook(self, layer: int) -> Any:
-        def fire(_: torch.Tensor) -> None:
-            self._arrived(layer)
-
-        return opaque(fire)
 
     def _arrived(self, layer: int) -> None:
         if not self._touched and not self._submitted:
@@ -376,8 +255,7 @@ class GradientExchange:
             self.driver.submit_rows(layer, partial(rows_of, name, gradient))
         else:
             handed = self._gradients.hand_in(layer, gradient)
-            address = handed.address
-            self.driver.submit(Submission(layer, address, address, handed, handed.event))
+            self.driver.submit(Submission(layer, handed.address, handed.address, handed, handed.event))
 
     def _open(self) -> None:
         if self.driver.under_way:
@@ -480,15 +358,15 @@ class GradientExchange:
 
     def stand_in(self) -> None:
         """Take part in one exchange without a gradient; this rank's gradients and parameters do not change."""
-        self._stands_in = True
+        self.in_join = True
         try:
             self._open()
             self.driver.flush()
             self._wait()
-            self._gradients.forget_means()
+            self._gradients.made = {}  # the means of layers that only other ranks had
             self.driver.commit()
         finally:
-            self._stands_in = False
+            self.in_join = False
 
     def drain(self) -> None:
         """End an open step without applying it, because gradients are about to be zeroed."""
@@ -513,39 +391,17 @@ class GradientExchange:
         finally:
             self._suspended = previous
 
-    # -- gradcomp.torch.modules.Listener -----------------------------------------------------------------------
-
-    def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
-        """Do nothing: only communication hooks need to learn of optimizers."""
+    # -- gradcomp.torch.optimizers.Listener -----------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise StateError inside a backward pass, and on gradients that were not exchanged."""
         self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the wrapped ``step()`` gives the momentum back."""
-
     # -- gradcomp.exchange.driver.Adapter -----------------------------------------------------------------------------
 
     def allocate(self, layer: int) -> int:
         """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread)."""
-        return self._gradients.allocate(layer, apart=self._stands_in)
-
-    def digests(self) -> Digests:
-        return digests_of(self.named)
-
-    def begin_digests(self) -> Future[Digests]:
-        """Compute digests on a thread, after the device work that updates the parameters.
-
-        A rank in ``join()`` contributes none.
-        """
-        if self._stands_in:
-            return in_background(lambda: NO_SAY)
-        return in_background(digests_behind(self.named))
-
-    def fingerprint(self, turn: int) -> DeferredFingerprint:
-        """Sample the parameters and the optimizer's settings; a rank in ``join()`` contributes nothing."""
-        return NOTHING if self._stands_in else self._samples.take(turn, self._scalars())
+        return self._gradients.allocate(layer, apart=self.in_join)
 
     def means_complete(self) -> None:
         self._gradients.give_back()

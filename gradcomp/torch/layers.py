@@ -1,14 +1,16 @@
-"""Parameters as layers: specs, digests, rows of sparse gradients, and exchanges that take layers over from others."""
+"""Parameters as layers: specs, digests, samples, rows of sparse gradients, and exchanges that take layers over."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from gradcomp import kernels
@@ -17,11 +19,15 @@ from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import Kind, LayerSpec
 from gradcomp.exchange.driver import Array, Rows
-from gradcomp.exchange.fingerprint import CRC32C, Digests
+from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFingerprint, Digests, Fingerprint
+from gradcomp.exchange.thread import in_background
 from gradcomp.job import start
 from gradcomp.job.start import Proposal
+from gradcomp.kernels.devices import Device
+from gradcomp.kernels.reference_checksum import Words, sampled_elements, value_of_sample
+from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.torch.streams import streams_of
-from gradcomp.torch.tensors import dense_problem, dtype_name, is_dtensor
+from gradcomp.torch.tensors import Form, dense_problem, dtype_name, is_dtensor
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -37,11 +43,6 @@ _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 _numbers = count()
 
 
-def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions from slowest to fastest in memory."""
-    return tuple(sorted(range(tensor.dim()), key=lambda d: (-int(tensor.stride()[d]), d)))
-
-
 def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
     """Return a parameter's spec.
 
@@ -51,9 +52,9 @@ def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
         raise ConfigError(f"layer {name!r}: {problem}")
     if parameter.dtype.is_complex:
         raise ConfigError(f"layer {name!r} is complex; register its view_as_real form")
-    shape = tuple(parameter.shape)
-    if not parameter.is_contiguous():
-        shape = tuple(shape[d] for d in memory_order(parameter))
+    # Dimensions from slowest to fastest in memory.
+    order = sorted(range(parameter.dim()), key=lambda d: (-int(parameter.stride()[d]), d))
+    shape = tuple(parameter.shape if parameter.is_contiguous() else (parameter.shape[d] for d in order))
     return LayerSpec(name, shape, dtype_name(parameter.dtype), kind_of(name, parameter.dim()))
 
 
@@ -82,15 +83,6 @@ def kind_of(name: str, dimensions: int) -> Kind:
     return "embedding" if "emb" in name.lower() else "weight"
 
 
-def _is_named(pair: Any) -> bool:
-    return (
-        isinstance(pair, Sequence)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], torch.Tensor)
-    )
-
-
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> tuple[Named, Named]:
@@ -110,7 +102,8 @@ def name_parameters(
         named = list(named_parameters)
     names: dict[int, str] = {}
     for pair in named:
-        if not _is_named(pair):
+        is_pair = isinstance(pair, Sequence) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
             raise ConfigError(
                 "named_parameters must yield (name, parameter) pairs, as model.named_parameters() does"
             )
@@ -130,6 +123,15 @@ def name_parameters(
         raise ConfigError(f"{len(unnamed)} of the optimizer's parameters have no name (shapes {shapes})")
     own = [(n, p) for n, p in named if id(p) in owned]
     return [(n, p) for n, p in own if p.requires_grad], [(n, p) for n, p in own if not p.requires_grad]
+
+
+def refuse_thawed(frozen: Named, when: str, advice: str) -> None:
+    """Raise StateError if parameters that were frozen ``when`` the exchange was made require gradients now."""
+    if thawed := [name for name, parameter in frozen if parameter.requires_grad]:
+        raise StateError(
+            f"parameters that were frozen when {when} now require gradients and are not exchanged: "
+            f"{', '.join(thawed[:5])}; {advice}"
+        )
 
 
 def rows_of(name: str, gradient: torch.Tensor) -> tuple[Array, Array]:
@@ -214,7 +216,88 @@ def digests_behind(named: Named) -> Callable[[], Digests]:
 
 
 def _digest(parameter: torch.Tensor) -> int:
-    data = parameter.detach()
-    if not data.is_contiguous():
-        data = data.contiguous()
-    return kernels.crc32c(data.view(-1).view(torch.uint8).cpu().numpy())
+    return kernels.crc32c(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+
+
+class ParameterSamples:
+    """Samples parameters where they lie in memory, by one kernel call for all of them.
+
+    On a GPU the call is made on a thread of its own, after the work that computes the parameters, and only
+    the first exchange bucket waits for it. On a device without kernels, torch reads the elements, layer by
+    layer.
+    """
+
+    def __init__(self, named: Named, device: Device) -> None:
+        self._parameters = [parameter for _, parameter in named]
+        self._forms = [Form.of(parameter) for parameter in self._parameters]
+        self._device = device
+        self._table = np.zeros(len(named), dtype=SEGMENT)
+        self._table["dtype"] = [DTYPE_NUMBERS[dtype_name(parameter.dtype)] for parameter in self._parameters]
+
+    def take(self, turn: int, scalars: str) -> DeferredFingerprint:
+        """Return the fingerprint of exchange number ``turn``, or on a GPU a future of it."""
+        addresses = np.fromiter(
+            map(torch.Tensor.data_ptr, self._parameters), np.uint64, len(self._parameters)
+        )
+        for i in np.flatnonzero(addresses != self._table["gradient"]).tolist():
+            # A parameter whose dtype, shape or device changed is not read; its gradient will be refused.
+            parameter, form = self._parameters[i], self._forms[i]
+            as_it_was = addresses[i] and form.fits(parameter) and parameter.stride() == form.strides
+            self._table["length"][i] = parameter.numel() if as_it_was else 0
+        self._table["gradient"] = addresses
+        if not self._device.is_late:
+            return Fingerprint(_sample(self._table, turn), scalars)
+        table, streams = self._table.copy(), streams_of(self._parameters[0].device)
+        begun = streams.mark()
+
+        def work() -> Fingerprint:
+            with streams.on(streams.another()):
+                streams.follow(begun)
+                if self._device.driver is None:
+                    return Fingerprint(self._taken(table["length"].tolist(), turn), scalars)
+                self._device.follow([self._device.mark(streams.handle())])
+                return Fingerprint(_sample(table, turn), scalars)
+
+        return in_background(self._device.bound(work))
+
+    def _taken(self, lengths: list[int], turn: int) -> Words:
+        """Compute the kernel's values from elements that torch reads."""
+        values = np.zeros(len(lengths), dtype=np.uint32)
+        for i, (length, parameter) in enumerate(zip(lengths, self._parameters, strict=True)):
+            if length:
+                elements = sampled_elements(length, turn & 0xFFFFFFFF)
+                flat = parameter.detach().as_strided((length,), (1,))
+                found = flat[torch.from_numpy(elements).to(flat.device)].cpu()
+                values[i] = value_of_sample(found.view(_WORDS[found.element_size()]).numpy(), elements)
+        return values
+
+
+#: Size of an element in bytes -> integer dtype that NumPy has too, unlike bfloat16.
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sample(table: np.ndarray[Any, Any], turn: int) -> Words:
+    values = np.zeros(len(table), dtype=np.uint32)
+    kernels.sample(table, values, turn=turn & 0xFFFFFFFF)
+    return values
+
+
+class ComparedParameters:
+    """The part of an :class:`gradcomp.exchange.driver.Adapter` that compares parameters and settings over ranks."""
+
+    named: Named
+    #: True in an exchange of ``join()``: a rank that has joined does not step, so nothing of it is compared.
+    in_join = False
+    _samples: ParameterSamples
+    _scalars: Callable[[], str]
+
+    def digests(self) -> Digests:
+        return digests_of(self.named)
+
+    def begin_digests(self) -> Future[Digests]:
+        """Compute digests on a thread, after the device work that updates the parameters."""
+        return in_background((lambda: NO_SAY) if self.in_join else digests_behind(self.named))
+
+    def fingerprint(self, turn: int) -> DeferredFingerprint:
+        """Sample the parameters and the optimizers' settings."""
+        return NOTHING if self.in_join else self._samples.take(turn, self._scalars())

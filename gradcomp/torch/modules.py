@@ -1,23 +1,22 @@
-"""Finds and unwraps modules, watches optimizer steps, and refuses gradients that are averaged twice or not at all."""
+"""Finds and unwraps modules, calls back after backward passes, and refuses gradients that are averaged twice."""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, finalize, ref
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakSet, finalize, ref
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.exchange.driver import Phase, StepDriver
-from gradcomp.job import runtime
-from gradcomp.torch.fingerprint import scalars_of
 
 T = TypeVar("T")
 
@@ -60,18 +59,14 @@ def live(kind: type[T]) -> list[T]:
 def _instances(kind: type[T]) -> list[T]:
     # type() is used because isinstance() reads an object's __class__, which runs code in proxies.
     kinds: set[type[Any]] = set()
-    _add_with_subclasses(kind, kinds)
+    found: list[type[Any]] = [kind]
+    while found:
+        kinds.update(found)
+        found = [each for one in found for each in one.__subclasses__() if each not in kinds]
     objects = gc.get_objects()
     if kinds.isdisjoint(map(type, objects)):  # the usual case, made fast
         return []
     return [each for each in objects if type(each) in kinds]
-
-
-def _add_with_subclasses(kind: type[Any], kinds: set[type[Any]]) -> None:
-    if kind not in kinds:
-        kinds.add(kind)
-        for subclass in kind.__subclasses__():
-            _add_with_subclasses(subclass, kinds)
 
 
 def opaque(function: F, *, calls_own: bool = False) -> F:
@@ -87,183 +82,17 @@ def opaque(function: F, *, calls_own: bool = False) -> F:
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside DistributedDataParallel, compiled modules, or both; else the module itself."""
-    while (inner := _inside(model)) is not None:
+    while True:
+        inner = getattr(model, "module" if isinstance(model, DistributedDataParallel) else "_orig_mod", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
         model = inner
-    return model
-
-
-def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, torch.nn.Module) else None
 
 
 def refuse_inside_backward() -> None:
     """Raise StateError if autograd runs a backward pass on this thread."""
     if torch._C._current_graph_task_id() != -1:
         raise StateError(_STEP_IN_BACKWARD)
-
-
-class Listener(Protocol):
-    """Learns of the steps of optimizers that hold some of the watched parameters."""
-
-    def appears(self, optimizer: torch.optim.Optimizer, *, had_stepped: bool) -> None:
-        """Called when an optimizer is first seen; ``had_stepped`` if its own or loaded state shows earlier steps."""
-        ...
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before the optimizer steps; an exception propagates from its ``step()``."""
-        ...
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-
-class StepWatch:
-    """Counts the steps of all optimizers that hold some of the parameters, and tells the listener of them."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor], listener: Listener | None = None) -> None:
-        #: The number of steps of all these optimizers together.
-        self.steps = 0
-        self._told = 0
-        self._parameters = {id(parameter) for parameter in parameters}
-        self._listener = listener
-        #: Optimizer -> number of its parameter groups when it was last checked; after a change it is checked again.
-        self._groups: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        self._ours: WeakSet[torch.optim.Optimizer] = WeakSet()
-        me = ref(self)  # the hooks must not keep the model's state alive
-
-        def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-            watch = me()
-            if watch is not None and runtime.is_initialized() and watch.holds(optimizer) and watch._listener:
-                watch._listener.before_step(optimizer)
-
-        def after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-            watch = me()
-            if watch is not None and optimizer in watch._ours:
-                watch.steps += 1
-                if watch._listener is not None:
-                    watch._listener.after_step(optimizer)
-
-        handles = (
-            register_optimizer_step_pre_hook(opaque(before_step)),
-            register_optimizer_step_post_hook(opaque(after_step)),
-        )
-
-        def end() -> None:
-            for handle in handles:
-                handle.remove()
-
-        #: Stops watching.
-        self.end = finalize(self, end)
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return list(self._ours)
-
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if the optimizer holds some of the parameters; the first time, tell the listener."""
-        if self._groups.get(optimizer) == len(optimizer.param_groups):
-            return optimizer in self._ours
-        self._groups[optimizer] = len(optimizer.param_groups)
-        if optimizer not in self._ours and any(True for _ in self.held_by(optimizer)):
-            self._ours.add(optimizer)
-            if self._listener is not None:
-                self._listener.appears(optimizer, had_stepped=_has_stepped(optimizer))
-        return optimizer in self._ours
-
-    def held_by(self, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-        """Yield the watched parameters that the optimizer holds."""
-        return (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters)
-
-    def scalars(self) -> str:
-        """Return the settings of the optimizers as text, sorted because their order differs between ranks."""
-        return f"[{', '.join(sorted(scalars_of([optimizer])[1:-1] for optimizer in self._ours))}]"
-
-    def stepped(self) -> bool | None:
-        """Return True if an optimizer has stepped since the last call; None if none was ever seen.
-
-        None does not mean that the parameters did not change: a script may update them without an optimizer.
-        """
-        stepped, self._told = self.steps > self._told, self.steps
-        return stepped if self._ours else None
-
-
-def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Infer from its state whether an optimizer has stepped.
-
-    If a state has a step count, the count decides, because some optimizers create their state in the constructor.
-    """
-    for state in optimizer.state.values():
-        if isinstance(state, dict):
-            steps = state.get("step")
-            if any(kept is not None for kept in state.values()) if steps is None else float(steps) > 0:
-                return True
-    return False
-
-
-@dataclass
-class _Seen:
-    """The record that :class:`UnexchangedSteps` keeps of one optimizer.
-
-    ``signs`` is the value of :attr:`UnexchangedSteps.signs` at the last check. ``unexchanged`` counts the optimizer's
-    steps, since that value last changed, on gradients that were not exchanged; ``gradients`` describes the last ones.
-    """
-
-    signs: int = 0
-    unexchanged: int = 0
-    gradients: str = ""
-
-
-class UnexchangedSteps:
-    """Refuses steps on gradients that were not exchanged.
-
-    Raises StateError before a step inside a backward pass, and before the second step in a row on new
-    gradients that were not exchanged. ``signs`` counts events that show that the owner sees
-    the gradients: the owner increments it after an exchange, and when gradients accumulate without one on purpose, as
-    under ``no_sync()``. ``excused()`` is called before every step on new gradients that were not exchanged. It returns
-    True, which allows the step, if gradients are local on purpose, or if the owner could not know that before.
-    """
-
-    def __init__(self, driver: StepDriver, excused: Callable[[], bool]) -> None:
-        self.signs = 0
-        self._driver = driver
-        self._excused = excused
-        self._seen: WeakKeyDictionary[torch.optim.Optimizer, _Seen] = WeakKeyDictionary()
-
-    def check(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-        """Check an optimizer that is about to step on these parameters.
-
-        A repeated check of one step has no effect.
-        """
-        refuse_inside_backward()
-        seen = self._seen.setdefault(optimizer, _Seen())
-        if seen.signs != self.signs:
-            seen.signs, seen.unexchanged, seen.gradients = self.signs, 0, ""
-            return
-        # The rest is slow. A loop that exchanges its gradients before every step has returned above.
-        gradients = _described(parameters)
-        if not gradients or gradients == seen.gradients:
-            return  # no gradient has changed since the last check
-        if self._driver.phase is Phase.RETIRED or self._driver.exchanger.closed:
-            return  # another exchange has the parameters, or the job has ended
-        seen.unexchanged += 1
-        seen.gradients = gradients
-        if self._excused() or seen.unexchanged < 2:
-            return
-        self._driver.check()  # another rank may have come here first and ended the exchange
-        error = StateError(
-            f"{type(optimizer).__name__} steps a second time on gradients that were not exchanged: parameters of "
-            "different ranks drift apart. The usual causes: the loop calls ddp.module(x) in place of ddp(x); a plain "
-            "optimizer steps beside the DistributedOptimizer; or the loop trains a model that the optimizer does not "
-            "hold, and copies its gradients. If gradients are averaged in another way, step under no_sync()"
-        )
-        self._driver.fail(error)
-        raise error
-
-
-def _described(parameters: Iterable[torch.Tensor]) -> str:
-    """Describe the gradients by their norms, to three digits; empty if all are zero or None."""
-    norms = [float(p.grad.detach().float().norm()) for p in parameters if p.grad is not None]
-    return ", ".join(f"{norm:.3g}" for norm in norms) if any(norms) else ""
 
 
 class DdpCheck:
@@ -377,3 +206,83 @@ def _check_alone(ddp: Any, new: str) -> None:
         hook = ddp._comm_hooks[0][0] if ddp._comm_hooks else None
         named = there if hook is None else f"{hook.__module__}.{hook.__qualname__}"
         raise ConfigError(_TWO_HOOKS.format(there=named, new=new))
+
+
+class _Running(threading.local):
+    """The callbacks of the compiled backward pass that a thread runs; ``ended`` is set once autograd has returned."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[], None]] = []
+        self.ended = False
+
+
+_running = _Running()
+
+
+def at_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward pass ends; a callback may add further ones.
+
+    Autograd's engine does that, but drops the callbacks of hooks that compiled autograd calls. Those are called
+    when the engine returns: see :func:`watch_backward`.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if _running.ended or getattr(compiled, "in_compiled_autograd_region", False):
+        _running.callbacks.append(callback)
+    else:
+        Variable._execution_engine.queue_callback(callback)
+
+
+def watch_backward() -> None:
+    """Patch the function by which Python runs autograd's engine, once, to call what compiled autograd drops."""
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    if hasattr(run, "of_gradcomp"):
+        return
+
+    @functools.wraps(run)
+    def run_and_call_back(*arguments: Any, **named: Any) -> Any:
+        outer, _running.callbacks = _running.callbacks, []
+        try:
+            found = run(*arguments, **named)
+            _running.ended = bool(_running.callbacks)
+            for callback in _running.callbacks:  # which grows meanwhile
+                callback()
+            return found
+        finally:
+            _running.callbacks, _running.ended = outer, False
+
+    wrapped: Any = opaque(run_and_call_back, calls_own=True)
+    wrapped.of_gradcomp = True
+    torch.autograd._engine_run_backward = wrapped  # type: ignore[attr-defined]
+
+
+class EndOfBackward:
+    """Calls back at the end of the running backward pass.
+
+    Reentrant checkpoints run backward passes inside the outer one, and autograd calls back at the end of
+    each. At the end of an inner pass this object asks again, from the nodes that follow in the outer pass.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._hooks: list[Any] = []
+        # torch.compile cannot trace what autograd calls. The wrappers are made once, because one takes 0.1 ms.
+        self._ended, self._goes_on = opaque(self._one_has_ended), opaque(self._outer_one_goes_on)
+
+    def wait(self) -> None:
+        """Queue the callback; called when the backward pass has begun."""
+        at_end(self._ended)
+
+    def _one_has_ended(self) -> None:
+        # Its annotation wrongly excludes None.
+        around: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+        if around is None:
+            self._call()
+            return
+        self._hooks += [
+            node.register_prehook(self._goes_on) for node, _ in around.next_functions if node is not None
+        ]
+
+    def _outer_one_goes_on(self, _: Any) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        self.wait()

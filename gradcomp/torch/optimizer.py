@@ -19,7 +19,6 @@ from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, ProcessSet, ranks_of
 from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
-from gradcomp.job.report import Readers
 from gradcomp.job.settings import OnSkip
 from gradcomp.job.start import set_compression
 from gradcomp.torch.distributed_state import (
@@ -36,10 +35,10 @@ from gradcomp.torch.distributed_state import (
     rebuild,
 )
 from gradcomp.torch.hooks import Finish
-from gradcomp.torch.layers import name_parameters, spec
+from gradcomp.torch.layers import name_parameters, refuse_thawed, spec
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import refuse_inside_backward
-from gradcomp.torch.state_dict import load_state, state_of
+from gradcomp.torch.tensors import CompressionState
 
 _SYNCHRONIZED = (
     "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). gradcomp uses the "
@@ -151,7 +150,7 @@ def DistributedOptimizer(
 _CALLER = 6
 
 
-class Distributed(Readers, Adopted):
+class Distributed(CompressionState, Adopted):
     """The methods that wrapping adds to an optimizer's class, or replaces in it."""
 
     _gradcomp: Core
@@ -203,7 +202,11 @@ class Distributed(Readers, Adopted):
 
     def _check_step(self) -> None:
         core = self._gradcomp
-        core.check_frozen()
+        refuse_thawed(
+            core.frozen,
+            "the optimizer was wrapped",
+            "make a new optimizer after unfreezing and wrap that one",
+        )
         core.exchange.check_step(self)  # type: ignore[arg-type]
         if core.synchronized and not core.skip_synchronize:
             warnings.warn(_SYNCHRONIZED, stacklevel=_CALLER)
@@ -326,22 +329,6 @@ class Distributed(Readers, Adopted):
         """Load the wrapped optimizer's state; the next step warns unless compression state is loaded as well."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._gradcomp.checkpoint_manager.state_is_due()
-
-    def compression_state(self) -> dict[str, Any]:
-        """Return this rank's residuals by layer name, its step, plan and bucket order, as copies.
-
-        All values are tensors, numbers and strings, so ``torch.load(weights_only=True)`` reads what
-        ``torch.save`` makes of them. Local. Raises StateError while a step is open.
-        """
-        return state_of(self._gradcomp.checkpoint_manager)
-
-    def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Resume from the result of :meth:`compression_state` on this rank, of a job with as many ranks.
-
-        All ranks must load states that were taken after the same step. Local. Raises StateError and changes
-        nothing if a step is open or anything does not fit; the error lists all of it.
-        """
-        load_state(self._gradcomp.checkpoint_manager, state)
 
 
 if TYPE_CHECKING:

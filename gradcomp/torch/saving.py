@@ -64,9 +64,8 @@ def save(
             files[_extra_name(rank, world)] = partial(_write, extra)
         return files
 
-    given = {"model": model, "optimizer": optimizer, "extra": extra}
-    arguments = [f"{name}: {'none' if value is None else 'given'}" for name, value in given.items()]
-    save_with(directory, opt, parts, keep=keep, arguments=[*arguments, f"keep: {keep}"])
+    arguments = [*_given(model=model, optimizer=optimizer, extra=extra), f"keep: {keep}"]
+    save_with(directory, opt, parts, keep=keep, arguments=arguments)
 
 
 def load(
@@ -117,10 +116,12 @@ def load(
 
         return use
 
-    given = {"model": model, "optimizer": optimizer}
-    arguments = [f"{name}: {'none' if value is None else 'given'}" for name, value in given.items()]
-    arguments.append(f"missing_ok: {missing_ok}")
+    arguments = [*_given(model=model, optimizer=optimizer), f"missing_ok: {missing_ok}"]
     return load_with(directory, opt, prepare, missing_ok=missing_ok, arguments=arguments)
+
+
+def _given(**arguments: Any) -> list[str]:
+    return [f"{name}: {'none' if value is None else 'given'}" for name, value in arguments.items()]
 
 
 class _Job:
@@ -155,7 +156,7 @@ class _Job:
             states["model"] = self._model.state_dict()
         if self._optimizer is not None:
             states["optimizer"] = self._optimizer.state_dict()
-            states["optimizer_class"] = _class_name(self._optimizer)
+            states["optimizer_class"] = type(self._optimizer).__name__
         return states
 
     def check(self, held: Mapping[str, Any]) -> None:
@@ -196,18 +197,13 @@ def _check_model(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _check_optimizer(mine: torch.optim.Optimizer, saved: Mapping[str, Any], name: str) -> None:
-    if name != _class_name(mine):
-        raise StateError(f"the saved optimizer is a {name}, this one a {_class_name(mine)}")
+    if name != (own := type(mine).__name__):  # which wrapping does not change
+        raise StateError(f"the saved optimizer is a {name}, this one a {own}")
     sizes = [
         [len(group["params"]) for group in groups] for groups in (saved["param_groups"], mine.param_groups)
     ]
     if sizes[0] != sizes[1]:
         raise StateError(f"the saved optimizer has groups of {sizes[0]} parameters, this one of {sizes[1]}")
-
-
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer's class, which wrapping does not change."""
-    return type(optimizer).__name__
 
 
 def _extra_name(rank: int, world: int) -> str:

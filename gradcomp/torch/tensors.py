@@ -1,4 +1,4 @@
-"""Properties of tensors that decide whether and how they can be exchanged."""
+"""Tensors: the properties that decide whether and how they can be exchanged, and compression state made of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
+from gradcomp.job.checkpoint import from_plain, to_plain
+from gradcomp.job.report import Readers
 
 
 def dense_problem(tensor: Any, dtypes: Iterable[torch.dtype] | None = None) -> str | None:
@@ -74,23 +79,12 @@ class Form:
             and (tensor.layout is torch.strided or tensor.is_sparse)
         )
 
-    def zeros(self) -> torch.Tensor:
-        return self.empty().zero_()
-
     def empty(self) -> torch.Tensor:
+        """Return memory that can be exchanged."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
-    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor into memory that can be exchanged."""
-        return self.empty().copy_(tensor)
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)} {list(self.shape)} on {self.device}"
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values' bytes as a flat tensor in host memory."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def form(value: Any) -> str:
@@ -107,3 +101,36 @@ def culprit(error: Exception, obj: Any) -> str:
     """Name the part of an object that can be neither saved nor loaded, from the error that torch raised."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return found[1] if found else f"{type(obj).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+class CompressionState(Readers):
+    """Gives users the compression state in the form that ``torch.save`` and ``torch.load(weights_only=True)`` take."""
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return this rank's residuals by layer name, its step, plan and bucket order, as copies.
+
+        All values are tensors, numbers and strings, so ``torch.load(weights_only=True)`` reads what
+        ``torch.save`` makes of them. Local. Raises StateError while a step is open, or during a backward pass.
+        """
+        state: dict[str, Any] = _tensors(to_plain(checkpoint_manager_of(self).snapshot()))
+        return state
+
+    def load_compression_state(self, state: dict[str, Any]) -> None:
+        """Resume from the result of :meth:`compression_state` on this rank, of a job with as many ranks.
+
+        All ranks must load states that were taken after the same step. Local. Raises StateError and changes
+        nothing if a step is open or anything does not fit; the error lists all of it.
+        """
+        checkpoint_manager_of(self).restore(from_plain(_arrays(state)))
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tensors(item) for key, item in value.items()}
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _arrays(item) for key, item in value.items()}
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value

@@ -13,8 +13,7 @@ from batch import on_two_ranks
 
 import gradcomp.torch as gc
 from gradcomp.torch import ddp, distributed_state
-from gradcomp.torch.devices import device_of
-from gradcomp.torch.streams import staged
+from gradcomp.torch.devices import device_of, staged
 
 COMPRESSIONS = ["quantize:bits=4,bucket_size=64", "topk:density=0.1", "none"]
 ELEMENTS = 1 << 22

@@ -20,6 +20,7 @@ import json, logging, os, shutil, signal, sys
 from pathlib import Path
 import torch, torch.nn as nn, torch.nn.functional as F
 import gradcomp.torch as gc
+from small_torch import fails, same
 
 HALF = 4
 FEEDBACK = "4 bits nearest"
@@ -66,21 +67,6 @@ def train(model, opt, first, steps):
 
 def everything(model, opt):
     return {"model": model.state_dict(), "optimizer": opt.state_dict(), "compression": opt.compression_state()}
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and a == b
-
-def fails(kind, call):
-    try:
-        call()
-    except kind as error:
-        assert type(error) is kind, repr(error)
-        return str(error)
-    raise AssertionError(f"no {kind.__name__}")
 
 folder = Path(sys.argv[1])
 gc.init(slice_elements=256, cold_after_steps=2, timeout_seconds=30, log_level="warning")
@@ -387,12 +373,7 @@ def damaged(good: Path, folder: Path) -> dict[str, str]:
     )
     (case("list manifest", "is not that of a gradcomp checkpoint") / checkpoint.MANIFEST).write_text("[1]")
     edited("other kind", "is not that of a gradcomp checkpoint", kind="another")
-    edited(
-        "other format",
-        "format 99 (of gradcomp '7.0'), this gradcomp",
-        format=99,
-        gradcomp="7.0",
-    )
+    edited("other format", "format 99 (of gradcomp '7.0'), this gradcomp", format=99, gradcomp="7.0")
     edited("edited", "does not match its digest", sealed=False, shared={**whole["shared"], "step": 3})
     edited("many ranks", "a file for each of 3 ranks", world=3)
     edited("no ranks", "a file for each of 0 ranks", world=0, files=[])
@@ -463,14 +444,8 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(tmp_path):
 
 def test_no_checkpoint_outside_of_the_directory(tmp_path):
     """A manifest names files in its own directory only."""
-    for name in (
-        "../x",
-        "/etc/passwd",
-        "rank-0-of-1.0123456789abcdef.safetensors/..",
-        "rank-0-of-1",
-        "manifest.json",
-        "",
-    ):
+    token = "rank-0-of-1.0123456789abcdef.safetensors/.."
+    for name in ("../x", "/etc/passwd", token, "rank-0-of-1", "manifest.json", ""):
         with pytest.raises(StateError, match="impossible file"):
             checkpoint.File.from_plain({"name": name, "nbytes": 1, "sha256": "0" * 64})
 

@@ -1,6 +1,6 @@
 """The user's collectives: Horovod's meanings, and a typed error on every rank where there is no meaning.
 
-All checks of a world run in one job, see ``collective_checks``; faults get jobs of their own.
+All checks of a world run in one job, see ``collective_checks`` and ``horovod_checks``; faults get jobs of their own.
 """
 
 from __future__ import annotations
@@ -11,30 +11,42 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import collective_checks
+import horovod_checks
 import preloaded
 import pytest
 import torch
-from collective_checks import CHECKS
 from launching import Finished, run_ranks
 
 import gradcomp.torch as gc
 
 
 @functools.cache
-def outcomes(world: int) -> list[dict[str, str]]:
-    results = run_ranks(
-        "from collective_checks import main\nmain()", world, timeout=110, imported=preloaded.TORCH
-    )
+def outcomes(module: str, world: int) -> list[dict[str, str]]:
+    """What a job of this world finds that runs all checks of a module."""
+    program = f"from {module} import main\nmain()"
+    results = run_ranks(program, world, timeout=110, imported=preloaded.TORCH)
     for result in results:
         assert result.returncode == 0, result.stderr
     return [json.loads(result.stdout) for result in results]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("name", CHECKS)
-def test_in_a_world(name: str, world: int) -> None:
-    wrong = [f"rank {rank}: {outcome[name]}" for rank, outcome in enumerate(outcomes(world)) if outcome[name]]
+def assert_right(module: str, name: str, world: int) -> None:
+    found = [outcome[name] for outcome in outcomes(module, world)]
+    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", collective_checks.CHECKS)
+def test_in_a_world(name: str, world: int) -> None:
+    assert_right("collective_checks", name, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", horovod_checks.CHECKS)
+def test_horovods_values_gradients_names_and_errors_in_a_world(name: str, world: int) -> None:
+    assert_right("horovod_checks", name, world)
 
 
 # --------------------------------------------------------------------------------------------- world of one
@@ -49,45 +61,31 @@ def one_rank():
 
 @pytest.mark.usefixtures("one_rank")
 class TestWorldOfOne:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-    def test_sum_is_a_copy(self, dtype: torch.dtype) -> None:
-        value = torch.ones(3, dtype=dtype)
-        result = gc.allreduce(value, op=gc.Sum)
-        assert torch.equal(result, value)
-        assert result.data_ptr() != value.data_ptr()
+    def test_sum_is_a_copy_and_in_place_returns_the_tensor(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            value = torch.ones(3, dtype=dtype)
+            result = gc.allreduce(value, op=gc.Sum)
+            assert torch.equal(result, value)
+            assert result.data_ptr() != value.data_ptr()
+            assert gc.allreduce_(value, op=gc.Sum) is value
 
-    def test_in_place_returns_the_tensor(self) -> None:
-        value = torch.ones(3)
-        assert gc.allreduce_(value) is value
-
-    def test_allreduce_is_differentiable(self) -> None:
+    @pytest.mark.parametrize("call", [gc.allreduce, gc.allgather])
+    def test_results_are_the_tensor_and_differentiable(self, call) -> None:
+        assert torch.equal(call(torch.ones(2, 3)), torch.ones(2, 3))
         value = torch.ones(3, requires_grad=True)
-        gc.allreduce(value).sum().backward()
+        call(value).sum().backward()
         assert torch.equal(value.grad, torch.ones(3))
-
-    def test_allgather_is_the_tensor(self) -> None:
-        assert torch.equal(gc.allgather(torch.ones(2, 3)), torch.ones(2, 3))
-
-    def test_allgather_is_differentiable(self) -> None:
-        value = torch.ones(3, requires_grad=True)
-        gc.allgather(value).sum().backward()
-        assert torch.equal(value.grad, torch.ones(3))
-
-    def test_object_is_itself(self) -> None:
-        anything = object()
-        assert gc.broadcast_object(anything) is anything
 
     def test_broadcasts_change_nothing(self) -> None:
-        model = torch.nn.Linear(2, 2)
+        anything, model = object(), torch.nn.Linear(2, 2)
+        assert gc.broadcast_object(anything) is anything
         before = {name: value.clone() for name, value in model.state_dict().items()}
         gc.broadcast_parameters(model.state_dict())
         gc.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1))
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
-    def test_barrier_returns(self) -> None:
+    def test_barrier_returns_and_handles_are_done(self) -> None:
         gc.barrier()
-
-    def test_handle_is_done(self) -> None:
         handle = gc.allreduce_async(torch.ones(1))
         assert gc.poll(handle)
         assert gc.synchronize(handle) == 1
@@ -99,19 +97,16 @@ class TestWorldOfOne:
             gc.broadcast_object(1, root_rank=1)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: gc.allreduce(torch.ones(1)),
-        lambda: gc.allgather(torch.ones(1)),
-        lambda: gc.broadcast_object(1),
-        lambda: gc.broadcast_parameters({}),
-        gc.barrier,
-    ],
-)
-def test_before_init(call) -> None:
-    with pytest.raises(gc.StateError, match="init"):
-        call()
+def test_before_init() -> None:
+    for call, *given in (
+        (gc.allreduce, torch.ones(1)),
+        (gc.allgather, torch.ones(1)),
+        (gc.broadcast_object, 1),
+        (gc.broadcast_parameters, {}),
+        (gc.barrier,),
+    ):
+        with pytest.raises(gc.StateError, match="init"):
+            call(*given)
 
 
 # --------------------------------------------------------------------------------------------------- faults

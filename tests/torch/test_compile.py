@@ -10,8 +10,7 @@ import pytest
 import torch
 from batch import on_ranks
 from launching import run_ranks
-from small_torch import assert_same_on_all_ranks, bits_of, data, net
-from torch.nn.parallel import DistributedDataParallel
+from small_torch import assert_same_on_all_ranks, bits_of, data, in_ddp, net
 
 import gradcomp.torch as gc
 
@@ -26,11 +25,8 @@ def optimized(compression: str, **options):
 
 
 def hooked(compression: str, **options):
-    model = net()
-    state, hook = gc.ddp_comm_hook(model, gc.Policy(compression, filter=gc.Filter(min_elements=2)))
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(state, hook)
-    return ddp, torch.optim.SGD(model.parameters(), lr=0.1, **options)
+    ddp, _ = in_ddp(net(), gc.Policy(compression, filter=gc.Filter(min_elements=2)))
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, **options)
 
 
 MAKERS = {"optimizer": optimized, "hook": hooked}
@@ -126,10 +122,10 @@ def test_a_compiled_backward_that_fails_leaves_no_end_behind():
         with pytest.raises(ValueError, match="in a hook"):
             run(data(0).requires_grad_(), broken=True)
     assert calls
-    from gradcomp.torch import end_of_backward
+    from gradcomp.torch import modules
 
-    assert not end_of_backward._running.callbacks
-    assert not end_of_backward._running.ended
+    assert not modules._running.callbacks
+    assert not modules._running.ended
 
 
 @on_ranks(2, reorder=False)

@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import preloaded
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from batch import on_ranks
 from launching import run_ranks
 from logs import logged
-from small_torch import assert_same_on_all_ranks, bits_of, data
+from small_torch import assert_same_on_all_ranks, backward, bits_of, data, train
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -100,20 +101,13 @@ def hooked(model, compression=FOUR_BITS, *, wrapped_first=False, grad_scaler=Non
     return ddp, state
 
 
-def train(model, optimizer, steps=20, first=0) -> None:
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        model(data(step)).square().mean().backward()
-        optimizer.step()
-
-
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def with_distributed_optimizer(compression, kind=Crossed):
     model = build(kind)
-    train(model, gc.DistributedOptimizer(sgd(model), model.named_parameters(), policy(compression)))
+    train(model, gc.DistributedOptimizer(sgd(model), model.named_parameters(), policy(compression)), 12)
     return bits_of(model.parameters())
 
 
@@ -139,59 +133,69 @@ def unsent(state, name: str) -> np.ndarray:
 def assert_equal_to_distributed_optimizer(compression, kind=Crossed, **arguments) -> None:
     model = build(kind)
     ddp, state = hooked(model, compression, **arguments)
-    train(ddp, sgd(ddp))
+    train(ddp, sgd(ddp), 12)
     assert bits_of(model.parameters()) == with_distributed_optimizer(compression, kind)
     assert_same_on_all_ranks(model.parameters())
-    assert state.statistics().steps == 20
+    assert state.statistics().steps == 12
 
 
 # ------------------------------------------------------------------------------------------ what the means are
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("compression", ["none", "bf16", FOUR_BITS, "quantize:bits=2,bucket_size=32"])
-def test_parameters_are_those_of_distributed_optimizer_bit_for_bit(compression):
-    assert_equal_to_distributed_optimizer(compression)
+def mixed():
+    """Layers of several dtypes, which travel together."""
+    model = Crossed()
+    dtypes = {"first": torch.bfloat16, "norm": torch.float32, "middle": torch.float64, "last": torch.float32}
+    for name, dtype in dtypes.items():
+        layer = getattr(model, name).to(dtype)
+        layer.register_forward_pre_hook(lambda _, x, dtype=dtype: (x[0].to(dtype),))
+    return model
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("view", [True, False])
-@pytest.mark.parametrize("wrapped_first", [True, False])
-def test_neither_bucket_views_nor_the_order_of_wrapping_change_a_bit(view, wrapped_first):
-    assert_equal_to_distributed_optimizer(
-        FOUR_BITS, gradient_as_bucket_view=view, wrapped_first=wrapped_first
+def convolution():
+    """Weights in another memory order."""
+    model = torch.nn.Sequential(
+        torch.nn.Unflatten(1, (2, 2, 2)),
+        torch.nn.Conv2d(2, 32, 2).to(memory_format=torch.channels_last),
+        torch.nn.BatchNorm2d(32),
+        torch.nn.Flatten(),
+        torch.nn.Linear(32, 3),
     )
+    model[4].weight = torch.nn.Parameter(model[4].weight.t().contiguous().t())
+    return model
+
+
+ALIKE = {
+    "none": (Crossed, {"compression": "none"}),
+    "bf16": (Crossed, {"compression": "bf16"}),
+    "4 bits": (Crossed, {}),
+    "2 bits": (Crossed, {"compression": "quantize:bits=2,bucket_size=32"}),
+    "wrapped first": (Crossed, {"wrapped_first": True}),
+    "wrapped first, views": (Crossed, {"wrapped_first": True, "gradient_as_bucket_view": True}),
+    "views": (Crossed, {"gradient_as_bucket_view": True}),
+    "many DDP buckets": (Deep, {}),
+    "some DDP buckets": (Deep, {"bucket_cap_mb": 0.005}),
+    "one DDP bucket": (Deep, {"bucket_cap_mb": 25}),
+    "static graph": (Crossed, {"static_graph": True}),
+    "unused parameters": (Crossed, {"find_unused_parameters": True}),
+    "reentrant checkpoints": (Recomputed, {}),
+    "several dtypes": (mixed, {}),
+    "another memory order": (convolution, {}),
+}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("bucket_cap_mb", [MANY_BUCKETS, 0.005, 25])
-def test_ddps_buckets_change_no_bit(bucket_cap_mb):
-    assert_equal_to_distributed_optimizer(FOUR_BITS, Deep, bucket_cap_mb=bucket_cap_mb)
-
-
-@on_ranks(2)
-def test_static_graph_changes_no_bit():
-    assert_equal_to_distributed_optimizer(FOUR_BITS, static_graph=True)
-
-
-@on_ranks(2)
-def test_looking_for_unused_parameters_changes_no_bit():
-    assert_equal_to_distributed_optimizer(FOUR_BITS, find_unused_parameters=True)
-
-
-@on_ranks(2)
-def test_reentrant_checkpoints_of_all_layers_change_no_bit():
-    assert_equal_to_distributed_optimizer(FOUR_BITS, kind=Recomputed)
+@pytest.mark.parametrize("case", ALIKE)
+def test_parameters_are_those_of_distributed_optimizer_bit_for_bit(case):
+    kind, arguments = ALIKE[case]
+    assert_equal_to_distributed_optimizer(**{"compression": FOUR_BITS, "kind": kind, **arguments})
 
 
 @on_ranks(2)
 def test_without_compression_it_is_plain_ddp_bit_for_bit():
-    plain = build()
-    ddp = DistributedDataParallel(plain, bucket_cap_mb=MANY_BUCKETS)
-    train(ddp, sgd(ddp))
-    model = build()
-    ddp, _ = hooked(model, "none")
-    train(ddp, sgd(ddp))
+    model, plain = build(), build()
+    for ddp in (DistributedDataParallel(plain, bucket_cap_mb=MANY_BUCKETS), hooked(model, "none")[0]):
+        train(ddp, sgd(ddp), 12)
     assert bits_of(model.parameters()) == bits_of(plain.parameters())
 
 
@@ -262,44 +266,13 @@ def test_no_sync_accumulates_without_an_exchange():
     assert state.statistics().steps == 6
 
 
-@on_ranks(2)
-def test_layers_of_several_dtypes_travel_together():
-    def mixed():
-        model = Crossed()
-        model.middle = model.middle.to(torch.float64)
-        model.first = model.first.to(torch.bfloat16)
-        model.first.register_forward_pre_hook(lambda _, x: (x[0].bfloat16(),))
-        model.norm.register_forward_pre_hook(lambda _, x: (x[0].float(),))
-        model.middle.register_forward_pre_hook(lambda _, x: (x[0].double(),))
-        model.last.register_forward_pre_hook(lambda _, x: (x[0].float(),))
-        return model
-
-    assert_equal_to_distributed_optimizer(FOUR_BITS, mixed)
-
-
-@on_ranks(2)
-def test_weights_in_another_memory_order():
-    def convolution():
-        model = torch.nn.Sequential(
-            torch.nn.Unflatten(1, (2, 2, 2)),
-            torch.nn.Conv2d(2, 32, 2).to(memory_format=torch.channels_last),
-            torch.nn.BatchNorm2d(32),
-            torch.nn.Flatten(),
-            torch.nn.Linear(32, 3),
-        )
-        model[4].weight = torch.nn.Parameter(model[4].weight.t().contiguous().t())
-        return model
-
-    assert_equal_to_distributed_optimizer(FOUR_BITS, convolution)
-
-
 @on_ranks(2, "in order", reorder=False, slice_elements=256)
 def test_a_grad_scaler_changes_no_bit_and_leaves_residuals_in_unscaled_units():
     model = build()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
     ddp, _ = hooked(model, WITH_RESIDUALS, grad_scaler=scaler)
     optimizer = sgd(ddp)
-    for step in range(20):
+    for step in range(12):
         optimizer.zero_grad()
         scaler.scale(ddp(data(step)).square().mean()).backward()
         scaler.step(optimizer)
@@ -310,20 +283,18 @@ def test_a_grad_scaler_changes_no_bit_and_leaves_residuals_in_unscaled_units():
 
 @on_ranks(2)
 def test_4_bits_converge():
-    def loss_after(steps):
-        torch.manual_seed(gc.rank())
-        teacher = build(seed=7)
-        ddp, _ = hooked(build(), WITH_RESIDUALS)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(steps):
-            x = torch.randn(32, 8)
-            optimizer.zero_grad()
-            loss = (ddp(x) - teacher(x).detach()).square().mean()
-            loss.backward()
-            optimizer.step()
-        return loss.item()
-
-    assert loss_after(150) < 0.1 * loss_after(1)
+    torch.manual_seed(gc.rank())
+    teacher = build(seed=7)
+    ddp, _ = hooked(build(), WITH_RESIDUALS)
+    optimizer, losses = sgd(ddp), []
+    for _ in range(150):
+        x = torch.randn(32, 8)
+        optimizer.zero_grad()
+        loss = (ddp(x) - teacher(x).detach()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
 
 
 # ------------------------------------------------------------------------------------------ unused parameters
@@ -390,7 +361,7 @@ def test_ranks_with_uneven_inputs_join():
     with ddp.join():
         for step in range(6, 8 + 2 * gc.rank()):
             optimizer.zero_grad()
-            ddp(data(step)).square().mean().backward()
+            backward(ddp, step)
             optimizer.step()
     state.settle()
     assert state.statistics().steps == 10
@@ -449,18 +420,11 @@ def test_names_are_those_of_the_bare_module():
 
 @on_ranks(1)
 def test_a_world_of_one_leaves_the_bucket_as_it_is():
-    class OfOne:
-        def __init__(self):
-            self.tensor = torch.randn(5)
-
-        def buffer(self):
-            return self.tensor
-
     state, hook = gc.ddp_comm_hook(build(), FOUR_BITS)
-    bucket = OfOne()
-    before = bucket.tensor.clone()
-    assert hook(state, bucket).wait() is bucket.tensor
-    assert torch.equal(bucket.tensor, before)
+    tensor = torch.randn(5)
+    before = tensor.clone()
+    assert hook(state, SimpleNamespace(buffer=lambda: tensor)).wait() is tensor
+    assert torch.equal(tensor, before)
     assert state.exchanger is None
     assert state.statistics().steps == 0
     state.settle()
@@ -470,26 +434,22 @@ def test_a_world_of_one_leaves_the_bucket_as_it_is():
 
 
 @on_ranks(2)
-def test_ranks_with_different_models_raise_on_both():
-    model = torch.nn.Linear(8, 3 + gc.rank())
-    with pytest.raises(gc.PlanMismatchError, match=r"layer '(weight|bias)'"):
-        gc.ddp_comm_hook(model, FOUR_BITS)
-
-
-@on_ranks(2)
-def test_what_one_rank_cannot_exchange_both_raise():
-    embedding = torch.nn.Embedding(5, 4, sparse=gc.rank() == 1)
-    expected = gc.ConfigError if gc.rank() == 1 else gc.PlanMismatchError
-    with pytest.raises(expected, match="sparse gradients"):
-        gc.ddp_comm_hook(embedding, FOUR_BITS)
-
-
-@on_ranks(2)
-def test_something_else_than_a_module_is_refused():
-    with pytest.raises(gc.ConfigError, match=r"torch\.nn\.Module"):
-        gc.ddp_comm_hook([torch.zeros(3)], FOUR_BITS)
-    with pytest.raises(gc.ConfigError, match="trainable"):
-        gc.ddp_comm_hook(torch.nn.Tanh(), FOUR_BITS)
+def test_ranks_that_differ_and_what_cannot_be_exchanged_raise_on_both():
+    first = gc.rank() == 0
+    for error, says, model, compression in (
+        (gc.PlanMismatchError, r"layer '(weight|bias)'", torch.nn.Linear(8, 3 + gc.rank()), FOUR_BITS),
+        (gc.PlanMismatchError, "weight", build(), policy(f"quantize:bits={4 + gc.rank()}")),
+        (
+            gc.PlanMismatchError if first else gc.ConfigError,
+            "sparse gradients",
+            torch.nn.Embedding(5, 4, sparse=not first),
+            FOUR_BITS,
+        ),
+        (gc.ConfigError, r"torch\.nn\.Module", [torch.zeros(3)], FOUR_BITS),
+        (gc.ConfigError, "trainable", torch.nn.Tanh(), FOUR_BITS),
+    ):
+        with pytest.raises(error, match=says):
+            gc.ddp_comm_hook(model, compression)
 
 
 @on_ranks(2)
@@ -509,8 +469,20 @@ def other_hook(state, bucket):
     raise AssertionError("it is never called")
 
 
-def around_a_bare_model(ddp):
+def fp16(ddp):
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def other(ddp):
     ddp.register_comm_hook(None, other_hook)
+
+
+def ours(ddp):
+    ddp.register_comm_hook(*gc.ddp_comm_hook(ddp))
+
+
+def around_a_bare_model(ddp):
+    other(ddp)
     state, hook = gc.ddp_comm_hook(ddp.module)
     ddp.register_comm_hook(state, hook)
 
@@ -519,42 +491,22 @@ def wrapped_later(ddp):
     state, hook = gc.ddp_comm_hook(ddp.module)
     later = DistributedDataParallel(torch.compile(ddp.module, backend="eager"))
     later.register_comm_hook(state, hook)
-    later.register_comm_hook(None, other_hook)
+    other(later)
 
 
 def theirs_first(ddp):
     state, hook = gc.ddp_comm_hook(ddp)
-    ddp.register_comm_hook(None, other_hook)
+    other(ddp)
     ddp.register_comm_hook(state, hook)
-
-
-def ours_first(ddp):
-    state, hook = gc.ddp_comm_hook(ddp)
-    ddp.register_comm_hook(state, hook)
-    ddp.register_comm_hook(None, other_hook)
-
-
-def builtin_second(ddp):
-    state, hook = gc.ddp_comm_hook(ddp)
-    ddp.register_comm_hook(state, hook)
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-
-
-def ours_twice(ddp):
-    ddp.register_comm_hook(*gc.ddp_comm_hook(ddp))
-    ddp.register_comm_hook(*gc.ddp_comm_hook(ddp))
 
 
 TWO_HOOKS = {
-    case.__name__: (case, theirs)
-    for case, theirs in [
-        (around_a_bare_model, "other_hook"),
-        (wrapped_later, "other_hook"),
-        (theirs_first, "other_hook"),
-        (ours_first, "other_hook"),
-        (builtin_second, "FP16_COMPRESS"),
-        (ours_twice, "gradcomp"),
-    ]
+    "around a bare model": ([around_a_bare_model], "other_hook"),
+    "wrapped later": ([wrapped_later], "other_hook"),
+    "theirs first": ([theirs_first], "other_hook"),
+    "ours first": ([ours, other], "other_hook"),
+    "builtin second": ([ours, fp16], "FP16_COMPRESS"),
+    "ours twice": ([ours, ours], "gradcomp"),
 }
 
 
@@ -562,8 +514,10 @@ TWO_HOOKS = {
 @on_ranks(2)
 def test_a_second_hook_beside_ours_is_refused_by_name_in_either_order(case):
     registers, theirs = TWO_HOOKS[case]
-    with pytest.raises(gc.ConfigError, match=rf"one communication hook.*{theirs}"):
-        registers(DistributedDataParallel(build()))
+    ddp = DistributedDataParallel(build())
+    with pytest.raises(gc.ConfigError, match=rf"one communication hook.*{theirs}"):  # noqa: PT012
+        for register in registers:
+            register(ddp)
 
 
 def resumed(kind, compression=WITH_RESIDUALS, *, state_too=False, **options) -> list[str]:
@@ -623,12 +577,11 @@ def test_three_ranks():
 
 @on_ranks(3)
 def test_three_ranks_without_compression():
-    model = build()
+    model, plain = build(), build()
     ddp, _ = hooked(model, "none")
-    train(ddp, sgd(ddp), 3)
-    plain = build()
     reference = DistributedDataParallel(plain)
-    train(reference, sgd(reference), 3)
+    for each in (ddp, reference):
+        train(each, sgd(each), 3)
     # The order in which an allreduce adds depends on where a layer lies in its buffer.
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
@@ -651,12 +604,6 @@ def test_three_ranks_of_which_some_use_a_branch_and_all_are_late_at_times():
     assert state.statistics().steps == 8
 
 
-@pytest.mark.full
-@on_ranks(4)
-def test_four_ranks():
-    assert_equal_to_distributed_optimizer(FOUR_BITS)
-
-
 # ------------------------------------------------------------------------------------------ faults
 
 
@@ -668,7 +615,7 @@ def test_an_error_in_the_engine_is_raised_by_backward_as_what_it_is():
         state.exchanger.abort("rank 1 had enough")
         return
     with pytest.raises(gc.TransportError, match="rank 1 had enough"):
-        ddp(data(2)).square().mean().backward()
+        backward(ddp, 2)
     with pytest.raises(gc.TransportError, match="rank 1 had enough"):
         state.settle()
 
@@ -687,7 +634,7 @@ def test_an_error_in_the_first_step_of_a_static_graph_is_raised_with_its_text():
     if gc.rank() == 1:
         state.exchanger.open = gives_up
     with pytest.raises(RuntimeError if gc.rank() == 0 else gc.TransportError, match="rank 1 had enough"):
-        ddp(data(0)).square().mean().backward()
+        backward(ddp, 0)
 
 
 @on_ranks(2, "faults")
@@ -701,7 +648,7 @@ def test_an_error_in_one_ranks_hook_is_raised_on_both():
         (gc.StateError, "shape") if gc.rank() == 1 else (gc.TransportError, "rank 1: StateError: .* shape")
     )
     with pytest.raises(expected, match=text):
-        ddp(data(2)).square().mean().backward()
+        backward(ddp, 2)
 
 
 @on_ranks(2, "faults")

@@ -229,16 +229,12 @@ def assert_ended_by_themselves(ends, returncode):
         assert end.at - end.event("error")["at"] < TEARDOWN
 
 
-# ---------------------------------------------------------------------------------------- killed
+# ---------------------------------------------------------------------------------------- what the others say
 
 
 @of("killed")
-def test_a_killed_rank_is_named_by_all_others_soon(ranks, victim, survivors):
+def test_a_killed_rank_is_named_soon_with_step_bucket_and_layer(ranks, victim, survivors):
     assert_named_soon(ranks, victim, survivors)
-
-
-@of("killed")
-def test_the_error_names_step_bucket_and_layer(ranks, victim, survivors):
     for end in survivors:
         assert f"step {VICTIM_STEP}, bucket " in end.event("error")["text"]
         assert any(
@@ -252,123 +248,69 @@ def test_survivors_of_a_killed_rank_end_by_themselves(ranks, victim, survivors):
 
 
 @of("killed, hosts the store")
-def test_the_rank_that_hosts_the_store_is_named_when_killed(ranks, victim, survivors):
+def test_the_rank_that_hosts_the_store_is_named_when_killed_and_the_others_end(ranks, victim, survivors):
     assert_named_soon(ranks, victim, survivors)
-
-
-@of("killed, hosts the store")
-def test_survivors_end_by_themselves_without_the_store(ranks, victim, survivors):
     assert_ended_by_themselves(survivors, 1)
-
-
-@of("killed, hosts the store")
-def test_the_stores_stack_is_written_once_at_most(ranks, victim, survivors):
     for one in survivors:
-        assert one.stderr.count("[c10d]") <= 1, one.stderr
+        assert one.stderr.count("[c10d]") <= 1, one.stderr  # the store's stack
 
 
 @of("killed between steps")
-def test_a_rank_killed_between_steps_is_named(ranks, victim, survivors):
+def test_a_rank_killed_between_steps_is_named_and_who_caught_the_error_ends_in_good_order(
+    ranks, victim, survivors
+):
     assert_named_soon(ranks, victim, survivors)
-
-
-@of("killed between steps")
-def test_who_caught_the_error_ends_in_good_order(ranks, victim, survivors):
     assert_ended_by_themselves(survivors, 0)
 
 
-# ---------------------------------------------------------------------------------------- raises
-
-
 @of("raises")
-def test_an_uncaught_exception_is_told_to_all_others_soon(ranks, victim, survivors):
+def test_an_uncaught_exception_is_told_to_all_others_soon_and_all_ranks_end(ranks, victim, survivors):
     assert_named_soon(ranks, victim, survivors)
     for end in survivors:
         assert "ValueError: boom" in end.event("error")["text"]
-
-
-@of("raises")
-def test_after_an_uncaught_exception_all_ranks_end_by_themselves(ranks, victim, survivors):
     assert_ended_by_themselves(survivors, 1)
     assert ranks[victim].returncode == 1
     assert ranks[victim].at - ranks[victim].event("fault")["at"] < TEARDOWN
 
 
-# ---------------------------------------------------------------------------------------- stopped
-
-
 @of("stopped")
-def test_a_stopped_rank_is_named_at_the_deadline(ranks, victim, survivors):
+def test_a_stopped_rank_is_named_at_the_deadline_with_step_bucket_and_layer(ranks, victim, survivors):
     assert_named_soon(ranks, victim, survivors, TIMEOUT + SOON)
-
-
-@of("stopped")
-def test_the_error_at_the_deadline_names_step_bucket_and_layer(ranks, victim, survivors):
     for end in survivors:
         assert re.search(rf"step {VICTIM_STEP}, bucket \d+, round \d \([02]\.", end.event("error")["text"])
 
 
 @of("stopped")
-def test_survivors_of_a_stopped_rank_end_by_themselves(ranks, victim, survivors):
-    assert_ended_by_themselves(survivors, 1)
-
-
-@of("stopped")
-def test_a_stopped_rank_that_goes_on_raises_and_ends(ranks, victim, survivors):
-    assert_ended_by_themselves([ranks[victim]], 1)
+def test_a_stopped_rank_that_goes_on_raises_and_all_ranks_end(ranks, victim, survivors):
+    assert_ended_by_themselves(ranks, 1)
 
 
 @of("stopped, hosts the store")
-def test_the_rank_that_hosts_the_store_is_named_when_stopped(ranks, victim, survivors):
+def test_the_rank_that_hosts_the_store_is_named_when_stopped_and_the_others_end(ranks, victim, survivors):
     assert_named_soon(ranks, victim, survivors, TIMEOUT + SOON)
-
-
-@of("stopped, hosts the store")
-def test_survivors_end_by_themselves_while_the_store_is_silent(ranks, victim, survivors):
     assert_ended_by_themselves(survivors, 0)
 
 
-# ---------------------------------------------------------------------------------------- late
-
-
 @of("sleeps")
-def test_a_late_rank_is_waited_for(ranks, victim, survivors):
+def test_a_late_rank_is_waited_for_and_it_alone_is_called_late(ranks, victim, survivors):
     for end in ranks:
         assert end.returncode == 0, end.stderr[-3000:]
         end.event("end")
-
-
-@of("sleeps")
-def test_the_others_log_who_is_late_and_where(ranks, victim, survivors):
     for end in survivors:
         assert f"at step {VICTIM_STEP}, bucket 0" in end.stderr
         assert re.search(rf"rank {victim} \(host \S+\) has only reached step {VICTIM_STEP}", end.stderr)
-
-
-@of("sleeps")
-def test_nobody_is_called_late_who_is_not(ranks, victim, survivors):
-    for end in survivors:
-        late = re.findall(r"rank (\d+) \(host \S+\) has only reached", end.stderr)
-        assert set(late) <= {str(victim)}
+        assert set(re.findall(r"rank (\d+) \(host \S+\) has only reached", end.stderr)) == {str(victim)}
 
 
 @of("sleeps too long")
-def test_past_the_deadline_all_ranks_raise_and_name_the_late_one(ranks, victim, survivors):
+def test_past_the_deadline_all_ranks_raise_and_name_the_late_one_and_end(ranks, victim, survivors):
     assert_named_soon(ranks, victim, survivors, TIMEOUT + SOON)
     assert f"rank {victim}" in ranks[victim].event("error")["text"]
-
-
-@of("sleeps too long")
-def test_past_the_deadline_the_ranks_end_by_themselves(ranks, victim, survivors):
     assert_ended_by_themselves(ranks, 0)
 
 
 @of("ends early")
-def test_a_rank_that_ends_early_is_named(ranks, victim, survivors):
+def test_a_rank_that_ends_early_is_named_and_all_ranks_end(ranks, victim, survivors):
     assert_named_soon(ranks, victim, survivors, TIMEOUT + SOON)
-
-
-@of("ends early")
-def test_all_ranks_end_by_themselves_after_one_ended_early(ranks, victim, survivors):
     assert_ended_by_themselves(survivors, 1)
     assert ranks[victim].returncode == 0

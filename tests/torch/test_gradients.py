@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batch import on_ranks
-from small_torch import assert_same_on_all_ranks, bits_of, data, wrap
+from small_torch import assert_same_on_all_ranks, backward, bits_of, data, train, wrap
 from torch.utils.checkpoint import checkpoint
 
 import gradcomp.torch as gc
@@ -28,21 +28,12 @@ def net(seed: int = 0, width: int = 16) -> torch.nn.Module:
     )
 
 
-def train(model, optimizer, steps, delay=None):
-    for step in range(steps):
-        optimizer.zero_grad()
-        if delay is not None:
-            time.sleep(delay.random() * 0.002)
-        model(data(step)).square().mean().backward()
-        optimizer.step()
-
-
-def local_gradients(model, x) -> list[torch.Tensor]:
+def local_gradients(model, x=None, step=0) -> list[torch.Tensor]:
     """This rank's gradients, from a copy that nothing is attached to."""
-    twin = copy.deepcopy(model)
-    twin.zero_grad()
-    twin(x).square().mean().backward()
-    return [p.grad for p in twin.parameters()]
+    apart = copy.deepcopy(model)
+    apart.zero_grad()
+    apart(data(step) if x is None else x).square().mean().backward()
+    return [p.grad for p in apart.parameters()]
 
 
 def reference_mean(gradients):
@@ -64,13 +55,16 @@ def parameters_after(bits: int, steps: int, slow: int | None = None) -> list[tor
         gc.Quantize(bits, bucket_size=64, rounding="nearest" if bits % 2 else "stochastic"),
         filter=gc.Filter(min_elements=64),
     )
-    optimizer = wrap(model, policy, lr=0.05)
-    train(model, optimizer, steps, None if slow is None else random.Random(slow))
+    optimizer, delay = wrap(model, policy, lr=0.05), random.Random(slow)
+    for step in range(steps):
+        if slow is not None:
+            time.sleep(delay.random() * 0.002)
+        train(model, optimizer, 1, step)
     return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
-    ("bits", "steps"), [(1, 60), *(pytest.param(b, 200, marks=pytest.mark.full) for b in range(1, 9))]
+    ("bits", "steps"), [(1, 60), *(pytest.param(b, 100, marks=pytest.mark.full) for b in range(1, 9))]
 )
 @on_ranks(2, "small buckets", slice_elements=64)
 def test_parameters_stay_equal_on_all_ranks(bits, steps):
@@ -78,18 +72,13 @@ def test_parameters_stay_equal_on_all_ranks(bits, steps):
 
 
 @on_ranks(2, "small buckets", slice_elements=64)
-def test_random_delays_change_no_bit():
-    assert bits_of(parameters_after(4, 40)) == bits_of(parameters_after(4, 40, slow=gc.rank()))
-
-
-@on_ranks(2, "small buckets", slice_elements=64)
-def test_overlap_changes_no_bit():
-    outcomes = []
+def test_neither_random_delays_nor_overlap_change_a_bit():
+    outcomes = [bits_of(parameters_after(4, 20, slow=slow)) for slow in (None, gc.rank())]
     for overlap in (False, True):
         gc.shutdown()
         gc.init(slice_elements=64, overlap=overlap, timeout_seconds=20.0)
         outcomes.append(bits_of(parameters_after(4, 20)))
-    assert outcomes[0] == outcomes[1]
+    assert outcomes == outcomes[:1] * 4
 
 
 def _train_with_unused_layers() -> list[torch.Tensor]:
@@ -117,34 +106,24 @@ def _train_with_unused_layers() -> list[torch.Tensor]:
 @on_ranks(3, "small buckets", slice_elements=48)
 def test_three_ranks_with_unused_layers_and_delays_agree_bit_for_bit():
     assert_same_on_all_ranks(_train_with_unused_layers())
-
-
-@on_ranks(3, "small buckets", slice_elements=48)
-def test_three_ranks_agree_bit_for_bit():
-    assert_same_on_all_ranks(parameters_after(3, 50, slow=gc.rank()))
+    assert_same_on_all_ranks(parameters_after(3, 30, slow=gc.rank()))
 
 
 @pytest.mark.full
 @on_ranks(4, slice_elements=48)
 def test_four_ranks_with_unused_layers_and_delays_agree_bit_for_bit():
     assert_same_on_all_ranks(_train_with_unused_layers())
-
-
-@pytest.mark.full
-@on_ranks(4, slice_elements=48)
-def test_four_ranks_agree_bit_for_bit():
-    assert_same_on_all_ranks(parameters_after(5, 50, slow=gc.rank()))
+    assert_same_on_all_ranks(parameters_after(5, 30, slow=gc.rank()))
 
 
 @pytest.mark.full
 @on_ranks(4, slice_elements=48)
 def test_uncompressed_is_close_to_the_mean_of_four_ranks():
     model = net()
-    expected = reference_mean(local_gradients(model, data(0)))
+    expected = reference_mean(local_gradients(model))
     wrap(model)
-    model(data(0)).square().mean().backward()
-    for p, mean in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, mean)
+    backward(model)
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
 # ---------------------------------------------------------------------------------------- uncompressed is exact
@@ -154,58 +133,40 @@ def assert_exact(expected, parameters) -> None:
     assert bits_of(expected) == bits_of(p.grad for p in parameters)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"gradient_predivide_factor": 4.0}])
 @on_ranks(2)
-def test_uncompressed_equals_all_reduce_over_n_bit_for_bit():
+def test_uncompressed_equals_all_reduce_bit_for_bit_also_predivided_by_a_power_of_two(arguments):
     model = net()
-    expected = reference_mean(local_gradients(model, data(0)))
-    wrap(model)
-    model(data(0)).square().mean().backward()
+    expected = reference_mean(local_gradients(model))
+    wrap(model, **arguments)
+    backward(model)
     assert_exact(expected, model.parameters())
-
-
-@on_ranks(2)
-def test_sum_is_n_times_the_mean_when_compressed():
-    means = []
-    for op in (gc.Average, gc.Sum):
-        model = net()
-        wrap(model, gc.Policy("quantize:bits=4,bucket_size=32", filter=gc.Filter(min_elements=8)), op=op)
-        model(data(0)).square().mean().backward()
-        means.append([p.grad for p in model.parameters()])
-    for mean, total in zip(*means, strict=True):
-        assert torch.equal(2 * mean, total)
 
 
 @on_ranks(2)
 def test_predividing_by_three_changes_the_mean_by_rounding_only():
     model = net()
-    expected = reference_mean(local_gradients(model, data(0)))
+    expected = reference_mean(local_gradients(model))
     wrap(model, gradient_predivide_factor=3.0)
-    model(data(0)).square().mean().backward()
-    for mean, p in zip(expected, model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, mean)
+    backward(model)
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "compression"),
+    [("float64", "none"), ("float64", "quantize:bits=2"), ("bfloat16", "none"), ("float16", "none")],
+)
 @on_ranks(2)
-def test_other_dtypes_get_the_mean(dtype):
+def test_other_dtypes_get_the_mean_and_float64_stays_exact_under_compression(dtype, compression):
     kind = getattr(torch, dtype)
     model = net().to(kind)
     x = data(0).to(kind)
     expected = reference_mean([g.double() for g in local_gradients(model, x)])
-    wrap(model)
+    wrap(model, compression)
     model(x).square().mean().backward()
     for p, mean in zip(model.parameters(), expected, strict=True):
         assert p.grad.dtype == kind
         assert torch.equal(p.grad, mean.to(kind))
-
-
-@on_ranks(2)
-def test_float64_stays_exact_under_compression():
-    model = net().double()
-    expected = reference_mean(local_gradients(model, data(0).double()))
-    wrap(model, "quantize:bits=2")
-    model(data(0).double()).square().mean().backward()
-    assert_exact(expected, model.parameters())
 
 
 @on_ranks(2)
@@ -232,129 +193,92 @@ def test_a_channels_last_gradient_of_a_contiguous_parameter_gets_the_mean():
 
 
 @on_ranks(2)
-def test_an_empty_parameter_travels_along():
-    empty, full = torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.ones(3))
-    optimizer = gc.DistributedOptimizer(
-        torch.optim.SGD([empty, full], lr=1.0), [("empty", empty), ("full", full)]
-    )
+def test_empty_and_scalar_parameters_travel_along():
+    shapes = {"empty": (0, 4), "scalar": (), "full": (3,)}
+    named = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    optimizer = gc.DistributedOptimizer(torch.optim.SGD(named.values(), lr=1.0), named.items())
     for _ in range(2):
         optimizer.zero_grad()
-        (empty.sum() + (full * (gc.rank() + 1)).sum()).backward()
-        assert full.grad.tolist() == [1.5] * 3
+        sum((p * (gc.rank() + 1)).sum() for p in named.values()).backward()
+        assert all(torch.equal(named[name].grad, torch.full(shape, 1.5)) for name, shape in shapes.items())
         optimizer.step()
-    assert empty.grad.shape == (0, 4)
-
-
-@on_ranks(2)
-def test_a_scalar_parameter_gets_the_mean():
-    scale = torch.nn.Parameter(torch.tensor(1.0))
-    gc.DistributedOptimizer(torch.optim.SGD([scale], lr=1.0), [("scale", scale)])
-    (scale * (gc.rank() + 1)).backward()
-    assert scale.grad.item() == 1.5
 
 
 @on_ranks(2)
 def test_a_parameter_used_twice_is_exchanged_once_with_both_gradients():
-    model = torch.nn.Linear(8, 8, bias=False)
-    torch.nn.init.eye_(model.weight)
-    twin = copy.deepcopy(model)
-    twin(twin(data(0))).square().mean().backward()
-    expected = reference_mean([twin.weight.grad])
+    layer = torch.nn.Linear(8, 8, bias=False)
+    torch.nn.init.eye_(layer.weight)
+    model = torch.nn.Sequential(layer, layer)
+    expected = reference_mean(local_gradients(model))
     wrap(model)
-    model(model(data(0))).square().mean().backward()
+    backward(model)
     assert_exact(expected, model.parameters())
 
 
 # ---------------------------------------------------------------------------------------- accumulation
 
 
+@pytest.mark.parametrize("by", ["backward_passes_per_step", "no_sync"])
 @on_ranks(2)
-def test_two_passes_per_step_exchange_the_sum_once():
+def test_two_passes_exchange_their_sum_once(by):
     model = net()
-    a, b = local_gradients(model, data(0)), local_gradients(model, data(1))
+    a, b = (local_gradients(model, step=step) for step in (0, 1))
     expected = reference_mean([x + y for x, y in zip(a, b, strict=True)])
-    optimizer = wrap(model, backward_passes_per_step=2)
-    model(data(0)).square().mean().backward()
+    optimizer = wrap(model, backward_passes_per_step=1 if by == "no_sync" else 2)
+    with optimizer.no_sync() if by == "no_sync" else contextlib.nullcontext():
+        backward(model)
     assert bits_of(a) == bits_of(p.grad for p in model.parameters())  # nothing is exchanged yet
-    model(data(1)).square().mean().backward()
+    assert optimizer.statistics().steps == 0
+    backward(model, 1)
     assert_exact(expected, model.parameters())
     assert optimizer.statistics().steps == 1
 
 
 @on_ranks(2)
-def test_a_short_last_window_is_exchanged_by_step():
+def test_a_layer_touched_only_under_no_sync_is_exchanged_too():
+    model = two_heads()
+    expected = reference_mean(local_gradients(model["a"]))
+    optimizer = wrap(model)
+    with optimizer.no_sync():
+        backward(model["a"])
+    backward(model["b"], 1)
+    assert_exact(expected, model["a"].parameters())
+
+
+@on_ranks(2)
+def test_a_short_window_is_exchanged_by_step_and_the_next_one_has_its_full_length():
     model = net()
     start = [p.detach().clone() for p in model.parameters()]
-    expected = reference_mean(local_gradients(model, data(0)))
-    optimizer = wrap(model, backward_passes_per_step=3, lr=1.0)
-    model(data(0)).square().mean().backward()
+    expected = reference_mean(local_gradients(model))
+    optimizer = wrap(model, backward_passes_per_step=2, lr=1.0)
+    backward(model)
     optimizer.step()
     for p, before, mean in zip(model.parameters(), start, expected, strict=True):
         assert torch.equal(p, before - mean)
-
-
-@on_ranks(2)
-def test_the_window_after_a_short_one_has_its_full_length():
-    model = net()
-    optimizer = wrap(model, backward_passes_per_step=2)
-    model(data(0)).square().mean().backward()
-    optimizer.step()
     optimizer.zero_grad()
-    mine = local_gradients(model, data(1))
-    model(data(1)).square().mean().backward()
-    assert bits_of(mine) == bits_of(p.grad for p in model.parameters())
-
-
-@on_ranks(2)
-def test_no_sync_accumulates_locally_and_the_next_backward_exchanges_the_sum():
-    model = net()
-    a, b = local_gradients(model, data(0)), local_gradients(model, data(1))
-    expected = reference_mean([x + y for x, y in zip(a, b, strict=True)])
-    optimizer = wrap(model)
-    with optimizer.no_sync():
-        model(data(0)).square().mean().backward()
-    assert optimizer.statistics().steps == 0
-    model(data(1)).square().mean().backward()
-    assert_exact(expected, model.parameters())
-
-
-@on_ranks(2)
-def test_a_layer_touched_only_under_no_sync_is_exchanged_too():
-    first, second = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(8, 2, bias=False)
-    model = torch.nn.ModuleDict({"first": first, "second": second})
-    expected = reference_mean(local_gradients(first, data(0)))
-    optimizer = wrap(model)
-    with optimizer.no_sync():
-        first(data(0)).square().mean().backward()
-    second(data(1)).square().mean().backward()
-    assert_exact(expected, [first.weight])
+    mine = local_gradients(model, step=1)
+    backward(model, 1)
+    assert_exact(mine, model.parameters())
 
 
 @on_ranks(2)
 def test_a_second_backward_without_step_adds_its_mean_to_the_first():
     model = net()
-    means = [reference_mean(local_gradients(model, data(step))) for step in (0, 1)]
+    means = [reference_mean(local_gradients(model, step=step)) for step in (0, 1)]
     wrap(model)
-    model(data(0)).square().mean().backward()
-    model(data(1)).square().mean().backward()
-    for p, a, b in zip(model.parameters(), *means, strict=True):
-        torch.testing.assert_close(p.grad, a + b)
+    for step in (0, 1):
+        backward(model, step)
+    torch.testing.assert_close(
+        [p.grad for p in model.parameters()], [a + b for a, b in zip(*means, strict=True)]
+    )
 
 
 @on_ranks(2)
 def test_a_second_backward_without_step_keeps_the_mean_of_a_layer_that_this_rank_left_out():
-    model = torch.nn.ModuleDict(
-        {"a": torch.nn.Linear(8, 2, bias=False), "b": torch.nn.Linear(8, 2, bias=False)}
-    )
-    for layer in model.values():
-        torch.nn.init.ones_(layer.weight)
+    model = two_heads()
     optimizer = wrap(model)
-    x = torch.ones(1, 8)
-    (model["a"](x).sum() + model["b"](x).sum()).backward()  # every gradient is 1
-    loss = model["a"](x).sum()
-    if gc.rank() == 0:
-        loss = loss + model["b"](x).sum()
-    loss.backward()
+    for names in ("ab", "ab" if gc.rank() == 0 else "a"):
+        sum(model[name](torch.ones(1, 8)).sum() for name in names).backward()  # every gradient is 1
     assert model["a"].weight.grad.unique().tolist() == [2.0]
     assert model["b"].weight.grad.unique().tolist() == [1.5]
     assert optimizer.statistics().steps == 2
@@ -390,10 +314,6 @@ def recompute(function, x):
     return checkpoint(function, x, use_reentrant=True)
 
 
-def backward(model, step: int) -> None:
-    model(data(step)).square().mean().backward()
-
-
 reentrant = pytest.mark.parametrize("checkpointed", ["all", "first", "last", "some", "nested"])
 
 
@@ -401,11 +321,11 @@ reentrant = pytest.mark.parametrize("checkpointed", ["all", "first", "last", "so
 @on_ranks(2)
 def test_a_backward_with_others_inside_leaves_means_when_the_outer_one_returns(checkpointed):
     model = Recomputed(checkpointed)
-    expected = reference_mean(local_gradients(Recomputed("none"), data(0)))
+    expected = reference_mean(local_gradients(Recomputed("none")))
     optimizer = wrap(model, lr=0.0)
     for _ in range(3):  # the order of the buckets is another one from the second on
         optimizer.zero_grad()
-        backward(model, 0)
+        backward(model)
         assert_exact(expected, model.parameters())
         optimizer.step()
     assert optimizer.statistics().steps == 3
@@ -414,7 +334,7 @@ def test_a_backward_with_others_inside_leaves_means_when_the_outer_one_returns(c
 @reentrant
 @on_ranks(2)
 def test_windows_of_backwards_with_others_inside_are_exchanged_once(checkpointed):
-    a, b = (local_gradients(Recomputed("none"), data(step)) for step in (0, 1))
+    a, b = (local_gradients(Recomputed("none"), step=step) for step in (0, 1))
     expected = reference_mean([x + y for x, y in zip(a, b, strict=True)])
     windows = [
         (Recomputed(checkpointed), {"backward_passes_per_step": 2}),
@@ -424,7 +344,7 @@ def test_windows_of_backwards_with_others_inside_are_exchanged_once(checkpointed
     for number, (model, arguments) in enumerate(windows):
         optimizer = wrap(model, **arguments)
         with optimizer.no_sync() if number == 1 else contextlib.nullcontext():
-            backward(model, 0)
+            backward(model)
         assert bits_of(a) == bits_of(p.grad for p in model.parameters())  # nothing is exchanged yet
         backward(model, 1)
         if number == 2:
@@ -437,11 +357,10 @@ def test_windows_of_backwards_with_others_inside_are_exchanged_once(checkpointed
 @on_ranks(2)
 def test_two_optimizers_end_with_the_outer_backward(checkpointed):
     model = Recomputed(checkpointed)
-    expected = reference_mean(local_gradients(Recomputed("none"), data(0)))
-    halves = [model.blocks[:2], model.blocks[2:]]
-    optimizers = [wrap(half, lr=0.0) for half in halves]
+    expected = reference_mean(local_gradients(Recomputed("none")))
+    optimizers = [wrap(half, lr=0.0) for half in (model.blocks[:2], model.blocks[2:])]
     for _ in range(2):
-        backward(model, 0)
+        backward(model)
         assert_exact(expected, model.parameters())
         for optimizer in optimizers:
             optimizer.step()
@@ -451,7 +370,7 @@ def test_two_optimizers_end_with_the_outer_backward(checkpointed):
 @on_ranks(2)
 def test_a_recomputation_that_raised_leaves_the_next_window_whole():
     model = Recomputed("all")
-    mine = local_gradients(Recomputed("none"), data(0))
+    mine = local_gradients(Recomputed("none"))
     optimizer = wrap(model, backward_passes_per_step=2)
     loss = model(data(0)).square().mean()
     broken = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -461,7 +380,7 @@ def test_a_recomputation_that_raised_leaves_the_next_window_whole():
     broken.remove()
     loss.backward()  # the same graph: its nodes remember the pass that failed
     assert bits_of(mine) == bits_of(p.grad for p in model.parameters())
-    backward(model, 0)
+    backward(model)
     assert_exact(reference_mean([2 * g for g in mine]), model.parameters())
     optimizer.step()
 
@@ -488,61 +407,41 @@ def two_heads() -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"a": torch.nn.Linear(8, 2), "b": torch.nn.Linear(8, 2)})
 
 
+def both(model, step: int = 0) -> None:
+    """One backward pass over both heads."""
+    (model["a"](data(step)) + model["b"](data(step))).square().mean().backward()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
 @on_ranks(2)
-def test_finish_step_exchanges_several_backwards_over_disjoint_parameters():
+def test_finish_step_exchanges_several_backwards_over_disjoint_parameters(passes):
     model = two_heads()
-    expected = reference_mean([g for head in model.values() for g in local_gradients(head, data(0))])
-    optimizer = wrap(model, finish="step")
-    for head in model.values():
-        head(data(0)).square().mean().backward()
+    expected = reference_mean([passes * g for head in model.values() for g in local_gradients(head)])
+    optimizer = wrap(model, finish="step", backward_passes_per_step=passes)
+    for head in [*model.values()] * passes:
+        backward(head)
     optimizer.synchronize()
     assert_exact(expected, model.parameters())
     assert optimizer.statistics().steps == 1
+    if passes == 1:
+        optimizer.zero_grad()
+        backward(model["a"])
+        with pytest.raises(gc.StateError, match="backward_passes_per_step"):
+            backward(model["a"])
+        optimizer.zero_grad()
 
 
 @on_ranks(2)
-def test_without_finish_step_a_late_layer_is_an_error_that_names_the_option():
+def test_without_finish_step_a_late_layer_is_an_error_that_names_the_option_and_the_next_step_works():
     model = two_heads()
     optimizer = wrap(model)
-    model["a"](data(0)).square().mean().backward()
+    backward(model["a"])
     with pytest.raises(gc.StateError, match='finish="step"'):
-        model["b"](data(0)).square().mean().backward()
+        backward(model["b"])
     optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_after_that_error_the_next_step_works():
-    model = two_heads()
-    optimizer = wrap(model)
-    model["a"](data(0)).square().mean().backward()
-    with pytest.raises(gc.StateError):
-        model["b"](data(0)).square().mean().backward()
-    optimizer.zero_grad()
-    (model["a"](data(1)) + model["b"](data(1))).square().mean().backward()
+    both(model, 1)
     optimizer.step()
     assert_same_on_all_ranks(model.parameters())
-
-
-@on_ranks(2)
-def test_finish_step_refuses_a_second_gradient_of_one_layer():
-    model = two_heads()
-    optimizer = wrap(model, finish="step")
-    model["a"](data(0)).square().mean().backward()
-    with pytest.raises(gc.StateError, match="backward_passes_per_step"):
-        model["a"](data(0)).square().mean().backward()
-    optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_finish_step_with_two_passes_exchanges_the_sum():
-    model = two_heads()
-    twice = [reference_mean(local_gradients(head, data(0))) for head in model.values()]
-    optimizer = wrap(model, finish="step", backward_passes_per_step=2)
-    for _ in range(2):
-        for head in model.values():
-            head(data(0)).square().mean().backward()
-    optimizer.synchronize()
-    assert_exact([2 * g for head in twice for g in head], model.parameters())
 
 
 # ---------------------------------------------------------------------------------------- unused
@@ -552,11 +451,7 @@ def test_finish_step_with_two_passes_exchanges_the_sum():
 def test_a_layer_that_no_rank_used_has_no_gradient_and_adamw_does_not_move_it():
     model = two_heads()
     before = model["b"].weight.detach().clone()
-    optimizer = wrap(model, "quantize:bits=4", kind=torch.optim.AdamW)
-    for step in range(5):
-        optimizer.zero_grad()
-        model["a"](data(step)).square().mean().backward()
-        optimizer.step()
+    train(model["a"], wrap(model, "quantize:bits=4", kind=torch.optim.AdamW), 5)
     assert model["b"].weight.grad is None
     assert torch.equal(model["b"].weight, before)
 
@@ -564,10 +459,10 @@ def test_a_layer_that_no_rank_used_has_no_gradient_and_adamw_does_not_move_it():
 @on_ranks(2)
 def test_a_rank_that_did_not_use_a_layer_counts_as_zero():
     model = two_heads()
-    mine = local_gradients(model["b"], data(0))
+    mine = local_gradients(model["b"])
     expected = reference_mean([g if gc.rank() == 0 else torch.zeros_like(g) for g in mine])
     wrap(model)
-    (model["b"] if gc.rank() == 0 else model["a"])(data(0)).square().mean().backward()
+    backward(model["b" if gc.rank() == 0 else "a"])
     assert_exact(expected, model["b"].parameters())
 
 
@@ -575,17 +470,10 @@ def test_a_rank_that_did_not_use_a_layer_counts_as_zero():
 def test_a_layer_left_out_for_long_comes_back():
     model = two_heads()
     optimizer = wrap(model)
-    for step in range(8):
-        optimizer.zero_grad()
-        head = model["a"](data(step))
-        if step == 7:
-            expected = reference_mean(local_gradients(model["b"], data(step)))
-            loss = head.square().mean() + model["b"](data(step)).square().mean()
-        else:
-            loss = head.square().mean()
-        loss.backward()
-        if step < 7:
-            optimizer.step()
+    train(model["a"], optimizer, 7)
+    optimizer.zero_grad()
+    expected = reference_mean(local_gradients(model["b"], step=7))
+    sum(head(data(7)).square().mean() for head in model.values()).backward()
     assert_exact(expected, model["b"].parameters())
 
 
@@ -601,42 +489,40 @@ def rows_of(rank: int) -> torch.Tensor:
     return torch.tensor([[0, 1, 1, 3], [1, 3, 3, 11]][rank])  # duplicates within and between ranks
 
 
-def embedding_gradient(module, rank=None) -> None:
-    rows = rows_of(gc.rank() if rank is None else rank)
-    (module(rows) * (torch.arange(16.0).reshape(4, 4) + gc.rank())).sum().backward()
+def embedding_gradient(module) -> None:
+    (module(rows_of(gc.rank())) * (torch.arange(16.0).reshape(4, 4) + gc.rank())).sum().backward()
 
 
-@pytest.mark.parametrize("as_dense", [False, True])
-@on_ranks(2)
-def test_sparse_gradients_equal_dense_ones(as_dense):
-    dense, sparse = embedding(False), embedding()
-    wrap(dense)
-    wrap(sparse, sparse_as_dense=as_dense)
-    for module in (dense, sparse):
-        embedding_gradient(module)
+def assert_equal_gradients(sparse, dense) -> None:
     assert sparse.weight.grad.is_sparse
     assert torch.equal(sparse.weight.grad.to_dense(), dense.weight.grad)
 
 
+@pytest.mark.parametrize("as_dense", [False, True])
 @on_ranks(2)
-def test_sparse_gradients_arrive_without_duplicates():
-    module = embedding()
-    wrap(module)
-    embedding_gradient(module)
-    assert module.weight.grad.is_coalesced()
-    assert module.weight.grad.indices()[0].tolist() == [0, 1, 3, 11]
-
-
-@on_ranks(2)
-def test_many_sparse_rows_travel_as_a_dense_sum():
-    module, dense = embedding(), embedding(False)
+def test_sparse_gradients_equal_dense_ones_and_a_second_backward_adds_to_them(as_dense):
+    dense, sparse = embedding(False), embedding()
     wrap(dense)
-    wrap(module)
+    wrap(sparse, sparse_as_dense=as_dense)
+    for passes in (1, 2):
+        for module in (dense, sparse):
+            embedding_gradient(module)
+        if passes == 1:
+            assert_equal_gradients(sparse, dense)
+            assert as_dense or sparse.weight.grad.is_coalesced()
+            assert as_dense or sparse.weight.grad.indices()[0].tolist() == [0, 1, 3, 11]  # no duplicates
+    torch.testing.assert_close(sparse.weight.grad.to_dense(), dense.weight.grad)
+
+
+@on_ranks(2)
+def test_many_sparse_rows_travel_as_a_dense_sum_and_float64_stays_exact():
     rows = torch.arange(12).repeat(3)
-    for m in (module, dense):
-        (m(rows) * (gc.rank() + 1)).sum().backward()
-    assert module.weight.grad.is_sparse
-    assert torch.equal(module.weight.grad.to_dense(), dense.weight.grad)
+    for dtype, factor in ((torch.float32, gc.rank() + 1), (torch.float64, 1 / 3 + gc.rank() * 1e-12)):
+        module, dense = embedding().to(dtype), embedding(False).to(dtype)
+        for m in (dense, module):
+            wrap(m)
+            (m(rows if dtype == torch.float32 else rows_of(gc.rank())) * factor).sum().backward()
+        assert_equal_gradients(module, dense)
 
 
 @pytest.mark.parametrize("as_dense", [False, True])
@@ -697,18 +583,7 @@ def test_a_layer_that_is_sparse_on_one_rank_is_sparse_on_all_where_it_travels_as
         dense.zero_grad()
         embedding_gradient(module)
         embedding_gradient(dense)
-        assert module.weight.grad.is_sparse
-        assert torch.equal(module.weight.grad.to_dense(), dense.weight.grad)
-
-
-@on_ranks(2)
-def test_sparse_gradients_of_float64_stay_exact():
-    dense, sparse = embedding(False).double(), embedding().double()
-    wrap(dense)
-    wrap(sparse)
-    for module in (dense, sparse):
-        (module(rows_of(gc.rank())) * (1 / 3 + gc.rank() * 1e-12)).sum().backward()
-    assert torch.equal(sparse.weight.grad.to_dense(), dense.weight.grad)
+        assert_equal_gradients(module, dense)
 
 
 @on_ranks(2)
@@ -719,40 +594,21 @@ def test_a_layer_that_is_sparse_on_one_rank_and_dense_on_another_is_an_error_on_
         embedding_gradient(module)
 
 
-@pytest.mark.parametrize("as_dense", [False, True])
-@on_ranks(2)
-def test_a_second_backward_adds_to_a_sparse_mean(as_dense):
-    module, dense = embedding(), embedding(False)
-    wrap(module, sparse_as_dense=as_dense)
-    wrap(dense)
-    for _ in range(2):
-        embedding_gradient(module)
-        embedding_gradient(dense)
-    torch.testing.assert_close(module.weight.grad.to_dense(), dense.weight.grad)
-
-
 # ---------------------------------------------------------------------------------------- non-finite
 
 
 @on_ranks(2)
-def test_a_nan_on_one_rank_reaches_the_same_layer_on_all_ranks_and_no_other():
-    model = two_heads()
-    wrap(model, gc.Policy("quantize:bits=4", filter=gc.Filter(min_elements=8)))
-    loss = model["a"](data(0)).square().mean()
-    scale = float("nan") if gc.rank() == 1 else 1.0
-    (loss + scale * model["b"](data(0)).square().mean()).backward()
-    assert model["b"].weight.grad.isnan().all()
-    assert model["a"].weight.grad.isfinite().all()
-
-
-@on_ranks(2)
-def test_the_step_after_a_nan_is_finite_again():
+def test_a_nan_on_one_rank_reaches_the_same_layer_on_all_ranks_no_other_and_no_later_step():
     model = two_heads()
     optimizer = wrap(model, gc.Policy("quantize:bits=4,rounding=nearest", filter=gc.Filter(min_elements=8)))
-    for step, scale in enumerate([1.0, float("inf") if gc.rank() else 1.0, 1.0]):
+    for step, scale in enumerate([1.0, float("nan") if gc.rank() else 1.0, 1.0]):
         optimizer.zero_grad()
-        (scale * (model["a"](data(step)) + model["b"](data(step))).square().mean()).backward()
-        if step != 1:
+        one, other = (head(data(step)).square().mean() for head in model.values())
+        (one + scale * other).backward()
+        if step == 1:
+            assert model["b"].weight.grad.isnan().all()
+            assert model["a"].weight.grad.isfinite().all()
+        else:
             optimizer.step()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     assert_same_on_all_ranks(model.parameters())

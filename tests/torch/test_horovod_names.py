@@ -64,16 +64,13 @@ def test_the_page_has_the_table() -> None:
     assert with_table(text) == text, "run PYTHONPATH=tests python tests/horovod_names.py"
 
 
-def test_what_is_built_needs_no_init() -> None:
+def test_what_is_built_needs_no_init_and_one_rank_uses_no_engine() -> None:
     assert gc.gloo_built() is True
     assert isinstance(gc.nccl_built(), int)
     assert not gc.rocm_built()
     for question in (gc.gloo_enabled, gc.mpi_enabled, gc.is_homogeneous):
         with pytest.raises(gc.StateError, match="init"):
             question()
-
-
-def test_one_rank_uses_no_engine() -> None:
     gc.init()
     try:
         assert gc.is_homogeneous()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from batch import on_ranks
 from launching import run_ranks
-from small_torch import bits_of, data, net, wrap
+from small_torch import assert_same_on_all_ranks, bits_of, data, net, wrap
 
 import gradcomp.torch as gc
 
@@ -60,14 +60,7 @@ def check_training(metric: bool, compression: str = "none", epochs: int = 2) -> 
         gc.broadcast_parameters(model.state_dict(), root_rank=last)
         gc.broadcast_optimizer_state(optimizer, last, model)
     train(model, optimizer, 2)
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None]
-    gathered = gc.allgather(flat)
-    assert all(torch.equal(row, gathered[0]) for row in gathered)
-
-
-@on_ranks(2)
-def test_the_others_train_on_until_all_have_joined():
-    check_training(metric=False)
+    assert_same_on_all_ranks(model.parameters())
 
 
 @on_ranks(3)
@@ -76,11 +69,11 @@ def test_three_ranks_join_one_after_the_other():
 
 
 @pytest.mark.parametrize(
-    "compression", ["quantize:bits=4,bucket_size=32", "topk:density=0.2", "powersgd:rank=2"]
+    "compression", ["none", "quantize:bits=4,bucket_size=32", "topk:density=0.2", "powersgd:rank=2"]
 )
 @on_ranks(2)
-def test_compression_goes_on_too(compression):
-    check_training(metric=True, compression=compression)
+def test_the_others_train_on_until_all_have_joined(compression):
+    check_training(metric=compression != "none", compression=compression)
 
 
 @on_ranks(2)
@@ -90,8 +83,7 @@ def test_all_may_join_at_once_again_and_again():
     for epoch in range(3):
         train(model, optimizer, epoch)
         assert gc.join() == 1
-    same = gc.allgather(torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None])
-    assert torch.equal(same[0], same[1])
+    assert_same_on_all_ranks(model.parameters())
 
 
 @on_ranks(3)

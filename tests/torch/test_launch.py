@@ -53,14 +53,8 @@ MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
 def places(launch: Launch) -> tuple[int, ...]:
-    return (
-        launch.rank,
-        launch.size,
-        launch.local_rank,
-        launch.local_size,
-        launch.cross_rank,
-        launch.cross_size,
-    )
+    of_job = (launch.rank, launch.size, launch.local_rank, launch.local_size)
+    return (*of_job, launch.cross_rank, launch.cross_size)
 
 
 @pytest.mark.parametrize(
@@ -160,18 +154,15 @@ def test_bad_environment_is_named(environ: dict[str, str], named: list[str]) -> 
     assert all(name in str(error.value) for name in named), str(error.value)
 
 
-def test_master_address_is_for_every_launcher() -> None:
+def test_what_else_an_environment_says() -> None:
     assert all(discover({**form, **MASTER}).master == ("node0", 29500) for form in (HYDRA, OPEN_MPI, SLURM))
-
-
-def test_torchrun_serves_the_store_itself_and_counts_attempts() -> None:
-    assert discover(TORCHRUN).served_attempt == "2"
+    assert discover(TORCHRUN).served_attempt == "2"  # it serves the store itself
     assert discover(plain_variables(0, 2, "1")).served_attempt is None
-
-
-def test_horovodrun_names_its_server_and_this_host() -> None:
-    launch = discover(HOROVODRUN)
-    assert (launch.horovod_server, launch.hostname) == (("10.0.0.1", 4711), "node1")
+    horovodruns = discover(HOROVODRUN)
+    assert (horovodruns.horovod_server, horovodruns.hostname) == (("10.0.0.1", 4711), "node1")
+    assert discover({**OPEN_MPI, "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}).launcher == "mpirun"
+    with pytest.raises(ConfigError, match="16"):
+        discover({**TORCHRUN, "GRADCOMP_SECRET": "short"})
 
 
 @pytest.mark.parametrize(
@@ -207,27 +198,14 @@ def test_interface(environ: dict[str, str], expected: tuple[str | None, str]) ->
 def test_host(environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     assert discover(environ).host == expected
-
-
-def test_ranks_of_an_existing_group_are_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.gethostname", lambda: "here")
     assert Launch.existing(0, 2).host == "here"
 
 
-def test_mpirun_with_horovods_ranks_needs_no_server() -> None:
-    exported = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}
-    assert discover({**OPEN_MPI, **exported}).launcher == "mpirun"
-
-
 def test_only_told_places_count_as_placed() -> None:
-    told = [discover(form).placed for form in (TORCHRUN, HOROVODRUN, OPEN_MPI, SLURM)]
-    guessed = [discover({"PMI_RANK": "0", "PMI_SIZE": "2"}).placed, discover(HYDRA).placed]
-    assert (told, guessed) == ([True] * 4, [False] * 2)
-
-
-@pytest.mark.parametrize("counts", ["2(x2", "a", "2(xb)", "2(x9)", ""])
-def test_unreadable_task_counts_are_a_guess(counts: str) -> None:
-    assert not discover({**SLURM, "SLURM_TASKS_PER_NODE": counts}).placed
+    assert all(discover(form).placed for form in (TORCHRUN, HOROVODRUN, OPEN_MPI, SLURM))
+    counts = [{**SLURM, "SLURM_TASKS_PER_NODE": count} for count in ("2(x2", "a", "2(xb)", "2(x9)", "")]
+    guessed = [{"PMI_RANK": "0", "PMI_SIZE": "2"}, HYDRA, *counts]
+    assert not any(discover(form).placed for form in guessed)
 
 
 @pytest.mark.parametrize(
@@ -643,13 +621,10 @@ def waited() -> Iterator[Callable[[str], Any]]:
         yield lambda name: running[name].result()
 
 
-def test_missing_ranks_are_named(waited) -> None:
+def test_missing_ranks_are_named_and_rank_0_by_its_address(waited) -> None:
     kind, message = waited("rank 0 alone")
     assert kind == "TransportError"
     assert "rank 1, 2 of 3 did not arrive" in message
-
-
-def test_missing_rank_0_is_named_by_its_address(waited) -> None:
     port, kind, message = waited("no rank 0")
     assert kind == "TransportError"
     assert f"rank 1 at 127.0.0.1:{port}" in message
@@ -672,22 +647,21 @@ def test_ranks_with_different_secrets_are_refused(waited, secrets: str) -> None:
         assert "rank 1" in message
 
 
-def test_short_secret_is_refused() -> None:
-    with pytest.raises(ConfigError, match="16"):
-        discover({**TORCHRUN, "GRADCOMP_SECRET": "short"})
-
-
 def test_two_processes_of_one_rank_are_refused(waited) -> None:
     answers = waited("two of one rank")
     assert {kind for kind, _ in answers} == {"TransportError"}
     assert sum("another process says that it is rank 1" in message for _, message in answers) == 1
 
 
-def test_horovodruns_server_is_believed_with_the_secret_only(caplog: pytest.LogCaptureFixture) -> None:
-    environ = {"GRADCOMP_SECRET": "a secret of this job"}
+def test_horovodruns_server_is_believed_with_the_secret_only_and_gloo_uses_its_interface(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    program = "import sys\n" + join() + 'import os; print(os.environ["GLOO_SOCKET_IFNAME"], file=sys.stderr)'
+    environ = {"GRADCOMP_SECRET": "a secret of this job", "HOROVOD_GLOO_IFACE": "lo"}
     with rendezvous_server() as (port, content):
-        results = forks(join(), 2, env=lambda rank: {**horovodrun(rank, 2, port), **environ})
+        results = forks(program, 2, env=lambda rank: {**horovodrun(rank, 2, port), **environ})
         assert said(results) == one_host(2)
+        assert all(result.stderr.splitlines()[-1] == "lo" for result in results)
         signed = content["/gradcomp/store"]
         content["/gradcomp/store"] = signed[: signed.rindex(b":")] + b":4711"
         with pytest.raises(TransportError, match="did not publish"):
@@ -703,27 +677,26 @@ def test_silent_rank_0_under_horovodrun_ends_in_time() -> None:
     assert f"127.0.0.1:{port}" in message
 
 
-@pytest.mark.parametrize("answer", [b"", b"no address", b"host:", b"host:99999", b"\xff\xfe:1", b"a" * 5000])
-def test_answers_of_the_server_are_checked(answer: bytes) -> None:
+ANSWERS = [b"", b"no address", b"host:", b"host:99999", b"\xff\xfe:1", b"a" * 5000]
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "says"), [*((a, 200, "not an address") for a in ANSWERS), (b"x", 500, "HTTP 500")]
+)
+def test_answers_of_the_server_are_checked(answer: bytes, status: int, says: str) -> None:
     with (
-        rendezvous_server({"/gradcomp/store": answer}) as (port, _),
-        pytest.raises(TransportError, match="not an address"),
+        rendezvous_server({"/gradcomp/store": answer}, status) as (port, _),
+        pytest.raises(TransportError, match=says),
     ):
         connect(discover(horovodrun(1, 2, port)), 2.0)
 
 
-def test_refusing_server_is_a_transport_error() -> None:
-    with (
-        rendezvous_server({"/gradcomp/store": b"x"}, status=500) as (port, _),
-        pytest.raises(TransportError, match="HTTP 500"),
-    ):
-        connect(discover(horovodrun(1, 2, port)), 2.0)
-
-
-def test_server_that_is_not_there_is_named() -> None:
+def test_a_server_that_is_not_there_is_named_and_nowhere_to_meet_says_what_to_set() -> None:
     port = free_port()
     with pytest.raises(TransportError, match=f"127.0.0.1:{port}"):
         connect(discover(horovodrun(1, 2, port)), 2.0)
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
+        connect(discover({"RANK": "0", "WORLD_SIZE": "2"}), 2.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -731,15 +704,6 @@ def test_server_that_is_not_there_is_named() -> None:
 def test_unknown_interface_is_named_beside_those_that_are_here(variable: str, rank: int) -> None:
     with pytest.raises(ConfigError, match=rf"{variable}=nonet7: .* it has lo\b"):
         connect(discover({**horovodrun(rank, 2, 1), variable: "nonet7"}), 2.0)
-
-
-def test_gloo_uses_the_interface_that_horovodrun_found() -> None:
-    program = join() + 'import os; print(os.environ["GLOO_SOCKET_IFNAME"], file=sys.stderr)'
-    with rendezvous_server() as (port, _):
-        ranks = lambda rank: {**horovodrun(rank, 2, port), "HOROVOD_GLOO_IFACE": "lo"}  # noqa: E731
-        results = forks("import sys\n" + program, 2, env=ranks)
-    assert said(results) == one_host(2)
-    assert all(result.stderr.splitlines()[-1] == "lo" for result in results)
 
 
 def test_mpi_of_another_launcher_is_not_started() -> None:
@@ -759,8 +723,3 @@ def test_mpi_that_srun_did_not_tell_is_named() -> None:
     pytest.importorskip("mpi4py")
     kind, message = alone({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
     assert (kind, "--mpi=pmi2" in message) == ("ConfigError", True)
-
-
-def test_nowhere_to_meet_says_what_to_set() -> None:
-    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
-        connect(discover({"RANK": "0", "WORLD_SIZE": "2"}), 2.0)

@@ -52,24 +52,30 @@ either = pytest.mark.parametrize(
         pytest.param((), id="interpreters", marks=pytest.mark.full),
     ],
 )
-def under_torchrun(request):
-    return run_torchrun(TRAIN, 2, imported=request.param)
+def under_torchrun(request, tmp_path_factory):
+    """The ends of two ranks, and the folder with their timelines."""
+    folder = tmp_path_factory.mktemp("timelines")
+    environment = {"GRADCOMP_TIMELINE": str(folder / "{rank}.json")}
+    return run_torchrun(TRAIN, 2, imported=request.param, env=environment), folder
 
 
-def test_torchrun_ranks_end_in_good_order_without_shutdown(under_torchrun):
-    assert [end.returncode for end in under_torchrun] == [0, 0], under_torchrun[0].stderr
-
-
-def test_torchrun_ranks_know_their_places_and_train_alike(under_torchrun):
-    first, second = (end.stdout.split() for end in under_torchrun)
+def test_torchrun_ranks_end_in_good_order_without_shutdown_and_train_alike(under_torchrun):
+    ends, _ = under_torchrun
+    assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
+    first, second = (end.stdout.split() for end in ends)
     assert (first[:4], second[:4]) == (["0", "2", "0", "2"], ["1", "2", "1", "2"])
     assert first[4] == second[4]
 
 
-def test_the_banner_is_rank_0s_alone(under_torchrun):
-    assert "2 ranks on 1 host by torchrun" in under_torchrun[0].stderr
-    assert "compressed; exact" in under_torchrun[0].stderr
-    assert "gradcomp" not in under_torchrun[1].stderr
+def test_the_banner_is_rank_0s_alone_and_a_whole_run_leaves_timelines(under_torchrun):
+    (first, second), folder = under_torchrun
+    assert "2 ranks on 1 host by torchrun" in first.stderr
+    assert "compressed; exact" in first.stderr
+    assert "gradcomp" not in second.stderr
+    for rank in range(2):
+        events = json.loads((folder / f"{rank}.json").read_text())["traceEvents"]
+        spans = [e["args"] for e in events if e["ph"] == "X"]
+        assert {args["step"] for args in spans if "step" in args} == set(range(12))
 
 
 @either
@@ -89,17 +95,6 @@ def test_every_ending_is_clean(launch, ending):
         assert end.returncode == 0, end.stderr
         assert "Traceback" not in end.stderr
         assert "terminate" not in end.stderr
-
-
-def test_a_whole_run_leaves_a_timeline(tmp_path):
-    ends = run_torchrun(
-        TRAIN, 2, imported=preloaded.TORCH, env={"GRADCOMP_TIMELINE": str(tmp_path / "{rank}.json")}
-    )
-    assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
-    for rank in range(2):
-        events = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
-        spans = [e["args"] for e in events if e["ph"] == "X"]
-        assert {args["step"] for args in spans if "step" in args} == set(range(12))
 
 
 #: Both ranks step once. Then rank 0 is in code of its own, and rank 1 waits for it in a second step. With "go on" they

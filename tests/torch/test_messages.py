@@ -62,28 +62,19 @@ def test_the_rest_is_logged_at_debug():
 
 
 @on_ranks(2)
-def test_patterns_that_match_no_layer_are_warned_about():
-    policy = gc.Policy(
-        gc.Quantize(4),
-        {"head.*": "none", "0.*": "none"},
-        gc.Filter(exclude=("*.gamma",), include=("1.weight",)),
-    )
-    warned = warned_of(policy)
-    if gc.rank() == 0:
-        assert warned == [
-            f"the policy's pattern {pattern!r} matches no layer; the first are 0.weight, 0.bias, 1.weight"
-            for pattern in ("head.*", "*.gamma")
-        ]
-
-
-@on_ranks(2)
-def test_nothing_compressed_is_warned_about():
-    warned = warned_of(gc.Policy(gc.Quantize(4), filter=gc.Filter(min_elements=10**6)))
-    if gc.rank() == 0:
-        (line,) = warned
-        assert line.startswith(
-            "nothing is compressed: every layer is excluded (2 fewer than 1000000 elements, 2 bias"
-        )
+def test_patterns_that_match_no_layer_and_nothing_compressed_are_warned_about():
+    four = gc.Quantize(4)
+    kept = gc.Filter(exclude=("*.gamma",), include=("1.weight",))
+    warned = warned_of(gc.Policy(four, {"head.*": "none", "0.*": "none"}, kept))
+    assert warned == [
+        f"the policy's pattern {pattern!r} matches no layer; the first are 0.weight, 0.bias, 1.weight"
+        for pattern in ("head.*", "*.gamma")
+        if gc.rank() == 0
+    ]
+    warned = warned_of(gc.Policy(four, filter=gc.Filter(min_elements=10**6)))
+    assert len(warned) == (gc.rank() == 0)
+    begins = "nothing is compressed: every layer is excluded (2 fewer than 1000000 elements, 2 bias"
+    assert all(line.startswith(begins) for line in warned)
 
 
 @on_ranks(2)
@@ -128,32 +119,23 @@ def test_passes_that_nobody_declared_are_warned_about_once():
     assert not warned(1, keep=True)
 
 
+@pytest.mark.parametrize(
+    ("width", "compression", "says", "not_said"),
+    [(64, "auto", "; auto: ", "wire would send"), (8, "none", "the rest is latency", "; auto: ")],
+)
 @on_ranks(2, "fifty", statistics_every_steps=0)
-def test_auto_gives_its_own_account_after_50_steps():
-    model = torch.nn.Linear(64, 32)
+def test_auto_gives_its_own_account_after_50_steps_and_a_model_that_waits_for_latency_is_told_so(
+    width, compression, says, not_said
+):
+    model = torch.nn.Linear(width, width // 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), "auto")
+    optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), compression)
     with logged() as said:
         for _ in range(51):
             optimizer.zero_grad()
-            model(torch.ones(2, 64)).sum().backward()
+            model(torch.ones(2, width)).sum().backward()
             optimizer.step()
     if gc.rank() == 0:
         (line,) = [one for one in said if one.startswith("after 50 steps")]
-        assert "; auto: " in line
-        assert "wire would send" not in line
-
-
-@on_ranks(2, "fifty", statistics_every_steps=0)
-def test_a_model_that_waits_for_latency_is_told_so_after_50_steps():
-    model = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters())
-    with logged() as said:
-        for _ in range(51):
-            optimizer.zero_grad()
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-    if gc.rank() == 0:
-        (line,) = [one for one in said if one.startswith("after 50 steps")]
-        assert "the rest is latency" in line
+        assert says in line
+        assert not_said not in line

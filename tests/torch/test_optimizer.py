@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
 import pickle
+import tempfile
 import warnings
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from batch import on_ranks
 from logs import logged
-from small_torch import assert_same_on_all_ranks, bits_of, data, net, wrap
+from small_torch import assert_same_on_all_ranks, backward, bits_of, data, net, train, wrap
 
 import gradcomp.torch as gc
 from gradcomp.job import runtime
 
+PHASES = {"ready", "queue", "compress", "send", "reduce", "decompress", "feedback"}
 NEAREST = gc.Policy("quantize:bits=4,rounding=nearest,bucket_size=32", filter=gc.Filter(min_elements=8))
 
 
@@ -54,29 +58,15 @@ def residuals(optimizer) -> list[bytes]:
 # ---------------------------------------------------------------------------------------- still the optimizer
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+@pytest.mark.parametrize(
+    ("kind", "option"), [("SGD", ""), ("Adam", ""), ("Adam", "fused"), ("Adam", "foreach")]
+)
 @on_ranks(2)
-def test_two_ranks_train_as_one_process_with_all_data(kind):
-    kind, lr = getattr(torch.optim, kind), 0.01
+def test_two_ranks_train_as_one_process_with_all_data(kind, option):
+    kind = getattr(torch.optim, kind)
     model = net()
-    optimizer = wrap(model, kind=kind, lr=lr)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-    assert_close(model.parameters(), one_process(kind, lr=lr))
-
-
-@pytest.mark.parametrize("option", ["fused", "foreach"])
-@on_ranks(2)
-def test_fused_and_foreach_optimizers_train_alike(option):
-    model = net()
-    optimizer = wrap(model, kind=torch.optim.Adam, lr=0.01, options={option: True})
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-    assert_close(model.parameters(), one_process(torch.optim.Adam, lr=0.01))
+    train(model, wrap(model, kind=kind, lr=0.01, options={option: True} if option else None))
+    assert_close(model.parameters(), one_process(kind, lr=0.01))
 
 
 @on_ranks(2)
@@ -90,85 +80,60 @@ def test_horovods_arguments_are_taken_by_position_and_change_nothing():
         optimizer = gc.DistributedOptimizer(
             plain, named, gc.Compression.none, 1, gc.Average, 1.0, 0, given, False, gc.global_process_set
         )
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+        train(model, optimizer, 2)
         assert_close(model.parameters(), one_process(steps=2))
     with pytest.warns(DeprecationWarning, match="older spelling"):
         wrap(net(), num_groups=2)
 
 
 @on_ranks(2)
-def test_passes_per_step_may_change_between_steps():
+def test_passes_per_step_may_change_between_steps_and_zero_grad_begins_a_window_anew():
     model = net()
     optimizer = wrap(model)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(2)
-    loss_of(model, 1).backward()
+    backward(model, 1)
     with pytest.raises(gc.StateError):
         optimizer.set_backward_passes_per_step(1)
     own = [p.grad.clone() for p in model.parameters()]
-    loss_of(model, 1).backward()
+    backward(model, 1)
     means = [gc.allreduce(2 * gradient) for gradient in own]
     assert_close([p.grad for p in model.parameters()], means)
     optimizer.step()
     with pytest.raises(gc.ConfigError, match="backward_passes"):
         optimizer.set_backward_passes_per_step(0)
+    optimizer.zero_grad()
+    for step, zeroes, exchanges in ((5, True, 2), (0, False, 2), (1, False, 3)):
+        backward(model, step)
+        if zeroes:
+            optimizer.zero_grad()
+        assert optimizer.statistics().steps == exchanges
 
 
+@pytest.mark.parametrize("made", ["before", "after"])
 @on_ranks(2)
-def test_the_wrapped_optimizer_is_the_same_object_of_its_class():
-    model = net()
-    plain = torch.optim.Adam(model.parameters())
-    wrapped = gc.DistributedOptimizer(plain, model.named_parameters())
-    assert wrapped is plain
-    assert isinstance(wrapped, torch.optim.Adam)
-    assert type(wrapped).__name__ == "Adam"
+def test_a_scheduler_made_before_wrapping_or_after_it_works_without_warning(made):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
-
-@on_ranks(2)
-def test_a_scheduler_made_before_wrapping_works_without_warning():
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = scheduler(plain) if made == "before" else None
+    optimizer = gc.DistributedOptimizer(plain, model.named_parameters())
+    schedule = schedule or scheduler(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+            train(model, optimizer, 1, step)
             schedule.step()
-    assert_close(
-        model.parameters(), one_process(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5))
-    )
-
-
-@on_ranks(2)
-def test_a_scheduler_made_after_wrapping_works_without_warning():
-    model = net()
-    optimizer = wrap(model)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            schedule.step()
-    assert_close(
-        model.parameters(), one_process(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5))
-    )
+    assert_close(model.parameters(), one_process(scheduler=scheduler))
 
 
 @on_ranks(2)
 def test_a_closure_is_evaluated_on_means():
     model = net()
     optimizer = wrap(model)
-
     for step in range(3):
 
         def closure(step=step):
@@ -200,11 +165,14 @@ def test_lbfgs_evaluates_its_closure_several_times_and_ranks_agree():
 
 
 @on_ranks(2)
-def test_a_pickle_is_the_plain_optimizer():
+def test_the_wrapped_optimizer_is_the_same_object_of_its_class_and_its_pickle_the_plain_one():
     model = net()
-    optimizer = wrap(model, kind=torch.optim.Adam)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    plain = torch.optim.Adam(model.parameters())
+    optimizer = gc.DistributedOptimizer(plain, model.named_parameters())
+    assert optimizer is plain
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert type(optimizer).__name__ == "Adam"
+    train(model, optimizer, 1)
     loaded = pickle.loads(pickle.dumps(optimizer))
     assert type(loaded) is torch.optim.Adam
     assert loaded.state_dict()["state"][0]["step"] == 1
@@ -224,38 +192,34 @@ def test_a_deep_copy_is_a_plain_optimizer_with_parameters_of_its_own():
 
 
 @on_ranks(2)
-def test_the_state_dict_loads_into_the_plain_class():
+def test_the_state_dict_loads_into_the_plain_class_and_into_the_wrapped_one():
     model = net()
     optimizer = wrap(model, "quantize:bits=4", kind=torch.optim.Adam)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
+    state = torch.load(file, weights_only=True)
     plain = torch.optim.Adam(net().parameters())
-    plain.load_state_dict(torch.load(file, weights_only=True))
-    assert torch.equal(
-        plain.state[plain.param_groups[0]["params"][0]]["exp_avg"],
-        optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"],
-    )
-
-
-@on_ranks(2)
-def test_loading_a_state_dict_keeps_it_distributed():
-    model = net()
-    optimizer = wrap(model, options={"momentum": 0.9})
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    loss_of(model, 0).backward()
-    optimizer.step()
-    assert optimizer.statistics().steps == 1
+    plain.load_state_dict(state)
+    loaded, saved = (each.state[each.param_groups[0]["params"][0]] for each in (plain, optimizer))
+    assert torch.equal(loaded["exp_avg"], saved["exp_avg"])
+    optimizer.load_state_dict(state)
+    train(model, optimizer, 1)
+    assert optimizer.statistics().steps == 2
     assert_same_on_all_ranks(model.parameters())
 
 
 @on_ranks(2)
-def test_parameters_of_an_added_group_are_exchanged():
+def test_parameters_of_an_added_group_are_exchanged_and_residuals_are_kept():
     first, second = net(), net(1)
-    optimizer = wrap(first)
+    optimizer = wrap(first, NEAREST)
+    train(first, optimizer, 1)
+    optimizer.zero_grad()
+    before = [any(residual) for residual in residuals(optimizer)[:4]]
     optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.01})
+    assert any(before)
+    assert [any(residual) for residual in residuals(optimizer)[:4]] == before
     for step in range(2):
         optimizer.zero_grad()
         (loss_of(first, step) + loss_of(second, step)).backward()
@@ -264,36 +228,18 @@ def test_parameters_of_an_added_group_are_exchanged():
 
 
 @on_ranks(2)
-def test_adding_a_group_keeps_the_residuals():
-    model = net()
-    optimizer = wrap(model, NEAREST)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    owed = sum(
-        torch.tensor(bytearray(b)).view(torch.float32).abs().sum() for b in residuals(optimizer)[:4] if b
-    )
-    assert owed > 0
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-    kept = sum(
-        torch.tensor(bytearray(b)).view(torch.float32).abs().sum() for b in residuals(optimizer)[:4] if b
-    )
-    assert kept > 0
-
-
-@on_ranks(2)
 def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was():
     model = net()
     optimizer = wrap(model)
     extra = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(gc.ConfigError, match=r"0.weight"):
-        optimizer.add_param_group({"params": [extra], "names": ["0.weight"]})
-    assert len(optimizer.param_groups) == 1
-    with pytest.raises((TypeError, gc.GradcompError)):
-        optimizer.add_param_group({"params": [extra], "names": (name for name in ["extra"])})
-    assert len(optimizer.param_groups) == 1
-    loss_of(model, 0).backward()
-    optimizer.step()
+    for names, error in (
+        (["0.weight"], gc.ConfigError),
+        ((n for n in ["extra"]), (TypeError, gc.GradcompError)),
+    ):
+        with pytest.raises(error, match=r"0.weight" if error is gc.ConfigError else ""):
+            optimizer.add_param_group({"params": [extra], "names": names})
+        assert len(optimizer.param_groups) == 1
+    train(model, optimizer, 1)
     assert_same_on_all_ranks(model.parameters())
 
 
@@ -318,20 +264,17 @@ def test_two_optimizers_over_parts_of_one_graph_work_as_in_a_gan():
 
 @on_ranks(2)
 def test_optimizers_whose_gradients_come_in_different_orders_do_not_wait_for_each_other():
+    torch.manual_seed(0)
     heads = [torch.nn.Linear(8, 2), torch.nn.Linear(8, 2)]
-    # So that no bucket is complete before the flush.
-    unused = [torch.nn.Parameter(torch.ones(3)) for _ in heads]
     optimizers = []
-    for i, head in enumerate(heads):
-        torch.nn.init.ones_(head.weight)
-        torch.nn.init.ones_(head.bias)
-        named = [*head.named_parameters(), ("unused", unused[i])]
+    for head in heads:
+        # An unused parameter, so that no exchange bucket is complete before the flush.
+        named = [*head.named_parameters(), ("unused", torch.nn.Parameter(torch.ones(3)))]
         optimizers.append(gc.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=0.1), named))
-    mine = heads if gc.rank() == 0 else heads[::-1]
     for step in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        sum(head(data(step)).square().mean() for head in mine).backward()
+        sum(head(data(step)).square().mean() for head in heads[:: 1 - 2 * gc.rank()]).backward()
         for optimizer in optimizers:
             optimizer.step()
     assert_same_on_all_ranks([p for head in heads for p in head.parameters()])
@@ -347,7 +290,7 @@ def test_of_two_optimizers_over_one_stage_the_last_one_exchanges_and_the_other_s
     for step in range(6):
         whole.zero_grad()
         stage.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, step)
         with pytest.raises(gc.StateError, match=r"'2.weight', '2.bias' are exchanged by a Dist.* made after"):
             whole.step()
         stage.step()
@@ -367,7 +310,7 @@ def test_a_model_can_be_wrapped_again_while_its_old_optimizer_is_still_held(midw
     exchanges = len(runtime.current().exchangers)
     for step in range(3):
         optimizer.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, step)
         if step < 2 or midway == "between steps":
             optimizer.step()
     apart = copy.deepcopy(model)
@@ -388,26 +331,18 @@ def test_a_model_can_be_wrapped_again_while_its_old_optimizer_is_still_held(midw
 
 
 @on_ranks(2)
-def test_clipping_after_synchronize_sees_the_norm_of_the_mean():
+def test_clipping_after_synchronize_sees_the_norm_of_the_mean_and_what_is_clipped_is_applied():
     model, one = net(), net()
-    optimizer = wrap(model)
-    (sum(loss_of(one, 0, rank) for rank in range(gc.size())) / gc.size()).backward()
-    loss_of(model, 0).backward()
-    optimizer.synchronize()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    expected = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.01)
-    torch.testing.assert_close(norm, expected)
-    assert_close([p.grad for p in model.parameters()], [p.grad for p in one.parameters()])
-
-
-@on_ranks(2)
-def test_clipped_gradients_are_the_ones_applied():
-    model = net()
     optimizer = wrap(model, lr=1.0)
     before = [p.detach().clone() for p in model.parameters()]
-    loss_of(model, 0).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    optimizer.step()
+    (sum(loss_of(one, 0, rank) for rank in range(gc.size())) / gc.size()).backward()
+    backward(model)
+    optimizer.synchronize()
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, one)]
+    torch.testing.assert_close(*norms)
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in one.parameters()])
+    with optimizer.skip_synchronize():
+        optimizer.step()
     moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     torch.testing.assert_close(moved.norm(), torch.tensor(0.01), rtol=1e-3, atol=1e-6)
 
@@ -417,7 +352,7 @@ def test_a_second_synchronize_sends_nothing():
     model = net()
     optimizer = wrap(model, NEAREST)
     transport = optimizer._gradcomp.exchange.exchanger.pipeline.transport
-    loss_of(model, 0).backward()
+    backward(model)
     sent = transport.bytes_sent
     gradients = bits_of(p.grad for p in model.parameters())
     optimizer.synchronize()
@@ -432,7 +367,7 @@ def test_skip_synchronize_steps_on_what_synchronize_left():
     optimizer = wrap(model, finish="step")
     for step in range(3):
         optimizer.zero_grad()
-        loss_of(model, step).backward()
+        backward(model, step)
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
@@ -444,25 +379,20 @@ def test_skip_synchronize_steps_on_what_synchronize_left():
 def test_a_step_behind_synchronize_warns_unless_it_is_said_to_be_meant():
     model = net()
     optimizer = wrap(model)
-    for step, synchronizes in enumerate((False, True, False)):
+    cases = [("", 0), ("synchronize", 1), ("", 0), ("skip_synchronize", 0)]
+    for step, (case, expected) in enumerate(cases):
         optimizer.zero_grad()
-        loss_of(model, step).backward()
-        if synchronizes:
+        backward(model, step)
+        if case:
             optimizer.synchronize()
-        with warnings.catch_warnings(record=True) as caught:
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            optimizer.skip_synchronize() if case == "skip_synchronize" else contextlib.nullcontext(),
+        ):
             warnings.simplefilter("always")
             optimizer.step()
-        told = ["called without optimizer.skip_synchronize()"] * synchronizes
-        assert [text in str(one.message) for text, one in zip(told, caught, strict=True)] == [True] * len(
-            told
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.zero_grad()
-        loss_of(model, 3).backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        assert len(caught) == expected
+        assert all("called without optimizer.skip_synchronize()" in str(one.message) for one in caught)
     assert_close(model.parameters(), one_process(steps=4))
 
 
@@ -490,7 +420,7 @@ def test_zero_grad_without_step_forgets_the_exchange(set_to_none):
     for step in (7, 0, 1, 2):
         optimizer.zero_grad(set_to_none=set_to_none)
         before = residuals(optimizer)
-        loss_of(model, step).backward()
+        backward(model, step)
         if step == 7:
             optimizer.zero_grad(set_to_none=set_to_none)
             assert residuals(optimizer) == before
@@ -502,30 +432,17 @@ def test_zero_grad_without_step_forgets_the_exchange(set_to_none):
 
 @on_ranks(2)
 def test_zero_grad_in_mid_step_drains():
+    torch.manual_seed(0)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 2), "b": torch.nn.Linear(8, 2)})
-    for p in model.parameters():
-        torch.nn.init.ones_(p)
     optimizer = wrap(model, finish="step")
-    loss_of(model["a"], 0).backward()  # only one of the two backward passes of this step
+    backward(model["a"])  # only one of the two backward passes of this step
     optimizer.zero_grad()
     before = bits_of(model.parameters())
     for head in model.values():
-        loss_of(head, 1).backward()
+        backward(head, 1)
     optimizer.step()
     assert bits_of(model.parameters()) != before
     assert_same_on_all_ranks(model.parameters())
-
-
-@on_ranks(2)
-def test_zero_grad_between_the_passes_of_a_window_begins_it_anew():
-    model = net()
-    optimizer = wrap(model, backward_passes_per_step=2)
-    loss_of(model, 5).backward()
-    optimizer.zero_grad()
-    loss_of(model, 0).backward()
-    assert optimizer.statistics().steps == 0
-    loss_of(model, 1).backward()
-    assert optimizer.statistics().steps == 1
 
 
 @on_ranks(2)
@@ -544,10 +461,7 @@ def test_a_backward_that_raised_can_be_repeated_after_zero_grad():
     with pytest.raises(RuntimeError, match="broken"):
         model[2](Broken.apply(model[0](data(0)))).sum().backward()
     optimizer.zero_grad()
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+    train(model, optimizer)
     assert_close(model.parameters(), one_process())
 
 
@@ -573,10 +487,7 @@ def test_an_optimizer_without_a_learning_rate_trains():
     for compression in ("none", NEAREST):
         model = net()
         optimizer = wrap(model, compression, kind=Relative, lr=None)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+        train(model, optimizer)
         assert_same_on_all_ranks(model.parameters())
         if compression == "none":
             assert_close(model.parameters(), one_process())
@@ -595,23 +506,27 @@ def test_without_a_learning_rate_nothing_can_follow_it():
 # ---------------------------------------------------------------------------------------- loss scaling
 
 
-def scaled_step(model, optimizer, scaler, step, overflow=False):
+def scaled_step(model, optimizer, scaler, step, overflow=False, unscaled=None):
     optimizer.zero_grad()
-    loss = loss_of(model, step)
-    if overflow:
-        loss = loss * float("inf")
-    scaler.scale(loss).backward()
+    scaler.scale(loss_of(model, step) * (float("inf") if overflow else 1.0)).backward()
+    if unscaled is not None:
+        scaler.unscale_(optimizer)
+        assert_close([p.grad for p in model.parameters()], unscaled)
     scaler.step(optimizer)
     scaler.update()
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @on_ranks(2)
-def test_an_overflow_on_one_rank_is_skipped_by_all_and_leaves_the_residuals():
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_leaves_the_residuals(fused):
     model = net()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = wrap(model, NEAREST, grad_scaler=scaler)
-    for step in range(2):  # the order of the buckets settles after the first
-        scaled_step(model, optimizer, scaler, step)
+    kind, options = (torch.optim.Adam, {"fused": True}) if fused else (torch.optim.SGD, None)
+    optimizer = wrap(model, NEAREST, kind, options=options, grad_scaler=scaler)
+    with logged() as lines:
+        for step in range(2):  # buckets are put in order after the first
+            scaled_step(model, optimizer, scaler, step)
+    assert not [text for text in lines if "grad_scaler" in text]  # we were told of it
     before, kept = bits_of(model.parameters()), residuals(optimizer)
     assert any(any(b) for b in kept)
     scaled_step(model, optimizer, scaler, 2, overflow=gc.rank() == 1)
@@ -619,40 +534,22 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_leaves_the_residuals():
     assert bits_of(model.parameters()) == before
     assert residuals(optimizer) == kept
     assert scaler.get_scale() == 512.0
-
-
-@on_ranks(2)
-def test_the_step_after_an_overflow_is_fine():
-    model = net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = wrap(model, NEAREST, grad_scaler=scaler)
-    for step in range(4):
-        scaled_step(model, optimizer, scaler, step, overflow=step == 1 and gc.rank() == 1)
+    scaled_step(model, optimizer, scaler, 3)
+    assert bits_of(model.parameters()) != before
     assert all(p.isfinite().all() for p in model.parameters())
     assert_same_on_all_ranks(model.parameters())
 
 
 @on_ranks(2)
-def test_a_fused_optimizer_skips_an_overflow_too():
-    model = net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = wrap(model, NEAREST, kind=torch.optim.Adam, options={"fused": True}, grad_scaler=scaler)
-    for step in range(2):  # the order of the buckets settles after the first
-        scaled_step(model, optimizer, scaler, step)
-    before, kept = bits_of(model.parameters()), residuals(optimizer)
-    assert any(any(b) for b in kept)
-    scaled_step(model, optimizer, scaler, 2, overflow=gc.rank() == 1)
-    assert bits_of(model.parameters()) == before
-    assert residuals(optimizer) == kept
-
-
-@on_ranks(2)
-def test_scaled_training_equals_unscaled_training():
-    model = net()
+def test_scaled_training_equals_unscaled_training_and_unscaling_sees_the_unscaled_mean():
+    model, one = net(), net()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     optimizer = wrap(model, grad_scaler=scaler)
+    (sum(loss_of(one, 0, rank) for rank in range(gc.size())) / gc.size()).backward()
     for step in range(3):
-        scaled_step(model, optimizer, scaler, step)
+        scaled_step(
+            model, optimizer, scaler, step, unscaled=[p.grad for p in one.parameters()] if not step else None
+        )
     assert_close(model.parameters(), one_process())
 
 
@@ -680,62 +577,21 @@ def test_a_change_of_scale_leaves_residuals_in_their_units():
     assert (same - changing).abs().max() / same.abs().max() < 1e-6
 
 
-@on_ranks(2)
-def test_unscale_and_clip_see_the_unscaled_mean():
-    model, one = net(), net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    optimizer = wrap(model, grad_scaler=scaler)
-    (sum(loss_of(one, 0, rank) for rank in range(gc.size())) / gc.size()).backward()
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.unscale_(optimizer)
-    assert_close([p.grad for p in model.parameters()], [p.grad for p in one.parameters()])
-
-
-@on_ranks(2)
-def test_nothing_is_said_about_a_scaler_that_we_were_told_of():
-    model = net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    optimizer = wrap(model, NEAREST, grad_scaler=scaler)
-    with logged() as lines:
-        scaled_step(model, optimizer, scaler, 0)
-    assert not [text for text in lines if "grad_scaler" in text]
-
-
-@on_ranks(2)
-def test_autocast_to_bfloat16_trains_alike_on_all_ranks():
-    model = net()
-    optimizer = wrap(model, NEAREST)
-    for step in range(3):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, step)
-        loss.backward()
-        optimizer.step()
-    assert_same_on_all_ranks(model.parameters())
-
-
 # ---------------------------------------------------------------------------------------- frozen, buffers, the user's
 
 
 @on_ranks(2)
-def test_frozen_parameters_stay_as_they_are():
+def test_frozen_parameters_stay_as_they_are_and_unfreezing_is_an_error_that_names_the_layer():
     model = net()
     model[0].weight.requires_grad_(False)
     frozen = model[0].weight.clone()
     optimizer = wrap(model)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     assert torch.equal(model[0].weight, frozen)
     assert_same_on_all_ranks(model.parameters())
-
-
-@on_ranks(2)
-def test_unfreezing_after_wrapping_is_an_error_that_names_the_layer():
-    model = net()
-    model[0].weight.requires_grad_(False)
-    optimizer = wrap(model)
     model[0].weight.requires_grad_(True)
-    loss_of(model, 0).backward()
+    optimizer.zero_grad()
+    backward(model)
     with pytest.raises(gc.StateError, match=r"0.weight"):
         optimizer.step()
     optimizer.zero_grad()
@@ -762,8 +618,7 @@ def test_batch_norm_buffers_are_equal_after_broadcast():
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
     gc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = wrap(model)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     gc.broadcast_parameters(model.state_dict(), root_rank=0)
     assert_same_on_all_ranks(model.buffers())
 
@@ -775,8 +630,7 @@ def test_batch_norm_buffers_are_equal_after_broadcast():
 def test_no_reader_communicates():
     model = net()
     optimizer = wrap(model, NEAREST)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     if gc.rank() == 0:
         optimizer.statistics()
         optimizer.reduced_statistics()
@@ -785,51 +639,33 @@ def test_no_reader_communicates():
         optimizer.compression_state()
         repr(optimizer)
     optimizer.zero_grad()
-    loss_of(model, 1).backward()
+    backward(model, 1)
     optimizer.step()
     assert_same_on_all_ranks(model.parameters())
 
 
 @on_ranks(2)
 def test_the_trace_is_chrome_json_with_every_kind_of_span():
-    import tempfile
-    from pathlib import Path
-
     model = net()
     optimizer = wrap(model, NEAREST)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        if gc.rank() == 0:
-            optimizer.write_trace(path)
-            events = json.loads(path.read_text())["traceEvents"]
-            spans = [e for e in events if e["ph"] == "X"]
-            assert {e["name"] for e in spans} >= {
-                "ready",
-                "queue",
-                "compress",
-                "send",
-                "reduce",
-                "decompress",
-                "feedback",
-            }
-            assert all(e["dur"] >= 0 and e["pid"] == 0 for e in spans)
+        optimizer.write_trace(path)
+        spans = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["name"] for e in spans} >= PHASES
+    assert all(e["dur"] >= 0 and e["pid"] == gc.rank() for e in spans)
 
 
 @on_ranks(2)
 def test_a_timeline_records_all_phases_and_profilers_see_them():
-    import tempfile
-    from pathlib import Path
-
     from torch._C._profiler import _ExperimentalConfig
 
     model = net()
     optimizer = wrap(model, NEAREST)
 
     def step() -> None:
-        loss_of(model, 0).backward()
-        optimizer.step()
+        train(model, optimizer, 1)
         optimizer.zero_grad()
 
     with tempfile.TemporaryDirectory() as directory:
@@ -862,8 +698,7 @@ def test_a_timeline_records_all_phases_and_profilers_see_them():
             assert called[-4:] == ["negotiate", "allreduce loss", "negotiate", "allgather"] or path == alone
             assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in calls)
             spans = [e for e in events if e["ph"] == "X" and e not in calls]
-            phases = {"ready", "queue", "compress", "send", "reduce", "decompress", "feedback"}
-            assert {e["name"] for e in spans} == phases
+            assert {e["name"] for e in spans} == PHASES
             assert {e["pid"] for e in events} == {gc.rank()}
             assert (
                 len({e["args"]["step"] for e in spans}) == len([e for e in events if e["ph"] == "i"])
@@ -876,34 +711,20 @@ def test_a_timeline_records_all_phases_and_profilers_see_them():
 
 
 @on_ranks(2, "reporting", statistics_every_steps=20, fingerprint_steps=0, fingerprint_every_steps=3)
-def test_banner_periodic_line_and_verdict_appear_once_and_on_rank_0_only():
+def test_banner_periodic_line_and_verdict_appear_on_rank_0_only_and_reduced_statistics_are_equal():
     with logged() as said:
         model = net()
         optimizer = wrap(model, NEAREST)
-        for step in range(61):  # what is due after a step is said when the next one begins
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+        train(model, optimizer, 61)  # what is due after a step is said when the next one begins
     counts = [
         len([t for t in said if "compressed; exact" in t]),
         len([t for t in said if t.startswith("step ")]),
         len([t for t in said if "bfloat16" in t]),
     ]
     assert counts == ([1, 3, 1] if gc.rank() == 0 else [0, 0, 0]), said
-
-
-@on_ranks(2, "reporting", statistics_every_steps=20, fingerprint_steps=0, fingerprint_every_steps=3)
-def test_reduced_statistics_are_equal_on_all_ranks():
-    model = net()
-    optimizer = wrap(model, NEAREST)
-    for step in range(20):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
     mine = optimizer.reduced_statistics()
-    assert mine.steps == 20
-    everyone = [None, None]
-    dist.all_gather_object(everyone, mine.vector().tolist())
+    assert mine.steps == 60
+    everyone = gc.allgather_object(mine.vector().tolist())
     assert everyone[0] == everyone[1]
 
 
@@ -915,10 +736,9 @@ def test_the_fingerprint_names_the_first_layer_that_differs():
         with torch.no_grad():
             model[0].bias[0] += 1e-3
             model[2].weight[0] += 1e-3
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     with pytest.raises(gc.StateError, match=r"after step 1 .*0.bias.*rank 1"):
-        loss_of(model, 1).backward()
+        backward(model, 1)
 
 
 @on_ranks(2, "reporting", statistics_every_steps=20, fingerprint_steps=0, fingerprint_every_steps=3)
@@ -930,9 +750,7 @@ def test_all_parameters_are_compared_every_so_many_steps():
     done = Future()
     done.set_result(optimizer._gradcomp.exchange.digests())
     for step in range(7):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+        train(model, optimizer, 1, step)
     assert compared == [3, 6]
 
 
@@ -953,15 +771,6 @@ def test_a_world_of_one_trains_as_the_plain_optimizer():
 
 
 @on_ranks(1)
-def test_another_compression_in_a_world_of_one_is_only_looked_at():
-    optimizer = wrap(net(), "quantize:bits=1")
-    optimizer.set_compression("none")
-    assert optimizer.plan() is None
-    with pytest.raises(gc.ConfigError, match="nonsense"):
-        optimizer.set_compression("nonsense")
-
-
-@on_ranks(1)
 def test_a_world_of_one_says_so():
     gc.shutdown()
     with logged() as lines:
@@ -970,26 +779,20 @@ def test_a_world_of_one_says_so():
 
 
 @on_ranks(1)
-def test_a_scheduler_in_a_world_of_one_works_without_warning():
+def test_a_world_of_one_has_all_methods():
     model = net()
-    optimizer = wrap(model)
+    model[0].weight.requires_grad_(False)
+    optimizer = wrap(model, "quantize:bits=4")
+    model[0].weight.requires_grad_(True)  # no error here
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss_of(model, 0).backward()
-        optimizer.step()
+        with optimizer.no_sync():
+            backward(model)
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
         schedule.step()
-
-
-@on_ranks(1)
-def test_a_world_of_one_has_all_methods():
-    model = net()
-    optimizer = wrap(model, "quantize:bits=4")
-    with optimizer.no_sync():
-        loss_of(model, 0).backward()
-    optimizer.synchronize()
-    with optimizer.skip_synchronize():
-        optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     assert optimizer.statistics().wire_bytes == 0
     assert optimizer.reduced_statistics() is None
@@ -997,13 +800,7 @@ def test_a_world_of_one_has_all_methods():
     optimizer.step(lambda: loss_of(model, 1))
     assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.SGD
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-
-
-@on_ranks(1)
-def test_unfreezing_in_a_world_of_one_is_no_error():
-    model = net()
-    model[0].weight.requires_grad_(False)
-    optimizer = wrap(model)
-    model[0].weight.requires_grad_(True)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    optimizer.set_compression("none")
+    assert optimizer.plan() is None
+    with pytest.raises(gc.ConfigError, match="nonsense"):
+        optimizer.set_compression("nonsense")

@@ -24,32 +24,25 @@ def model(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Linear(40, 30)
 
 
-def train(
-    process_set, steps: int = 3, compression: str = "quantize:bits=4,bucket_size=64"
-) -> torch.nn.Module:
+def wrap(net: torch.nn.Module, process_set, lr: float = 0.1, **arguments):
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    return gc.DistributedOptimizer(optimizer, net.named_parameters(), process_set=process_set, **arguments)
+
+
+def train(process_set) -> torch.nn.Module:
     """Every rank has other data; returns the model."""
     net = model()
-    opt = gc.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        net.named_parameters(),
-        compression=compression,
-        process_set=process_set,
-    )
+    opt = wrap(net, process_set, compression="quantize:bits=4,bucket_size=64")
     data = torch.Generator().manual_seed(gc.rank())
-    for _ in range(steps):
+    for _ in range(3):
         opt.zero_grad()
         net(torch.randn(8, 40, generator=data)).square().mean().backward()
         opt.step()
     return net
 
 
-def weights(net: torch.nn.Module) -> list[float]:
-    return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
-
-
 def everyones(net: torch.nn.Module) -> list[list[float]]:
-    parts = gc.allgather(torch.tensor(weights(net)).reshape(1, -1))
-    return parts.tolist()
+    return gc.allgather(torch.cat([p.detach().reshape(-1) for p in net.parameters()])[None]).tolist()
 
 
 @on_ranks(4)
@@ -69,16 +62,31 @@ def test_sets_come_and_go_and_one_holds_all_ranks():
         gc.add_process_set([4])
 
 
+HALVES = {
+    "ranks": lambda: gc.ProcessSet([0, 1] if gc.rank() < 2 else [3, 2]),
+    "groups": lambda: [dist.new_group([0, 1]), dist.new_group([2, 3])][gc.rank() // 2],
+    "mesh": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))["data"],
+}
+
+
+@pytest.mark.parametrize("given", HALVES)
 @on_ranks(4)
-def test_each_half_trains_on_its_own():
-    half = gc.ProcessSet([0, 1] if gc.rank() < 2 else [3, 2])
+def test_each_half_trains_on_its_own_given_as_ranks_as_a_group_or_as_a_dimension_of_a_mesh(given):
+    half = HALVES[given]()
     found = everyones(train(half))
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[0] != found[2]
-    assert half.included()
-    assert half.size() == 2
-    assert half.rank() == gc.rank() % 2
+    if given == "ranks":
+        assert half.included()
+        assert half.size() == 2
+        assert half.rank() == gc.rank() % 2
+
+
+@on_ranks(4)
+def test_a_mesh_of_two_dimensions_is_no_process_set():
+    with pytest.raises(gc.ConfigError, match="2 dimensions"):
+        train(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data")))
 
 
 @on_ranks(4)
@@ -87,15 +95,7 @@ def test_a_rank_that_is_no_member_steps_alone_and_takes_no_part_in_broadcasts():
     gc.broadcast_parameters(net.state_dict(), root_rank=2, process_set=pair)
     seed = 2 if pair.included() else gc.rank()
     assert torch.equal(net.weight, model(seed=seed).weight)
-    optimizers = {
-        op: gc.DistributedOptimizer(
-            torch.optim.SGD(net.parameters(), lr=gc.rank() + 1.0),
-            net.named_parameters(),
-            op=op,
-            process_set=pair,
-        )
-        for op in (gc.Average, gc.Adasum)
-    }
+    optimizers = {op: wrap(net, pair, gc.rank() + 1.0, op=op) for op in (gc.Average, gc.Adasum)}
     opt = optimizers[gc.Average]
     gc.broadcast_optimizer_state(opt, root_rank=0, process_set=pair)
     assert opt.param_groups[0]["lr"] == (1.0 if pair.included() else gc.rank() + 1.0)
@@ -117,10 +117,7 @@ def test_the_mean_is_over_the_members():
     mine = gc.ProcessSet([1, 3] if gc.rank() % 2 else [0, 2])
     net = model()
     before = net.weight.detach().clone()
-    opt = gc.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), process_set=mine
-    )
-    net.weight.grad = None
+    opt = wrap(net, mine, lr=1.0)
     (net.weight.sum() * float(gc.rank() + 1)).backward()
     opt.step()
     mean = (1 + 3) / 2 if gc.rank() % 2 == 0 else (2 + 4) / 2
@@ -142,25 +139,6 @@ def test_overlapping_sets_serve_different_optimizers():
     firsts, seconds = everyones(first), everyones(second)
     assert firsts[0] == firsts[1] == firsts[2] != firsts[3]
     assert seconds[0] == seconds[1] != seconds[2] == seconds[3]
-
-
-@on_ranks(4)
-def test_a_group_of_torch_distributed_is_a_process_set():
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    found = everyones(train(halves[gc.rank() // 2]))
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-
-
-@on_ranks(4)
-def test_a_dimension_of_a_mesh_is_a_process_set():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
-    found = everyones(train(mesh["data"]))
-    assert found[0] == found[1]
-    assert found[2] == found[3]
-    assert found[0] != found[2]
-    with pytest.raises(gc.ConfigError, match="2 dimensions"):
-        train(mesh)
 
 
 @on_ranks(4)
@@ -205,12 +183,7 @@ def test_collectives_of_some_of_the_ranks():
 def test_checkpoints_are_of_the_members():
     half = gc.ProcessSet([0, 1] if gc.rank() < 2 else [2, 3])
     net = model()
-    opt = gc.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        net.named_parameters(),
-        compression="topk:density=0.1",
-        process_set=half,
-    )
+    opt = wrap(net, half, compression="topk:density=0.1")
     net(torch.ones(1, 40)).sum().backward()
     opt.step()
     directory = gc.broadcast_object(tempfile.mkdtemp(), root_rank=half.ranks[0], process_set=half)
@@ -225,18 +198,17 @@ def test_checkpoints_are_of_the_members():
 
 @on_ranks(4)
 def test_what_is_no_process_set_is_refused():
-    with pytest.raises(gc.ConfigError, match="needs ranks"):
-        gc.ProcessSet([])
-    with pytest.raises(gc.ConfigError, match="a list of ranks of the job, got object"):
-        gc.ProcessSet(object())  # a communicator of MPI's, under Horovod
-    with pytest.raises(gc.ConfigError, match="each rank only once"):
-        gc.ProcessSet([1, 1])
-    with pytest.raises(gc.ConfigError, match="at least 0"):
-        gc.ProcessSet([-1])
-    with pytest.raises(gc.ConfigError, match=r"ranks 0 \.\. 3"):
-        gc.barrier(process_set=gc.ProcessSet([0, 9]))
-    with pytest.raises(gc.ConfigError, match="must be a ProcessSet"):
-        gc.barrier(process_set=[0, 1])
+    for call, says in (
+        (lambda: gc.ProcessSet([]), "needs ranks"),
+        # a communicator of MPI's, under Horovod
+        (lambda: gc.ProcessSet(object()), "a list of ranks of the job, got object"),
+        (lambda: gc.ProcessSet([1, 1]), "each rank only once"),
+        (lambda: gc.ProcessSet([-1]), "at least 0"),
+        (lambda: gc.barrier(process_set=gc.ProcessSet([0, 9])), r"ranks 0 \.\. 3"),
+        (lambda: gc.barrier(process_set=[0, 1]), "must be a ProcessSet"),
+    ):
+        with pytest.raises(gc.ConfigError, match=says):
+            call()
 
 
 @on_ranks(4)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from batch import on_ranks
-from small_torch import assert_same_on_all_ranks, data, net, wrap
-from torch.nn.parallel import DistributedDataParallel
+from small_torch import assert_same_on_all_ranks, backward, data, in_ddp, net, wrap
 
 import gradcomp.torch as gc
 from gradcomp.analysis import read
@@ -31,12 +30,18 @@ def train(model: torch.nn.Module, opt: torch.optim.Optimizer, steps: range) -> l
     for step in steps:
         copy = net()
         copy.load_state_dict(model.state_dict())
-        copy(data(step)).square().mean().backward()
+        backward(copy, step)
         seen.append([p.grad.numpy() for p in copy.parameters()])
         opt.zero_grad()
-        model(data(step)).square().mean().backward()
+        backward(model, step)
         opt.step()
     return seen
+
+
+def prepared(compression: Any = "none") -> tuple[Path, torch.nn.Module, Any]:
+    """A path without a file, a model and its optimizer."""
+    model = net()
+    return path_of("run.npz"), model, wrap(model, compression)
 
 
 def everyone(mine: np.ndarray) -> np.ndarray:
@@ -45,9 +50,7 @@ def everyone(mine: np.ndarray) -> np.ndarray:
 
 @on_ranks(2)
 def test_all_ranks_gradients_before_compression_are_recorded():
-    path = path_of("run.npz")
-    model = net()
-    opt = wrap(model, gc.Policy("topk:density=0.1", filter=gc.Filter(min_elements=8)))
+    path, model, opt = prepared(gc.Policy("topk:density=0.1", filter=gc.Filter(min_elements=8)))
     with gc.record_gradients(opt, path, every=3) as recorder:
         seen = train(model, opt, range(8))
     assert recorder.steps == [0, 3, 6]
@@ -63,9 +66,7 @@ def test_all_ranks_gradients_before_compression_are_recorded():
 
 @on_ranks(2)
 def test_some_elements_of_some_layers_are_recorded():
-    path = path_of("run.npz")
-    model = net()
-    opt = wrap(model)
+    path, model, opt = prepared()
     with gc.record_gradients(opt, path, every=1, layers=["0.*"], elements=10, seed=7):
         seen = train(model, opt, range(1))
     if gc.rank() == 0:
@@ -93,9 +94,7 @@ def test_training_goes_on_as_without():
 
 @on_ranks(2)
 def test_a_full_recording_keeps_every_other_step():
-    path = path_of("run.npz")
-    model = net()
-    opt = wrap(model)
+    path, model, opt = prepared()
     with gc.record_gradients(opt, path, every=1, layers="2.weight", limit_bytes=5 * 2 * 4 * 48) as recorder:
         train(model, opt, range(11))
     assert recorder.steps == [0, 4, 8]
@@ -106,9 +105,7 @@ def test_a_full_recording_keeps_every_other_step():
 
 @on_ranks(2)
 def test_append_goes_on_with_a_file_and_drops_what_is_repeated():
-    path = path_of("run.npz")
-    model = net()
-    opt = wrap(model)
+    path, model, opt = prepared()
     with gc.record_gradients(opt, path, every=2):
         train(model, opt, range(5))
     state = opt.compression_state()
@@ -127,9 +124,7 @@ def test_append_goes_on_with_a_file_and_drops_what_is_repeated():
 
 @on_ranks(2)
 def test_a_rank_without_a_gradient_is_nan():
-    path = path_of("run.npz")
-    model = net()
-    opt = wrap(model)
+    path, model, opt = prepared()
     with gc.record_gradients(opt, path, every=1, layers="*"):
         part = model[0] if gc.rank() == 1 else model
         part(data(0)).square().mean().backward()
@@ -143,9 +138,7 @@ def test_a_rank_without_a_gradient_is_nan():
 
 @on_ranks(2)
 def test_a_step_that_is_thrown_away_is_recorded_too():
-    path = path_of("run.npz")
-    model = net()
-    opt = wrap(model)
+    path, model, opt = prepared()
     with gc.record_gradients(opt, path, every=1) as recorder:
         for _ in range(2):
             model(data(0)).square().mean().backward()
@@ -157,9 +150,7 @@ def test_a_step_that_is_thrown_away_is_recorded_too():
 def test_gradients_under_distributed_data_parallel_are_recorded():
     path = path_of("run.npz")
     model = net()
-    state, hook = gc.ddp_comm_hook(model, "none")
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(state, hook)
+    ddp, state = in_ddp(model)
     with gc.record_gradients(state, path, every=1) as recorder:
         ddp(data(0)).square().mean().backward()
     assert recorder.steps == [0]
@@ -185,9 +176,7 @@ def test_gradients_of_two_bytes_are_recorded_as_float32():
 
 @on_ranks(2)
 def test_a_disk_that_is_full_ends_the_recording_on_all_ranks():
-    path = path_of("run.npz")
-    model = net()
-    opt = wrap(model)
+    path, model, opt = prepared()
     recorder = gc.record_gradients(opt, path, every=1)
     if gc.rank() == 0:
         path.unlink()
@@ -199,41 +188,21 @@ def test_a_disk_that_is_full_ends_the_recording_on_all_ranks():
     assert_same_on_all_ranks(model.parameters())
 
 
-BAD: dict[str, tuple[Callable[[Any, Path], Any], type[Exception], str]] = {
-    "every": (lambda opt, path: gc.record_gradients(opt, path, every=0), gc.ConfigError, "every must be"),
-    "elements": (
-        lambda opt, path: gc.record_gradients(opt, path, elements=True),
-        gc.ConfigError,
-        "elements must",
-    ),
-    "layers": (
-        lambda opt, path: gc.record_gradients(opt, path, layers="x*"),
-        gc.ConfigError,
-        "no layer matches 'x*'",
-    ),
-    "path": (
-        lambda opt, path: gc.record_gradients(opt, path if gc.rank() == 0 else None),
-        gc.ConfigError,
-        "got None",
-    ),
-    "optimizer": (lambda opt, path: gc.record_gradients(object(), path), gc.ConfigError, "got object"),
-    "limit": (
-        lambda opt, path: gc.record_gradients(opt, path, limit_bytes=100),
-        gc.ConfigError,
-        "fewer elements",
-    ),
+BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], type[Exception], str]] = {
+    "every": (lambda path: {"every": 0}, gc.ConfigError, "every must be"),
+    "elements": (lambda path: {"elements": True}, gc.ConfigError, "elements must"),
+    "layers": (lambda path: {"layers": "x*"}, gc.ConfigError, r"no layer matches 'x\*'"),
+    "path": (lambda path: {"path": path if gc.rank() == 0 else None}, gc.ConfigError, "got None"),
+    "optimizer": (lambda path: {"opt": object()}, gc.ConfigError, "got object"),
+    "limit": (lambda path: {"limit_bytes": 100}, gc.ConfigError, "fewer elements"),
     "no directory": (
-        lambda opt, path: gc.record_gradients(opt, path / "missing" / "run.npz"),
+        lambda path: {"path": path / "missing" / "run"},
         gc.ConfigError,
         "cannot write the recording",
     ),
-    "ranks differ": (
-        lambda opt, path: gc.record_gradients(opt, path, every=1 + gc.rank()),
-        gc.PlanMismatchError,
-        "every=",
-    ),
-    "a bad argument on one rank": (
-        lambda opt, path: gc.record_gradients(opt if gc.rank() else object(), path),
+    "ranks differ": (lambda path: {"every": 1 + gc.rank()}, gc.PlanMismatchError, "every="),
+    "one rank": (
+        lambda path: {} if gc.rank() else {"opt": object()},
         gc.ConfigError,
         "rank 0: expected what DistributedOptimizer",
     ),
@@ -243,12 +212,11 @@ BAD: dict[str, tuple[Callable[[Any, Path], Any], type[Exception], str]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_an_error_on_all_ranks(case: str):
-    call, error, message = BAD[case]
-    model = net()
-    opt = wrap(model)
-    path = path_of("run.npz")
-    with pytest.raises(error, match=message.replace("*", r"\*")):
-        call(opt, path)
+    arguments, error, message = BAD[case]
+    path, model, opt = prepared()
+    given = {"opt": opt, "path": path, **arguments(path)}
+    with pytest.raises(error, match=message):
+        gc.record_gradients(given.pop("opt"), given.pop("path"), **given)
     assert not list(path.parent.iterdir())
     train(model, opt, range(2))
     assert_same_on_all_ranks(model.parameters())

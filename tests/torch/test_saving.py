@@ -14,6 +14,7 @@ import os, resource, signal, sys
 from pathlib import Path
 import torch, torch.nn as nn, torch.nn.functional as F
 import gradcomp.torch as gc
+from small_torch import fails, same
 from torch.nn.parallel import DistributedDataParallel
 
 COMPRESSION = gc.Policy(gc.Quantize(4, 32, rounding="nearest"), filter=gc.Filter(min_elements=100))
@@ -50,21 +51,6 @@ def extra(step):
 def everything(model, opt, state):
     """What the next step depends on; not the buffers, which differ between ranks."""
     return {"model": dict(model.named_parameters()), "optimizer": opt.state_dict(), "state": state.compression_state()}
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.detach().numpy().tobytes() == b.detach().numpy().tobytes()
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and a == b
-
-def fails(kind, call):
-    try:
-        call()
-    except kind as error:
-        assert type(error) is kind, repr(error)
-        return str(error)
-    raise AssertionError(f"no {kind.__name__}")
 
 folder = Path(sys.argv[1])
 gc.init(timeout_seconds=30, log_level="warning")

@@ -134,9 +134,7 @@ def said(result: Finished) -> dict:
 
 
 def test_a_job_on_one_host_listens_on_loopback_only(by_hand: list[Finished]) -> None:
-    addresses = [address for result in by_hand for address in said(result)["listening"]]
-    assert addresses
-    assert set(addresses) == {"0100007F"}
+    assert {address for result in by_hand for address in said(result)["listening"]} == {"0100007F"}
 
 
 def test_a_strangers_values_stop_nothing_and_are_reported_once(by_hand: list[Finished]) -> None:
@@ -144,20 +142,17 @@ def test_a_strangers_values_stop_nothing_and_are_reported_once(by_hand: list[Fin
         assert said(result)["went on"]
         assert result.stderr.count("is not signed") == 1
         assert "stranger" not in result.stderr
-
-
-def test_signed_questions_are_answered_beside_a_strangers(by_hand: list[Finished]) -> None:
+    # Signed questions are answered beside a stranger's.
     assert re.search(r"rank 0 has waited .* rank 1 .*has only reached step 1", by_hand[0].stderr)
 
 
-def test_an_absurd_length_is_a_typed_error(by_hand: list[Finished]) -> None:
+def test_an_absurd_length_is_a_typed_error_and_what_peers_say_is_shown_escaped_and_bounded(
+    by_hand: list[Finished],
+) -> None:
     for result in by_hand:
         kind, message = said(result)["length"]
         assert kind == "WireFormatError"
         assert str(1 << 40) in message
-
-
-def test_what_peers_say_is_shown_escaped_and_bounded(by_hand: list[Finished]) -> None:
     message = said(by_hand[0])["abort"]
     assert message.isprintable()
     assert r"ValueError: \x1b]0;title\x07 boom\n!!!" in message

@@ -8,10 +8,9 @@ import pytest
 import torch
 from batch import on_ranks
 from launching import run_ranks
-from torch.nn.parallel import DistributedDataParallel
+from small_torch import assert_same_on_all_ranks, bits_of, in_ddp
 
 import gradcomp.torch as gc
-from gradcomp.torch.ddp import ddp_comm_hook
 
 STEPS, SWITCH = 12, 5
 
@@ -46,20 +45,10 @@ def run(model, wrapped, optimizer, switching, first: int = 0, last: int = STEPS)
 
 def distributed(compression, switch_to=None, last: int = STEPS, **arguments):
     model = Linear()
-    optimizer = gc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model.named_parameters(),
-        policy(compression),
-        **arguments,
-    )
-    found = run(
-        model,
-        model,
-        optimizer,
-        lambda: None if switch_to is None else optimizer.set_compression(switch_to),
-        last=last,
-    )
-    return optimizer, found, model
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = gc.DistributedOptimizer(plain, model.named_parameters(), policy(compression), **arguments)
+    switch = (lambda: None) if switch_to is None else (lambda: optimizer.set_compression(switch_to))
+    return optimizer, run(model, model, optimizer, switch, last=last), model
 
 
 def distance(found, expected) -> float:
@@ -75,17 +64,14 @@ def test_parameters_end_where_exact_gradients_lead(compression, controller):
     optimizer, found, _ = distributed(compression, "none", controller=controller)
     assert distance(found, expected) < 1e-4
     assert {a.compressor for a in optimizer.plan().assignments} == {"none"}
-    digests = [p.numpy().tobytes().hex() for p in found]
-    assert gc.broadcast_object(digests, 0) == digests
+    assert_same_on_all_ranks(found)
 
 
 @on_ranks(2)
 def test_under_the_hook():
     expected = distributed("none")[1]
     model = Linear()
-    wrapped = DistributedDataParallel(model)
-    state, hook = ddp_comm_hook(wrapped, policy("topk:density=0.02"))
-    wrapped.register_comm_hook(state, hook)
+    wrapped, state = in_ddp(model, policy("topk:density=0.02"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = run(model, wrapped, optimizer, lambda: state.set_compression("none"))
     assert distance(found, expected) < 1e-4
@@ -105,7 +91,7 @@ def test_saved_on_the_way_it_goes_on():
         )
         resumed.load_compression_state(optimizer.compression_state())
         found = run(again, again, resumed, lambda: None, first=at)
-        assert [p.numpy().tobytes() for p in found] == [p.numpy().tobytes() for p in expected]
+        assert bits_of(found) == bits_of(expected)
 
 
 @on_ranks(2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import small_torch
 import torch
-import torch.distributed as dist
 from batch import on_ranks
-from small_torch import data, net
+from small_torch import assert_same_on_all_ranks, backward, data, in_ddp, net
 
 import gradcomp.torch as gc
 
@@ -18,36 +18,27 @@ LOSER = 1
 
 
 def wrap(model, compression="none", **arguments):
-    policy = gc.Policy(compression, filter=gc.Filter(min_elements=8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return gc.DistributedOptimizer(optimizer, model.named_parameters(), policy, **arguments)
+    return small_torch.wrap(model, gc.Policy(compression, filter=gc.Filter(min_elements=8)), **arguments)
 
 
-def backward(model, step: int) -> None:
-    model(data(step)).square().mean().backward()
+def copied(model) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
 
 
-def equal_everywhere(model) -> bool:
-    """Whether all ranks have the same parameters."""
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    everyone = [torch.empty_like(flat) for _ in range(gc.size())]
-    dist.all_gather(everyone, flat)
-    return all(torch.equal(other, flat) for other in everyone)
+def unmoved(model, before) -> bool:
+    return all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def gives_up(place: str, model, optimizer, step: int) -> None:
     """Recovery code as people write it: the batch is given up here, before or after the gradients were exchanged."""
-    if place == "between":
-        backward(model, step)
-        optimizer.zero_grad()
-    elif place == "before step":
-        backward(model, step)
-        optimizer.zero_grad()
-        optimizer.step()
-    else:
+    if place == "in backward":  # when half of the gradients are there
         with pytest.raises(torch.OutOfMemoryError):
-            fails_in_backward(model, step)
-        optimizer.zero_grad()
+            model[2](model[1](OutOfMemory.apply(model[0](data(step))))).square().mean().backward()
+    else:
+        backward(model, step)
+    optimizer.zero_grad()
+    if place == "before step":
+        optimizer.step()
 
 
 class OutOfMemory(torch.autograd.Function):
@@ -60,13 +51,16 @@ class OutOfMemory(torch.autograd.Function):
         raise torch.OutOfMemoryError("out of memory")
 
 
-def fails_in_backward(model, step: int) -> None:
-    """When half of the gradients are there."""
-    model[2](model[1](OutOfMemory.apply(model[0](data(step))))).square().mean().backward()
-
-
-@pytest.mark.parametrize("compression", ["none", "quantize:bits=4,feedback=true", "powersgd"])
-@pytest.mark.parametrize("place", ["between", "in backward", "before step"])
+@pytest.mark.parametrize(
+    ("place", "compression"),
+    [
+        ("between", "none"),
+        ("between", "quantize:bits=4,feedback=true"),
+        ("in backward", "powersgd"),
+        ("in backward", "none"),
+        ("before step", "quantize:bits=4,feedback=true"),
+    ],
+)
 @on_ranks(3)
 def test_when_one_rank_skips_a_step_all_raise_in_the_next_exchange(place: str, compression: str):
     model = net()
@@ -101,29 +95,21 @@ def test_a_rank_that_goes_on_accumulating_is_found_too():
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize(("compression", "who"), [("quantize:bits=4,feedback=true", "all"), ("topk", "one")])
 @on_ranks(3)
-def test_steps_that_all_ranks_skip_are_no_error():
+def test_steps_that_all_ranks_skip_and_a_batch_that_one_gives_up_before_backward_are_no_error(
+    compression, who
+):
     model = net()
-    optimizer = wrap(model, "quantize:bits=4,feedback=true")
-    for step in range(STEPS):
-        backward(model, step)
-        if step != SKIPPED:
-            optimizer.step()
+    optimizer = wrap(model, compression)
+    for step in range(STEPS + (who == "one" and gc.rank() == LOSER)):
         optimizer.zero_grad()
-    assert equal_everywhere(model)
-
-
-@on_ranks(3)
-def test_a_batch_given_up_before_backward_only_shifts_a_ranks_data():
-    model = net()
-    optimizer = wrap(model, "topk:density=0.1")
-    for step in range(STEPS + (gc.rank() == LOSER)):
-        optimizer.zero_grad()
-        if step == SKIPPED and gc.rank() == LOSER:
+        if step == SKIPPED and who == "one" and gc.rank() == LOSER:
             continue
         backward(model, step)
-        optimizer.step()
-    assert equal_everywhere(model)
+        if step != SKIPPED or who == "one":
+            optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
 
 
 @pytest.mark.parametrize("compression", ["none", "quantize:bits=4,feedback=true"])
@@ -135,17 +121,17 @@ def test_ranks_that_agree_skip_together(place: str, compression: str):
     before = None
     for step in range(STEPS):
         if step == SKIPPED and gc.rank() == LOSER:
-            before = [p.detach().clone() for p in model.parameters()]
+            before = copied(model)
             gives_up(place, model, optimizer, step)
-            assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+            assert unmoved(model, before)
             continue
         backward(model, step)
-        before = [p.detach().clone() for p in model.parameters()]
+        before = copied(model)
         optimizer.step()
-        moved = not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        moved = not unmoved(model, before)
         assert moved == (step != SKIPPED)
         optimizer.zero_grad()
-    assert equal_everywhere(model)
+    assert_same_on_all_ranks(model.parameters())
     statistics = optimizer.statistics()
     assert statistics.skipped_steps == (0 if gc.rank() == LOSER else 1)
     assert statistics.vote_seconds > 0
@@ -162,7 +148,7 @@ def test_ranks_that_agree_skip_what_a_scaler_skips():
         scaler.scale(loss * (math.inf if step == SKIPPED and gc.rank() == LOSER else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert equal_everywhere(model)
+    assert_same_on_all_ranks(model.parameters())
     assert scaler.get_scale() == 2.0**9
 
 
@@ -176,10 +162,10 @@ def test_what_a_checkpoint_ends_counts_as_skipped_by_all():
         optimizer.compression_state()
     optimizer.zero_grad()
     backward(model, 1)
-    before = [p.detach().clone() for p in model.parameters()]
+    before = copied(model)
     optimizer.step()
-    assert not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert equal_everywhere(model)
+    assert not unmoved(model, before)
+    assert_same_on_all_ranks(model.parameters())
 
 
 @on_ranks(3)
@@ -192,16 +178,18 @@ def test_a_rank_that_ends_without_its_step_votes_against_it():
     if gc.rank() == LOSER:
         exchanger.part()
         return
-    before = [p.detach().clone() for p in model.parameters()]
+    before = copied(model)
     assert optimizer.step() is None
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert unmoved(model, before)
 
 
 @on_ranks(3)
-def test_what_cannot_agree_is_refused():
+def test_what_cannot_agree_and_ranks_with_different_rules_for_skips_are_refused():
     model = net()
     with pytest.raises(gc.ConfigError, match="use DistributedOptimizer"):
         gc.ddp_comm_hook(model, on_skip="agree")
+    with pytest.raises(gc.PlanMismatchError, match="on_skip"):
+        wrap(model, on_skip="agree" if gc.rank() else "raise")
     optimizer = wrap(model, on_skip="agree")
     with pytest.raises(gc.StateError, match="closure"):
         optimizer.step(lambda: model(data(0)).square().mean())
@@ -234,8 +222,16 @@ RANKS_IN_ERROR = (
 )
 
 
-@pytest.mark.parametrize("clip", ["clip_by_hand", "clip_into_new_tensors"])
-@pytest.mark.parametrize("compression", ["none", "quantize:bits=4,feedback=true", "powersgd", "topk"])
+@pytest.mark.parametrize(
+    ("compression", "clip"),
+    [
+        ("none", "clip_by_hand"),
+        ("none", "clip_into_new_tensors"),
+        ("quantize:bits=4,feedback=true", "clip_by_hand"),
+        ("powersgd", "clip_into_new_tensors"),
+        ("topk", "clip_by_hand"),
+    ],
+)
 @on_ranks(3)
 def test_means_that_only_ranks_with_gradients_have_changed_are_an_error_of_the_next_exchange(
     compression: str, clip: str
@@ -276,7 +272,7 @@ def test_changes_on_all_ranks_after_synchronize_and_changes_that_change_nothing_
     optimizer.zero_grad()
     backward(model, 1)
     optimizer.step()
-    assert equal_everywhere(model)
+    assert_same_on_all_ranks(model.parameters())
 
 
 @pytest.mark.parametrize("case", ["two passes", "no_sync", "two optimizers", "finish"])
@@ -309,7 +305,7 @@ def test_windows_and_several_optimizers_do_not_differ_in_silence(case: str):
 
     if case == "finish":
         train()
-        assert equal_everywhere(model)
+        assert_same_on_all_ranks(model.parameters())
     else:
         with pytest.raises(gc.StateError, match=r"after step 1 .*rank 1 had no gradient"):
             train()
@@ -328,7 +324,7 @@ def test_under_ddp_a_loss_that_reaches_no_parameter_only_shifts_a_ranks_data(fin
         (torch.ones((), requires_grad=True) if step == SKIPPED and gc.rank() == LOSER else loss).backward()
         clip_by_hand(model)
         optimizer.step()
-    assert equal_everywhere(model)
+    assert_same_on_all_ranks(model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["SGD", "fused Adam"])
@@ -355,7 +351,7 @@ def test_a_scaler_meets_the_means_on_a_rank_without_gradients_too(kind: str, kno
             clip_by_hand(model)
         scaler.step(optimizer)
         scaler.update()
-    assert equal_everywhere(model)
+    assert_same_on_all_ranks(model.parameters())
     assert scaler.get_scale() == 2.0**9
     assert optimizer.statistics().steps == STEPS
 
@@ -363,8 +359,7 @@ def test_a_scaler_meets_the_means_on_a_rank_without_gradients_too(kind: str, kno
 @pytest.mark.parametrize("steps_by_hand", [False, True])
 @on_ranks(3)
 def test_ddp_ranks_that_do_not_all_step_raise(steps_by_hand: bool):
-    model = torch.nn.parallel.DistributedDataParallel(net())
-    model.register_comm_hook(*gc.ddp_comm_hook(model, "quantize:bits=4"))
+    model, _ = in_ddp(net(), "quantize:bits=4")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if steps_by_hand:  # no optimizer steps anywhere: nothing is known, and nothing is wrong
         for step in range(STEPS):
@@ -373,7 +368,7 @@ def test_ddp_ranks_that_do_not_all_step_raise(steps_by_hand: bool):
                 for parameter in model.parameters():
                     parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
-        assert equal_everywhere(model)
+        assert_same_on_all_ranks(model.parameters())
         return
     with pytest.raises(gc.StateError, match="rank 1 threw the means away"):  # noqa: PT012
         for step in range(STEPS):

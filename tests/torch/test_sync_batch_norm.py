@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batch import on_ranks
+from small_torch import assert_same_on_all_ranks, wrap
 
 import gradcomp.torch as gc
 
@@ -23,16 +24,12 @@ def own(rows: torch.Tensor) -> torch.Tensor:
 
 
 def same_as_one_process(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, **settings) -> None:
-    classes = {
-        1: torch.nn.BatchNorm1d,
-        2: torch.nn.BatchNorm1d,
-        3: torch.nn.BatchNorm2d,
-        4: torch.nn.BatchNorm3d,
-    }
-    ours, theirs = (
-        gc.SyncBatchNorm(shape[0], dtype=torch.float64 if dtype == torch.float64 else None, **settings),
-        classes[len(shape)](shape[0], **settings),
-    )
+    def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+    kinds = [torch.nn.BatchNorm1d, torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d]
+    ours = gc.SyncBatchNorm(shape[0], dtype=torch.float64 if dtype == torch.float64 else None, **settings)
+    theirs = kinds[len(shape) - 1](shape[0], **settings)
     if ours.affine:
         for layer in (ours, theirs):
             with torch.no_grad():
@@ -43,30 +40,21 @@ def same_as_one_process(shape: tuple[int, ...], dtype: torch.dtype, tolerance: f
         x, y = own(everything).clone().requires_grad_(), everything.clone().double().requires_grad_()
         found, wanted = ours(x), theirs.double()(y)
         assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), own(wanted), rtol=tolerance, atol=tolerance)
+        assert_close(found, own(wanted))
         weights = torch.linspace(-1, 2, everything.numel(), dtype=torch.float64).view_as(everything)
         (found * own(weights)).sum().backward()
         (wanted * weights).sum().backward()
-        torch.testing.assert_close(x.grad.double(), own(y.grad), rtol=tolerance, atol=tolerance)
+        assert_close(x.grad, own(y.grad))
         if ours.track_running_stats:
-            torch.testing.assert_close(
-                ours.running_mean.double(), theirs.running_mean, rtol=tolerance, atol=tolerance
-            )
-            torch.testing.assert_close(
-                ours.running_var.double(), theirs.running_var, rtol=tolerance, atol=tolerance
-            )
+            assert_close(ours.running_mean, theirs.running_mean)
+            assert_close(ours.running_var, theirs.running_var)
             assert ours.num_batches_tracked == theirs.num_batches_tracked == step + 1
     if ours.affine:
         for mine, all_of_it in zip(ours.parameters(), theirs.parameters(), strict=True):
-            total = gc.allreduce(mine.grad, op=gc.Sum)
-            torch.testing.assert_close(
-                total.double(), all_of_it.grad.double(), rtol=tolerance, atol=tolerance
-            )
+            assert_close(gc.allreduce(mine.grad, op=gc.Sum), all_of_it.grad)
     ours.eval()
     theirs.eval()
-    torch.testing.assert_close(
-        ours(own(everything)).double(), own(theirs(everything.double())), rtol=tolerance, atol=tolerance
-    )
+    assert_close(ours(own(everything)), own(theirs(everything.double())))
 
 
 @on_ranks(2)
@@ -105,22 +93,12 @@ def test_what_cannot_be_normalised():
 @on_ranks(2)
 def test_a_model_trains_alike_on_all_ranks():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 8, 3),
-        gc.SyncBatchNorm(8),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(288, 3),
-    )
-    optimizer = gc.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), "quantize:bits=8"
-    )
+    convolution, linear = torch.nn.Conv2d(1, 8, 3), torch.nn.Linear(288, 3)
+    model = torch.nn.Sequential(convolution, gc.SyncBatchNorm(8), torch.nn.ReLU(), torch.nn.Flatten(), linear)
+    optimizer = wrap(model, "quantize:bits=8")
     data = torch.Generator().manual_seed(gc.rank())
     for _ in range(4):
         optimizer.zero_grad()
         model(torch.randn(4, 1, 8, 8, generator=data)).square().mean().backward()
         optimizer.step()
-    for value in model.state_dict().values():
-        if value.is_floating_point():
-            parts = gc.allgather(value.reshape(1, -1))
-            assert torch.equal(parts[0], parts[1])
+    assert_same_on_all_ranks(value for value in model.state_dict().values() if value.is_floating_point())

@@ -24,9 +24,7 @@ def train() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 90), torch.nn.ReLU(), torch.nn.Linear(90, 70))
     opt = gc.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        net.named_parameters(),
-        compression=sys.argv[1],
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), compression=sys.argv[1]
     )
     data = torch.Generator().manual_seed(gc.rank())
     for _ in range(4):
@@ -110,31 +108,26 @@ def test_two_levels_train_as_torch_does():
     assert [place for _, *place in found] == [[0, 0, 2], [1, 0, 2], [0, 1, 2], [1, 1, 2]]
 
 
-def test_shared_memory_of_several_hosts_is_refused():
-    ends = run_ranks(
-        train, 2, env=variables("shm", 2, hosts=2), arguments=("none",), imported=preloaded.TORCH
-    )
-    for end in ends:
-        assert end.returncode != 0
-        assert "transport=shm serves one host, and these ranks are on 2; take shm+torch" in end.stderr
+REFUSED = {
+    "shm of several hosts": (
+        lambda: variables("shm", 2, hosts=2),
+        "transport=shm serves one host, and these ranks are on 2; take shm+torch",
+    ),
+    "NCCL without a GPU": (lambda: variables("nccl", 2), "ConfigError: rank 0: the nccl transport needs"),
+    "different transports": (lambda: different("torch", "shm"), "rank 0 has transport=torch, rank 1 has shm"),
+}
 
 
-@pytest.mark.skipif(gpu.problem() is None, reason="there is a GPU, and NCCL may work")
-def test_nccl_without_a_gpu_is_refused_on_every_rank():
-    for end in run_ranks(train, 2, env=variables("nccl", 2), arguments=("none",), imported=preloaded.TORCH):
-        assert end.returncode != 0
-        assert "ConfigError: rank 0: the nccl transport needs" in end.stderr
-
-
-def test_ranks_with_different_transports_are_refused():
+def different(*transports: str):
     of = variables("torch", 2)
-    ends = run_ranks(
-        train,
-        2,
-        env=lambda rank: {**of(rank), "GRADCOMP_TRANSPORT": ["torch", "shm"][rank]},
-        arguments=("none",),
-        imported=preloaded.TORCH,
-    )
-    for end in ends:
+    return lambda rank: {**of(rank), "GRADCOMP_TRANSPORT": transports[rank]}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_on_every_rank(case: str):
+    if case == "NCCL without a GPU" and gpu.problem() is None:
+        pytest.skip("there is a GPU, and NCCL may work")
+    of, says = REFUSED[case]
+    for end in run_ranks(train, 2, env=of(), arguments=("none",), imported=preloaded.TORCH):
         assert end.returncode != 0
-        assert "rank 0 has transport=torch, rank 1 has shm" in end.stderr
+        assert says in end.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from gradcomp.compress import Compressor, Policy, Quantize, as_policy
 from gradcomp.compress.policy import Automatic
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import ConfigError, StateError, TransportError
 from gradcomp.core.plan import Plan
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.exchanger import Exchanger
@@ -22,12 +25,13 @@ from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, check_suits
 from gradcomp.exchange.settings import Settings
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
+from gradcomp.job.membership import who_waits
 from gradcomp.job.network import make_transport
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.start import validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.torch.loss_scale import LossScale, Scaler
-from gradcomp.torch.modules import StepWatch
+from gradcomp.torch.optimizers import StepWatch
 from gradcomp.torch.sharded.exchange import (
     GatherWeights,
     ReduceGradients,
@@ -46,9 +50,6 @@ logger = logging.getLogger("gradcomp")
 #: The quantisers of QSDP's experiments (Markov 2024, sections 5.6 and 5.7), for weights and for gradients.
 WEIGHTS = Quantize(bits=8, bucket_size=1024, rounding="shift")
 GRADIENTS = Quantize(bits=8, bucket_size=1024)
-
-_REUSES = (None, "codes")
-_REDRAWS = ("step", "gather")
 
 #: Module that ``fully_shard`` was called on -> the job in which it was compressed.
 _compressed: WeakKeyDictionary[torch.nn.Module, Runtime] = WeakKeyDictionary()
@@ -215,11 +216,21 @@ class ShardedCompression:
                 module.set_custom_reduce_scatter(ReduceGradients(each))  # type: ignore[arg-type]
                 module.register_forward_pre_hook(each.unit.watch_gradients)  # type: ignore[attr-defined]
         if optimizer is not None:
-            optimizer.register_step_post_hook(lambda *_: self._stepped())
+            optimizer.register_step_post_hook(self._stepped)
         if state.rank == ranks[0]:
-            _log(units, settings)
+            parameters = [one for unit in units for one in unit.parameters]
+            logger.info(
+                "fully_shard: %d units of %d parameters, %d of them uncompressed; weights by %s, gradients by %s",
+                len(units),
+                len(parameters),
+                sum(
+                    settings.weights.choose(one.spec(one.current.dtype))[1] is not None for one in parameters
+                ),
+                settings.weights.title,
+                settings.gradients.title,
+            )
 
-    def _stepped(self) -> None:
+    def _stepped(self, *_: object) -> None:
         assert self._settings.steps is not None, "there is an optimizer"
         self._settings.steps += 1
 
@@ -238,9 +249,7 @@ class ShardedCompression:
     def _add_exchanger(self, transport: Transport, ranks: Ranks) -> None:
         state = self._state
         settings = Settings(
-            name=state.name(ranks),
-            topology=state.topology.among(ranks),
-            roster=state.roster(ranks),
+            name=state.name(ranks), topology=state.topology.among(ranks), roster=state.roster(ranks)
         )
         exchanger = Exchanger(
             state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, settings
@@ -286,10 +295,10 @@ def _check(
         raise ConfigError(
             '"auto" chooses by the times of steps, which compress_fsdp does not measure: name a compressor'
         )
-    if reuse not in _REUSES:
+    if reuse not in (None, "codes"):
         raise ConfigError(f"reuse must be 'codes' or None, got {reuse!r}")
-    if redraw not in _REDRAWS:
-        raise ConfigError(f"redraw must be one of {', '.join(_REDRAWS)}, got {redraw!r}")
+    if redraw not in ("step", "gather"):
+        raise ConfigError(f"redraw must be one of step, gather, got {redraw!r}")
     if reuse and redraw != "step":
         raise ConfigError(
             "reuse='codes' keeps the codes of a step, and redraw='gather' draws new ones: choose one"
@@ -314,14 +323,42 @@ def _check(
         )
 
 
-def _log(units: Sequence[Unit], settings: ShardedSettings) -> None:
-    parameters = [one for unit in units for one in unit.parameters]
-    weights, gradients = settings.weights, settings.gradients
-    logger.info(
-        "fully_shard: %d units of %d parameters, %d of them uncompressed; weights by %s, gradients by %s",
-        len(units),
-        len(parameters),
-        sum(weights.choose(one.spec(one.current.dtype))[1] is not None for one in parameters),
-        weights.title,
-        gradients.title,
-    )
+def explain_failures() -> None:
+    """Make the default all-gather of ``fully_shard`` tell, where it fails, what the other ranks wait for.
+
+    A rank that does not call ``compress_fsdp`` makes no call to gradcomp from then on. The others are in no collective
+    of torch, so its own ends in an error of the backend that names neither. This works only where ``fully_shard`` was
+    imported before ``init``, because importing its modules takes seconds.
+    """
+    collectives = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    kind: Any = getattr(collectives, "DefaultAllGather", None)
+    if kind is None or hasattr(kind.__call__, "__wrapped__"):
+        return
+    gather = kind.__call__
+
+    @functools.wraps(gather)
+    def explained(*given: Any, **named: Any) -> Any:
+        try:
+            return gather(*given, **named)
+        except RuntimeError as error:
+            if (reason := _reason(named.get("group"))) is None:
+                raise
+            raise TransportError(f"torch's all-gather of a sharded model failed: {reason}") from error
+
+    kind.__call__ = explained
+
+
+def _reason(group: Any) -> str | None:
+    """Return what another rank of the job waits for; None if the group is not within the job."""
+    if not runtime.is_initialized():
+        return None
+    state = runtime.current()
+    members = dist.get_process_group_ranks(group)
+    if state.size == 1 or not set(members) <= set(state.network.ranks):
+        return None
+    try:
+        among = {tuple(state.network.ranks.index(rank) for rank in members), state.everyone}
+        waits = next(filter(None, (who_waits(state, ranks) for ranks in sorted(among))), None)
+    except TransportError as error:
+        return f"the other ranks cannot be asked why: {error}"
+    return waits and f"{waits}, and this rank has not; all ranks that share a model call compress_fsdp"

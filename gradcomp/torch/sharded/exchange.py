@@ -21,7 +21,7 @@ from gradcomp.exchange.request_group import Run
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, Array, PreparedRequest, Request
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
-from gradcomp.torch.modules import StepWatch
+from gradcomp.torch.optimizers import StepWatch
 from gradcomp.torch.tensors import dtype_name
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class UnitExchange:
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, ranks: Ranks) -> None:
         """Fill ``output`` with the decoded shards of all ranks."""
-        settings, unit = self.settings, self.unit
+        settings, unit, in_backward = self.settings, self.unit, torch._C._current_graph_task_id() != -1
         # Other ranks are those of a mesh for resharding after forward, whose weights are rounded already.
         exact = settings.exact or ranks != unit.ranks
         exchanger = settings.exchanger(ranks)
@@ -135,16 +135,18 @@ class UnitExchange:
         settings.statistics.gathers += 1
         self.gathers += 1
         if exact:
-            if not in_backward():
+            if not in_backward:
                 self._codes.clear()  # backward must gather exactly too, and not decode older codes
             settings.statistics.weight_bytes += self._run(exchanger, request, own, output, 0)
             return
-        if settings.reuse and in_backward() and self._codes.get(request, (0, -1))[1] == settings.steps:
+        if settings.reuse and in_backward and self._codes.get(request, (0, -1))[1] == settings.steps:
             settings.statistics.reused += 1
             with _on_host(output) as whole:
                 request.decode_again([whole])
             return
-        self._look()
+        snapshot = unit.snapshot()
+        self.changes += self._has_changed(snapshot)
+        self._seen, self._seen_steps = snapshot or self._seen, settings.steps
         shards = self.changes, settings.steps
         unchanged = settings.reuse and self._codes.get(request) == shards
         draw = self.gathers if settings.redraw else self.changes if settings.steps is None else settings.steps
@@ -152,16 +154,13 @@ class UnitExchange:
         if settings.reuse:
             self._codes[request] = shards
 
-    def _look(self) -> None:
-        """Count a change if this rank's shards differ from those of the last gather."""
-        snapshot = self.unit.snapshot()
-        self.changes += self._has_changed(snapshot)
-        self._seen, self._seen_steps = snapshot or self._seen, self.settings.steps
-
     def _has_changed(self, snapshot: Snapshot | None) -> bool:
-        return snapshot is not None and (
-            self.settings.steps != self._seen_steps or self._seen is None or not _equal(snapshot, self._seen)
-        )
+        """Return True if this rank's shards differ from those of the last gather."""
+        if snapshot is None:
+            return False
+        if self.settings.steps != self._seen_steps or self._seen is None:
+            return True
+        return any(a[0]() is not b[0]() or a[1:] != b[1:] for a, b in zip(snapshot, self._seen, strict=True))
 
     def scatter(self, output: torch.Tensor, whole: torch.Tensor, ranks: Ranks, op: Any) -> None:
         """Fill ``output`` with this rank's shards of the sum, or mean, over ranks."""
@@ -231,11 +230,11 @@ class UnitExchange:
         return exchanger.pipeline.transport.bytes_sent - before
 
 
+@dataclass(eq=False)
 class _Collective:
     """The part of a custom collective that ``fully_shard`` needs beside the call."""
 
-    def __init__(self, exchange: UnitExchange) -> None:
-        self._exchange = exchange
+    exchange: UnitExchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a tensor for ``fully_shard`` to exchange."""
@@ -249,7 +248,7 @@ class GatherWeights(_Collective):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
         """Gather; the result is complete on return, even with ``async_op``."""
-        self._exchange.gather(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)))
+        self.exchange.gather(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)))
 
 
 class ReduceGradients(_Collective):
@@ -264,7 +263,7 @@ class ReduceGradients(_Collective):
         async_op: bool = False,
     ) -> None:
         """Reduce; the result is complete on return, even with ``async_op``."""
-        self._exchange.scatter(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)), op)
+        self.exchange.scatter(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)), op)
 
 
 def compressor(parameter: Sharded, dtype: torch.dtype, policy: Policy) -> Compressor:
@@ -276,10 +275,6 @@ def compressor(parameter: Sharded, dtype: torch.dtype, policy: Policy) -> Compre
     if reason is None or chosen == Cast("bfloat16"):
         return chosen
     return Identity()
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _operation(op: Any) -> tuple[bool, float]:
@@ -326,7 +321,3 @@ def _check_dtype(tensor: torch.Tensor) -> None:
             f"fully_shard exchanges {tensor.dtype}, as it does for parameters of several dtypes in one module; "
             f"gradcomp takes {', '.join(ITEM_BYTES)}"
         )
-
-
-def _equal(a: Snapshot, b: Snapshot) -> bool:
-    return all(x[0]() is y[0]() and x[1:] == y[1:] for x, y in zip(a, b, strict=True))
