@@ -213,15 +213,12 @@ def test_where_a_rank_may_go_on_there_is_no_proof(name: str) -> None:
     assert deadlock(HEALTHY[name]) is None
 
 
-def test_asynchronous_calls_of_other_names_prevent_no_proof() -> None:
+def test_neither_other_calls_nor_a_rank_that_has_left_prevent_a_proof() -> None:
     others = Begun(0, (("y", 0),))
     assert deadlock({0: in_call("x"), 1: in_step(3, others), 2: in_step(3, others)}) is not None
-
-
-def test_a_rank_that_has_left_begins_nothing_but_what_it_has_begun_counts() -> None:
     gone = Snapshot(9, None, {"step": Begun(2), "all": Begun(0)}, left=True)
     assert deadlock({0: in_step(), 1: in_call("x"), 2: gone}) is not None
-    finished = replace(gone, begun={"step": Begun(3), "all": Begun(1)})
+    finished = replace(gone, begun={"step": Begun(3), "all": Begun(1)})  # what it has begun counts
     assert deadlock({0: in_step(), 1: in_step(), 2: finished}) is None
 
 
@@ -247,20 +244,16 @@ def test_an_account_survives_the_way_to_another_rank_and_a_broken_one_is_no_answ
 # ---------------------------------------------------------------------------------------- threads
 
 
-def test_what_the_only_thread_that_has_called_waits_for_is_known() -> None:
+def test_what_the_only_live_thread_that_has_called_waits_for_is_known() -> None:
     callers, what = Callers(), object()
     with callers.waiting(what):
         assert callers.only() is what
         assert callers.waited >= 0
     assert callers.only() is None
     assert callers.calls == 1
-
-
-def test_a_second_thread_that_has_called_may_call_what_is_missing_while_it_lives() -> None:
-    callers, what = Callers(), object()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(callers.came).result()
-        with callers.waiting(what):
+        with callers.waiting(what):  # another thread may call what is missing
             assert callers.only() is None
     with callers.waiting(what):  # that thread has ended
         assert callers.only() is what
@@ -274,13 +267,12 @@ def test_threads_that_wait_for_different_things_are_no_single_program() -> None:
             inside.set()
             done.wait()
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    inside.wait()
-    with callers.waiting(object()):
-        assert callers.only() is None
-    done.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(wait)
+        inside.wait()
+        with callers.waiting(object()):
+            assert callers.only() is None
+        done.set()
 
 
 def test_a_graphs_op_waits_for_the_program_only_if_that_runs_the_graph() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from simple_compressors import Everyone, Rounds, Selected, Turns
 
 from gradcomp import Assignment, Identity, LayerSpec, Plan, PlanMismatchError, Quantize, TopK
 from gradcomp.compress import registry
+from gradcomp.compress.policy import assign
 from gradcomp.core.errors import TransportError, WireFormatError
 from gradcomp.exchange.variable_gather import VariableGather
 from gradcomp.reduce.header import ByteHeader, HeaderId
@@ -39,16 +42,10 @@ MIXED = [
 ] + [LayerSpec("sum double", (5,), "float64")]
 
 
-def plan(layers, version: int = 0) -> Plan:
-    kinds = [KINDS[layer.name.rsplit(" ", 1)[0]] for layer in layers]
-    return Plan(
-        version,
-        tuple(Assignment(a.name, c.family_string(), c.level) for a, c in zip(layers, kinds, strict=True)),
-    )
-
-
 def job(layers, world: int = 3, **settings) -> Simulation:
-    return Simulation(layers, plan(layers), world, **settings)
+    kinds = [KINDS[layer.name.rsplit(" ", 1)[0]] for layer in layers]
+    plan = Plan(0, tuple(assign(layer.name, kind) for layer, kind in zip(layers, kinds, strict=True)))
+    return Simulation(layers, plan, world, **settings)
 
 
 def of(kind: str) -> list[LayerSpec]:
@@ -82,7 +79,7 @@ def test_the_root_rotates_and_may_have_nothing_to_say(kind: str):
         assert all(same_bytes(m, g) for m, g in zip(means, gradients[step % 3], strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_all_kinds_in_one_bucket_do_what_they_do_alone(seed: int):
     whole = job(MIXED, seed=seed, shuffle=True, delay=0.4, slice_elements=10**6, reorder=False)
     alone = {kind: job(of(kind), reorder=False) for kind in KINDS}
@@ -107,12 +104,8 @@ def kinds_sent(layers) -> list[str]:
 def test_messages_of_a_kind_share_a_collective():
     assert kinds_sent([*of("fixed"), *of("top"), *of("turns")]) == ["allgatherv"]
     assert kinds_sent([*of("fixed"), *of("varying"), *of("turns varying")]) == ["allgatherv"] * 2
-    assert kinds_sent([*of("rounds"), *of("fixed")]) == [
-        "allgatherv",
-        "allreduce",
-        "allgatherv",
-        "allgatherv",
-    ]
+    gathered, summed = "allgatherv", "allreduce"
+    assert kinds_sent([*of("rounds"), *of("fixed")]) == [gathered, summed, gathered, gathered]
 
 
 def test_a_second_round_only_where_a_payload_does_not_fit():
@@ -182,25 +175,17 @@ def test_a_flag_of_a_later_sum_reaches_every_rank():
     assert outcome.committed == [False] * 3
 
 
-def gathered(announced: VariableGather, payload: np.ndarray) -> list[list[np.ndarray]]:
-    """What one rank alone gets of its payload."""
-    most = np.array([[100]], np.int64)
-    rounds = announced.run([payload], most, HeaderId(0, 0, 0))
-    try:
-        while True:
-            next(rounds)
-    except StopIteration as end:
-        return end.value
-
-
 def test_payloads_of_the_same_size_come_in_the_same_views():
-    """Kernel calls that are kept know them."""
-    announced = VariableGather(1, 0, 1, [0])
+    """Kernel calls that are kept know them. One rank alone gets its own payload."""
+    announced, most = VariableGather(1, 0, 1, [0]), np.array([[100]], np.int64)
     found = []
+
+    def gather(payload: np.ndarray) -> Iterator[object]:
+        found.extend(*(yield from announced.run([payload], most, HeaderId(0, 0, 0))))
+
     for step, size in enumerate((9, 9, 9, 5, 9)):
-        ((payload,),) = gathered(announced, np.full(size, step, np.uint8))
-        assert payload.tolist() == [step] * size
-        found.append(payload)
+        list(gather(np.full(size, step, np.uint8)))
+        assert found[-1].tolist() == [step] * size
     assert found[1] is found[2]
     assert found[3] is not found[4]
 
@@ -211,11 +196,13 @@ HEADER = ByteHeader.size(1)
 
 
 def lie(kind: str, change, nbytes=None) -> list[Exception | None]:
-    """What the ranks raise when rank 1's messages (of so many bytes) to rank 0 are changed."""
+    """What the ranks raise when rank 1's messages (of so many bytes) to rank 0 are changed: in place, or by another."""
 
     def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
-        hit = (source, destination) == (1, 0) and nbytes in (None, len(message))
-        return change(message) if hit else message
+        if (source, destination) != (1, 0) or nbytes not in (None, len(message)):
+            return message
+        changed = change(message)
+        return message if changed is None else changed
 
     return job(of(kind)[:1], tamper=tamper, reorder=False).attempt()
 
@@ -225,7 +212,6 @@ def lie(kind: str, change, nbytes=None) -> list[Exception | None]:
 def test_an_impossible_size_is_refused(kind: str, size: int):
     def change(message):
         message[HEADER : HEADER + 8] = np.frombuffer((size % 2**64).to_bytes(8, "little"), np.uint8)
-        return message
 
     errors = lie(kind, change, HEADER + 16)
     assert isinstance(errors[0], WireFormatError)
@@ -236,7 +222,6 @@ def test_an_impossible_size_is_refused(kind: str, size: int):
 def test_another_possible_size_ends_the_step_too():
     def change(message):
         message[HEADER] -= 4
-        return message
 
     errors = lie("varying", change, HEADER + 16)
     assert all(isinstance(error, TransportError | WireFormatError) for error in errors)
@@ -249,14 +234,11 @@ def test_a_message_of_another_length_is_refused(kind: str, change):
 
 
 @pytest.mark.parametrize("kind", ["fixed", "varying", "turns", "rounds"])
-@pytest.mark.parametrize(("at", "error"), [(0, WireFormatError), (3, WireFormatError), (4, PlanMismatchError),
-                                           (8, WireFormatError), (14, WireFormatError), (16, WireFormatError),
-                                           (22, WireFormatError)])  # fmt: skip
-def test_a_wrong_header_is_refused(kind: str, at: int, error: type[Exception]):
+@pytest.mark.parametrize("at", [0, 3, 4, 8, 14, 16, 22])
+def test_a_wrong_header_is_refused(kind: str, at: int):
     def change(message):
         message[at] ^= 0x40
-        return message
 
     errors = lie(kind, change)
-    assert type(errors[0]) is error
+    assert type(errors[0]) is (PlanMismatchError if at == 4 else WireFormatError)
     assert all(other is None or isinstance(other, TransportError) for other in errors[1:])

@@ -40,23 +40,22 @@ def test_one_thread_watches_all_waits(two: list[Watchdog]) -> None:
     assert threading.active_count() == before + 1
 
 
-def test_a_watchdog_that_was_stopped_has_no_thread(two: list[Watchdog]) -> None:
+def test_a_watchdog_that_was_stopped_or_has_nothing_to_watch_has_no_thread(two: list[Watchdog]) -> None:
     before = threading.active_count()
+    assert two[0].hold(lambda: True, Config(), str)
+    assert threading.active_count() == before
     two[0].start()
     two[0].stop()
     two[0].add(Waits(two[0]))
     assert threading.active_count() == before
 
 
-def test_what_a_look_finds_is_raised_by_who_waits(two: list[Watchdog]) -> None:
-    with pytest.raises(TransportError, match="found out"):
-        two[0].hold(lambda: False, Config(), str, lambda waited: TransportError("found out"))
-
-
-def test_what_a_look_raises_is_raised_by_who_waits(two: list[Watchdog]) -> None:
+def test_what_a_look_finds_or_raises_is_raised_by_who_waits(two: list[Watchdog]) -> None:
     def look(waited: float) -> None:
         raise OSError("the log is full")
 
+    with pytest.raises(TransportError, match="found out"):
+        two[0].hold(lambda: False, Config(), str, lambda waited: TransportError("found out"))
     with pytest.raises(OSError, match="the log is full"):
         two[0].hold(lambda: False, Config(), str, look)
 
@@ -68,23 +67,13 @@ def test_a_wait_warns_once_and_ends_at_the_deadline(two: list[Watchdog], caplog)
     assert [record.getMessage() for record in caplog.records] == ["it waits"]
 
 
-def test_what_is_done_is_not_watched(two: list[Watchdog]) -> None:
-    before = threading.active_count()
-    assert two[0].hold(lambda: True, Config(), str)
-    assert threading.active_count() == before
-
-
 def test_a_rank_says_what_it_waits_for_and_where_it_is(two: list[Watchdog]) -> None:
     asks, answers = two
+    answers.start()
+    assert asks.ask([1])[1].positions.get("user/all", NOWHERE) == NOWHERE  # before it waits for anything
     answers.add(Waits(answers))
     answer = asks.ask([1])[1]
     assert (answer.waits_for, answer.positions) == ("allreduce, call 3", {"user/all": (3, -1, 0)})
-
-
-def test_a_rank_answers_before_it_waits_for_anything(two: list[Watchdog]) -> None:
-    asks, answers = two
-    answers.start()
-    assert asks.ask([1])[1].positions.get("user/all", NOWHERE) == NOWHERE
 
 
 @pytest.mark.usefixtures("short_patience")
