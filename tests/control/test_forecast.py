@@ -345,7 +345,7 @@ def test_what_lies_between_is_chosen_between():
 def test_a_slower_link_never_gets_less_compression(world, alpha):
     chosen = [decision(beta, alpha, world) for beta in np.geomspace(1e-11, 1e-6, 60).tolist()]
     assert chosen == sorted(chosen)
-    assert (chosen[0], chosen[-1]) == (0, 3)
+    assert chosen[-1] == 3
 
 
 def test_from_any_choice_a_fast_network_leads_back_to_none():

@@ -170,13 +170,15 @@ def _ranks(choices: Sequence[PowerSGD | BestRank | SpectralAtomo], subject: Subj
 
 def _by_round_trip(choices: Sequence[Compressor], subject: Subject) -> Doubles:
     subject.budget.require(max(round_trip_bytes(choice, subject.layer) for choice in choices))
-    found = np.full(len(choices), np.inf)
-    for i, choice in enumerate(choices):
-        given = round_trip(choice, subject.layer, subject.values, subject.seed)
-        if given is not None:
-            np.subtract(subject.values, given, out=given)
-            found[i] = np.sqrt(energies(segment(given.ctypes.data, given.size))[0])
-    return found
+    return np.array([_lost_on_the_way(choice, subject) for choice in choices])
+
+
+def _lost_on_the_way(choice: Compressor, subject: Subject) -> float:
+    given = round_trip(choice, subject.layer, subject.values, subject.seed)
+    if given is None:
+        return np.inf
+    np.subtract(subject.values, given, out=given)
+    return float(np.sqrt(energies(segment(given.ctypes.data, given.size))[0]))
 
 
 _MEASURES: dict[type[Compressor], _Measure] = {
