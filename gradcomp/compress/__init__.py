@@ -8,7 +8,7 @@ needs beside the names of ``gradcomp``: ``docs/tutorials/own-compressor.md``.
 from importlib import import_module
 from pkgutil import iter_modules
 
-from gradcomp.compress import lowrank, quantise, sign, sparse, wrappers
+from gradcomp.compress import lowrank, quantise, sparse, wrappers
 from gradcomp.compress.arrays import GroupArray
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.base import Traits as Traits
@@ -25,11 +25,11 @@ from gradcomp.compress.policy import as_policy as as_policy
 from gradcomp.compress.quantise.bucketed import NUQSGD, BlockFloat, Codebook, TernGrad
 from gradcomp.compress.quantise.cast import Cast
 from gradcomp.compress.quantise.quantize import Quantize
+from gradcomp.compress.quantise.signs import OneBit, ScaledSign, Signum
 from gradcomp.compress.registry import REGISTERED
 from gradcomp.compress.registry import at_level as at_level
 from gradcomp.compress.registry import from_string as from_string
 from gradcomp.compress.registry import register as register
-from gradcomp.compress.sign.signs import OneBit, ScaledSign, Signum
 from gradcomp.compress.sparse.clt_k import CLTk
 from gradcomp.compress.sparse.dgc import DGC
 from gradcomp.compress.sparse.drawn import RandomBlock, RandomK
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> type[Compressor]:
     return kind
 
 
-for _family in (quantise, sign, sparse, lowrank, wrappers):
+for _family in (quantise, sparse, lowrank, wrappers):
     for _module in iter_modules(_family.__path__, f"{_family.__name__}."):
         import_module(_module.name)
 

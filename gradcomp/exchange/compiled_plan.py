@@ -1,9 +1,9 @@
-"""A plan is compiled for one rank, and the result is kept while plans go back and forth."""
+"""A plan is compiled for one rank and rehearsed; the result is kept while plans go back and forth."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,22 +16,29 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Fingerprint, Plan
 from gradcomp.core.scheme import AUTO, parse
-from gradcomp.core.state import Begin, Range
+from gradcomp.core.state import Begin, Range, Residuals
 from gradcomp.core.topology import Topology
+from gradcomp.core.trace import Statistics, Trace
+from gradcomp.exchange.arrivals import Arrivals
 from gradcomp.exchange.bucket import BucketProgram
 from gradcomp.exchange.layout import Layout, build_layout, compressors_of, fields_of
-from gradcomp.kernels.codec import Draw
+from gradcomp.exchange.memory import Addresses, StepMemory, Times
+from gradcomp.kernels.codec import Draw, Table
 from gradcomp.kernels.cuda.mirrors import mirror, pinned
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.costs import cheapest
+from gradcomp.reduce.header import PRESENT, BucketFlags, HeaderId
 from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Transport, host_allocator
 
 #: How many compiled plans are cached, and for how many steps after their last use: they hold buffers.
 _MOST, _STEPS = 8, 64
+#: A rehearsal gives all layers one address of so many bytes, in these columns.
+_SOME_BYTES = 256
+_ADDRESSES = ("gradient", "residual", "next_residual", "output")
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,3 +191,41 @@ def memory_on(device: Device, transport: Transport) -> Memory:
     if device.driver is not None and messages is host_allocator:
         messages, local = partial(pinned, device.driver), partial(mirror, device.driver)
     return Memory(messages, local)
+
+
+class _Anywhere(StepMemory):
+    """Stands for gradients and means that do not exist yet: all slices of all layers have one address."""
+
+    def place(self, bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
+        return bases
+
+
+def rehearse(
+    programs: Sequence[BucketProgram],
+    device: Device,
+    layers: Sequence[LayerSpec],
+    context: StepContext,
+    residuals: Residuals,
+) -> None:
+    """Go through a step in which nothing runs on the device and nothing is sent; do nothing on the host.
+
+    A program goes on until something depends on what kernels find. What it needs after that is loaded in the first
+    step.
+    """
+    if device.driver is None or not programs:
+        return
+    context = replace(context, momenta=np.zeros(len(layers)))
+    memory = device.driver.allocate(_SOME_BYTES)
+    arrivals = Arrivals(layers)
+    arrivals.gradients[:] = arrivals.outputs[:] = memory.address
+    times = Times(Trace(1), Statistics())
+    with device.kernels.rehearsing():
+        for program in programs:
+            bucket = program.bucket
+            flags = BucketFlags(np.full(len(bucket.layers) + 1, PRESENT, dtype=np.uint8))
+            binding = _Anywhere(bucket, context, flags, arrivals, residuals, lambda layer: 0, times)
+            program.rehearse(HeaderId(0, 0, bucket.number, False), context, binding, flags)
+            for group in bucket.groups:  # these addresses are freed now
+                for table in (group.table, group.inputs):
+                    for column in _ADDRESSES:
+                        table[column] = 0

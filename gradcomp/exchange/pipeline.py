@@ -25,7 +25,7 @@ from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.topology import Topology
 from gradcomp.core.trace import WHOLE_STEP, Statistics, Trace
 from gradcomp.exchange.arrivals import Arrivals
-from gradcomp.exchange.compiled_plan import CompiledPlans, PlanCompiler, memory_on
+from gradcomp.exchange.compiled_plan import CompiledPlans, PlanCompiler, memory_on, rehearse
 from gradcomp.exchange.end_of_step import Discards, agree_on_order, check_same_plan, compare
 from gradcomp.exchange.fingerprint import (
     NOTHING,
@@ -40,7 +40,6 @@ from gradcomp.exchange.plans import Plans, Switch
 from gradcomp.exchange.settings import Settings
 from gradcomp.exchange.step import StepExchange, StepResult, Waits, Workplace
 from gradcomp.exchange.waiting import Number, Waiting, collective, until_complete
-from gradcomp.exchange.warm_up import rehearse
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE, READY, WAITING, HeaderId
 from gradcomp.transport.base import AllReduce, Handle, Transport

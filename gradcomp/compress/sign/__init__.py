@@ -1,1 +1,0 @@
-"""Sign compressors send one bit per value, its sign."""
