@@ -33,7 +33,7 @@ _latest: WeakValueDictionary[tuple[Ranks, str], Reply[Any]] = WeakValueDictionar
 
 @dataclass(frozen=True)
 class Called:
-    """What all tensors of a call have in common; ``name`` is the user's."""
+    """Holds what all tensors of a call have in common; ``name`` is the user's."""
 
     kind: str
     name: str | None

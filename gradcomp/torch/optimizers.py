@@ -1,4 +1,4 @@
-"""What an exchange knows of optimizers: their momentum, their settings, and their steps, which it watches."""
+"""An exchange watches an optimizer: its momentum, its settings and its steps."""
 
 from __future__ import annotations
 

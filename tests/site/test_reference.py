@@ -36,8 +36,9 @@ def test_every_public_name_is_in_the_reference(module):
 def names_for_type_checkers(module: str) -> list[str]:
     """They read ``__all__`` as it is written, and follow ``__all__ += other.__all__``."""
     folder = Path(gradcomp.__file__).parent / module.removeprefix("gradcomp").strip(".").replace(".", "/")
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     found = []
-    for node in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             found += ast.literal_eval(node.value)
         elif isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "__all__":

@@ -9,7 +9,7 @@ from typing import ClassVar
 from gradcomp.compress import bounds
 from gradcomp.compress.base import Coded, Traits
 from gradcomp.compress.bounds import ANY_LAYER, Distortion
-from gradcomp.compress.checks import check_flag, check_whole, check_word
+from gradcomp.compress.checks import check_flag, check_number, check_whole, check_word
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
@@ -93,8 +93,7 @@ class Quantize(Coded):
         check_flag("feedback", self.feedback, or_none=True)
         if self.rounding == "shift" and self.scaling != "minmax":
             raise ConfigError(f"rounding=shift needs scaling=minmax, got {self.scaling!r}")
-        if not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
-            raise ConfigError(f"decay must be in [0, 1], got {self.decay!r}")
+        check_number("decay", self.decay, "[0, 1]")
         if self.allocate is not None:
             if self.allocate not in _ALLOCATIONS:
                 raise ConfigError(f"allocate must be bucket, bytes or none, got {self.allocate!r}")
