@@ -203,7 +203,7 @@ class Pipeline:
             fingerprint,
             self.results,
         )
-        self._running = self._run(self._exchange)
+        self._running, self._awaited = self._run(self._exchange), None
 
     def poll(self) -> Waiting:
         """Do what can be done without blocking; return what is missing."""
@@ -221,6 +221,8 @@ class Pipeline:
             self._running = None
             return Waiting.NOTHING
         except BaseException:
+            self._running.close()  # which lets go of the step's arrays
+            self._awaited = None
             self.abandon()
             raise
 
