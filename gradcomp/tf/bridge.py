@@ -29,8 +29,6 @@ _INSTALL: Final = (
 try:
     import keras  # noqa: F401
     import tensorflow as tf
-    from tensorflow.python.ops import control_flow_util
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("keras", "tensorflow"):
@@ -41,6 +39,9 @@ except ModuleNotFoundError as error:
     ) from error
 if tuple(map(int, tf.__version__.split(".")[:2])) < (2, 16):
     raise ImportError(f"gradcomp.tf needs TensorFlow 2.16 or newer, and this is {tf.__version__}: {_INSTALL}")
+
+from tensorflow.python.ops import control_flow_util  # noqa: E402 - what is missing is named first
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # noqa: E402
 
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])

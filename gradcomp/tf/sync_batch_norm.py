@@ -49,8 +49,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """Compute mean and variance by channel over all ranks, where Keras asks for those of the batch."""
         if len(members(self.process_set)) == 1:
             return super()._moments(inputs, mask)  # type: ignore[no-any-return]
-        axes, weights = self._reduction_axes, tf.ones_like(inputs)
-        if mask is not None:
+        axes = self._reduction_axes
+        if mask is None:
+            weights = tf.ones_like(inputs)
+        else:
             weights = tf.broadcast_to(tf.cast(mask, inputs.dtype)[..., tf.newaxis], tf.shape(inputs))
         own = tf.stack([tf.reduce_sum(inputs * weights, axes), tf.reduce_sum(weights, axes)])
         total, count = tf.unstack(self._sum(own))

@@ -46,12 +46,8 @@ def broadcast_parameters(
         return
     stateful: dict[str, torch.nn.Module] = {}
     if isinstance(params, torch.nn.Module):
-        stateful = {
-            name: module
-            for name, module in params.named_modules()
-            if type(module).get_extra_state
-            is not torch.nn.Module.get_extra_state  # as state_dict() decides it
-        }
+        plain = torch.nn.Module.get_extra_state  # state_dict() takes any other one for extra state, too
+        stateful = {n: m for n, m in params.named_modules() if type(m).get_extra_state is not plain}
         params = [*params.named_parameters(), *params.named_buffers()]
     entries, problem = _entries(params)
     lines = [f"broadcast_parameters(root_rank={root_rank})"]

@@ -431,7 +431,7 @@ class HookState(CompressionState):
         device: Device = HOST,
     ) -> None:
         #: The parameters that are exchanged, with their names: the layers, in order.
-        self.named_parameters = named
+        self.named_parameters = list(named)
         self._layers = proposal.layers
         self._steps = BucketSteps(named, frozen, proposal.layers, proposal.policy, loss_scale, device)
         shapes = [tuple(parameter.shape) for _, parameter in named]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize, ref
@@ -32,9 +31,8 @@ class Momenta:
     def __init__(self, named: Named, optimizers: Callable[[], Sequence[torch.optim.Optimizer]]) -> None:
         self._layers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
         self._optimizers = optimizers
-        self._known: list[
-            int
-        ] = []  # optimizers and their numbers of groups, from which the next two are computed
+        # Optimizers and their numbers of groups, from which the next two are computed.
+        self._known: list[int] = []
         self._groups: list[tuple[torch.optim.Optimizer, int]] = []
         self._group_of = np.full(len(named), -1)
         self._without: list[tuple[torch.optim.Optimizer, int]] = []
@@ -82,14 +80,6 @@ class Momenta:
             if group["momentum"] == 0.0:
                 group["momentum"] = value
         self._withheld = []
-
-    @contextmanager
-    def withheld(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        self.withhold(optimizer)
-        try:
-            yield
-        finally:
-            self.give_back()
 
 
 def averages(optimizer: torch.optim.Optimizer) -> bool:
