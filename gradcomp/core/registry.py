@@ -1,4 +1,4 @@
-"""The registry of :mod:`gradcomp.contrib`: the core names its features here, and imports a module when its name is asked for."""
+"""The registry of :mod:`gradcomp.contrib`: the core names its features here; a module is imported when one is asked for."""
 
 from __future__ import annotations
 

@@ -62,9 +62,8 @@ DEFINITIONS: Final = (
     reference_selection,
 )
 """The modules that define the kernels."""
-_ADDRESSES = (SEGMENT.names or ()).index(
-    "payload"
-)  # columns that hold addresses come first, eight bytes each
+# Columns that hold addresses come first, eight bytes each.
+_ADDRESSES = (SEGMENT.names or ()).index("payload")
 _RECORDS = {"Shapes", "Factor"}  # names of the annotations of arguments that are passed member by member
 Reaches: TypeAlias = Callable[[int], bool]
 """Tells whether a device's kernels can use memory at this address."""

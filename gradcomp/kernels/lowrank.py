@@ -102,7 +102,7 @@ def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
 def random_q(columns: int, rank: int, *, seed: int, layer: int, step: int) -> Floats:
     """Returns the Q of one step, equal on all ranks: i.i.d. standard normal numbers (Vogels et al. 2019, section 4.1).
 
-    Number k * columns + j is Q[j, k]. Sizes 2 i and 2 i + 1 are made of words 0, 1 and 2, 3 of the counter (2**32 -
+    Number k * columns + j is Q[j, k]. Numbers 2 i and 2 i + 1 are made of words 0, 1 and 2, 3 of the counter (2**32 -
     1 - i, layer, step, OWNER_RANK), so that they differ from the draws for the layer's elements, whose counters ascend
     from 0. Box and Muller's sqrt(-2 ln u) cos(2 pi v) is evaluated in float64 by fixed polynomials: logarithm and
     cosine of mathematical libraries differ in their last bits from machine to machine.

@@ -139,9 +139,8 @@ def _encode_allocated(
         whole[: len(c)] = code
         parts.append(pack_bits(whole, int(bits[k])))
     used = np.concatenate((records.view(np.uint8).reshape(-1), bits, *parts))
-    payload = np.zeros(
-        bytes_of_allocated(len(contribution), segment["level"], segment["bucket_size"]), np.uint8
-    )
+    size = bytes_of_allocated(segment["length"], segment["level"], segment["bucket_size"])  # in 64 bits
+    payload = np.zeros(int(size), np.uint8)
     payload[: len(used)] = used
     return payload, values
 

@@ -5,7 +5,7 @@ one level; the table has one row per segment and refers to memory by address, so
 means are written in place. Whoever fills in an address keeps the array behind it alive during the call.
 
 The payload of a segment is ``[one scale record per bucket, in order][codes]``, little endian, without padding
-between the two; for NVFP4 the unit of all scales, a float32, comes first. Bytes of the quantising codecs form one bit
+between the two; for NVFP4 the unit of all scales, a float32, comes first. Codes of the quantising codecs form one bit
 stream: code i occupies the bits [i*bits, (i+1)*bits), bit 0 of a byte being its least significant one; unused bits of
 the last byte are zero. Casts store one element per code. `reference_bits` describes the layout of codecs whose buckets
 have bits of their own.

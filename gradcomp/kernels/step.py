@@ -15,7 +15,7 @@ Floats = npt.NDArray[Any]
 
 
 class Observations:
-    """Sizes that compressors record while they encode a step, by name and layer, for a controller."""
+    """Numbers that compressors record while they encode a step, by name and layer, for a controller."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers

@@ -112,6 +112,7 @@ class Transport(ABC):
         Wire: the sum of the lengths of ``sends``.
         """
         sent, received, nothing = dict(sends), dict(recvs), np.zeros(0, dtype=np.uint8)
+        assert max((*sent, *received), default=0) < self.size, "a message for no rank"
         parts = [sent.get(rank, nothing) for rank in range(self.size)]
         recv_counts = [len(received.get(rank, nothing)) for rank in range(self.size)]
         recv = recvs[0][1] if len(recvs) == 1 else np.empty(sum(recv_counts), dtype=np.uint8)

@@ -28,7 +28,7 @@ _ITEMS = 2048  # items that a block of lists.cu serves of a list
 
 
 class SelectionKernels(Kernels):
-    """The kernels of `reference_selection`, and select_adacomp of `reference_selection`, under the same names."""
+    """The kernels of `reference_selection`, under the same names."""
 
     def contribute(self, table: SegmentTable, flags: Bytes, factors: Floats, *, decay: float) -> None:
         check_vectors(table, flags=(flags, np.uint8, True), factors=(factors, np.float32, False))
