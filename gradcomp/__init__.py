@@ -38,7 +38,8 @@ else:  # type checkers report a missing name themselves, unless they see a __get
 
     def __getattr__(name: str) -> Any:
         if name == "LGC":
-            return contributed(name)
+            globals()[name] = kind = contributed(name)  # so that eval(repr(...)) finds it
+            return kind
         told = f"module 'gradcomp' has no attribute {name!r}"
         if not name.startswith("_"):
             told += "; what scripts call is in `import gradcomp.torch as gc` or `import gradcomp.tf as gc`"
@@ -110,3 +111,4 @@ __all__ = [
 
 # Adds names of gradcomp.compress that the list above, which type checkers read, does not have.
 __all__ += [name for name in compress.__all__ if name not in __all__]
+compress.__all__.append("LGC")  # not there: the star import above would import contrib

@@ -7,6 +7,7 @@ needs beside the names of ``gradcomp``: ``docs/tutorials/own-compressor.md``.
 
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import TYPE_CHECKING
 
 from gradcomp.compress import lowrank, quantise, sparse, wrappers
 from gradcomp.compress.arrays import GroupArray
@@ -41,12 +42,14 @@ from gradcomp.compress.wrappers.momentum import ErrorFeedback, LocalClip, Moment
 from gradcomp.compress.wrappers.schedule import DensitySchedule, Warmup
 from gradcomp.core.registry import contributed
 
+if TYPE_CHECKING:
+    from gradcomp.contrib.lgc.lgc import LGC as LGC
+else:
 
-def __getattr__(name: str) -> type[Compressor]:
-    if name != "LGC":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    kind: type[Compressor] = contributed(name)
-    return kind
+    def __getattr__(name: str) -> type[Compressor]:
+        if name != "LGC":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return contributed(name)
 
 
 for _family in (quantise, sparse, lowrank, wrappers):

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.quantise.cast import Cast
-from gradcomp.compress.registry import at_level, from_string
+from gradcomp.compress.registry import REGISTERED, at_level, from_string
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.plan import Assignment, Plan
@@ -154,10 +154,16 @@ class Policy:
 
 
 def assign(layer: str, compressor: Compressor) -> Assignment:
-    """Return a plan's entry that gives a compressor to a layer, and holds it."""
+    """Return a plan's entry that gives a compressor to a layer, and holds it if its text leads back to its class."""
     entry = Assignment(layer, compressor.family_string(), compressor.level)
-    object.__setattr__(entry, "built", compressor)
+    if _is_registered(compressor):
+        object.__setattr__(entry, "built", compressor)
     return entry
+
+
+def _is_registered(compressor: Compressor) -> bool:
+    inside = (value for value in vars(compressor).values() if isinstance(value, Compressor))
+    return REGISTERED.get(compressor.name) is type(compressor) and all(map(_is_registered, inside))
 
 
 def assigned(entry: Assignment) -> Compressor:

@@ -16,7 +16,7 @@ from gradcomp.compress.base import Compressor
 from gradcomp.core import plan as levels
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
-from gradcomp.core.registry import COMPRESSORS, contributed
+from gradcomp.core.registry import COMPRESSORS, CONTRIB, contributed
 from gradcomp.core.strings import Form, arguments_of, build, closest, head_of, hint, hinted, split, value_of
 
 C = TypeVar("C", bound=Compressor)
@@ -35,6 +35,8 @@ def register(name: str) -> Callable[[type[C]], type[C]]:
     """Return a decorator that registers a class under ``name``, its name in string forms. ValueError if it is taken."""
 
     def decorate(kind: type[C]) -> type[C]:
+        if name in COMPRESSORS and kind.__module__ != CONTRIB[COMPRESSORS[name][0]]:
+            contributed(COMPRESSORS[name][0])  # which takes its name first
         if name in REGISTERED:
             raise ValueError(f"{REGISTERED[name].__name__} is named {name!r} already")
         kind.name = name
@@ -55,9 +57,8 @@ def abbreviate(short: str, compressor: Compressor) -> None:
 @cache
 def registered() -> dict[str, type[Compressor]]:
     """Return every class of compressor by its name, also from entry points. ConfigError for an invalid entry point."""
-    for feature, _ in COMPRESSORS.values():
-        contributed(feature)  # its module registers it
-    found = dict(REGISTERED)
+    of_contrib = {name: contributed(feature) for name, (feature, _) in COMPRESSORS.items()}
+    found = {**REGISTERED, **of_contrib}
     for point in entry_points(group="gradcomp.compressors"):
         loaded = point.load()
         if not (isinstance(loaded, type) and issubclass(loaded, Compressor)):

@@ -337,9 +337,8 @@ def linear_map(
     reference. With ``alpha``, the total error is brought to alpha times that of the reference, in the order of the
     groups:
 
-    - while it is above, the group with the most compression, of several the first, moves one level back; if all end at
-    the
-      least compression, the result is the reference if that is within the budget, else None;
+    - while it is above, the group with the most compression, of several the first, moves one level back; if all end
+      at the least compression, the result is the reference if that is within the budget, else None;
     - then, while it is not above, the group with the least compression, of several the last, moves one level on;
     - if the reference is within the budget and takes fewer bytes, the result is the reference.
 

@@ -256,7 +256,7 @@ class LGreCo(Periodic):
             return candidates.reference
         own = [(c, c[k]) for c, k in zip(candidates.choices, candidates.reference.tolist(), strict=True)]
         low, high = ([c.index(resolve(o, level)) for c, o in own] for level in (rule.low, rule.high))
-        return np.where(rule.critical(before, observed), low, high)
+        return np.where(rule.critical(before, observed), low, high).astype(np.int64)
 
     def _weights(self, observed: PeriodObservations, fits: Doubles) -> Doubles:
         """Returns the cost of a byte by row."""

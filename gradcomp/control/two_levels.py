@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
+from gradcomp.compress.checks import is_number
 from gradcomp.control.base import ControllerRun, Doubles, Environment, Mask
 from gradcomp.control.candidates import Candidate, CandidateLevels, make_candidates, resolve
 from gradcomp.control.levels import Decision, PeriodObservations, check_number, checked
@@ -199,8 +200,7 @@ class AdaQS(TwoLevels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("factor", self.factor, positive=True)
-        if self.factor >= 1:
+        if not is_number(self.factor) or not 0 < self.factor < 1:
             raise ConfigError(f"factor must be between 0 and 1, got {self.factor!r}")
         self.candidates()
 

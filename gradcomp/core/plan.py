@@ -177,9 +177,8 @@ def names(families: Iterable[str]) -> dict[str, str]:
             own = ",".join(field for field in fields[family] if field not in common)
             named[family] = f"{name}({own})" if own and name != EXACT else name
         if len({named[family] for family in members}) < len(members) and name != EXACT:
-            named.update(
-                zip(members, members, strict=True)
-            )  # equal fields that belong to different nested compressors
+            # Equal fields belong to different nested compressors.
+            named.update(zip(members, members, strict=True))
     return named
 
 

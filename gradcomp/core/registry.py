@@ -1,4 +1,4 @@
-"""The registry of :mod:`gradcomp.contrib`: the core names its features here; a module is imported when one is asked for."""
+"""The registry of :mod:`gradcomp.contrib`: the core names its features here, whose modules are imported on demand."""
 
 from __future__ import annotations
 

@@ -242,10 +242,10 @@ class Pipeline:
         ``late`` says that it is not this rank's own gradients that end the exchange. Other ranks have their means
         before this rank has, and the headers tell them so.
         """
-        exchange = (
-            self._exchange
-        )  # None once the engine's thread has abandoned the step; the wait raises its error
-        if exchange is not None:
+        exchange = self._exchange
+        if (
+            exchange is not None
+        ):  # None once the engine's thread has abandoned the step; the wait raises its error
             exchange.late = late
         self.arrivals.flush()
 

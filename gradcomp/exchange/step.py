@@ -261,7 +261,7 @@ class Workplace:
 
     device: Device
     arrivals: Arrivals
-    steering: Plans
+    plans: Plans
     times: Times
     allocate: Allocate
     round_complete: Callable[[float], None]
@@ -307,7 +307,7 @@ class StepExchange:
         self.opened_at = perf_counter()
         arrivals = workplace.arrivals
         arrivals.open(laid_out.layout)
-        workplace.steering.open(context.number, self.opened_at, len(laid_out.programs))
+        workplace.plans.open(context.number, self.opened_at, len(laid_out.programs))
         self._scheduler: BucketScheduler | None = BucketScheduler(
             laid_out.programs,
             arrivals,
@@ -333,7 +333,7 @@ class StepExchange:
         the headers.
         """
         self._header_id, self._own_state = header_id, own_state
-        contribute = partial(self._workplace.steering.contribute, self._context.number, self._transport)
+        contribute = partial(self._workplace.plans.contribute, self._context.number, self._transport)
         assert self._scheduler is not None, "an exchange runs once"
         return self._scheduler.run(overlap=self._workplace.overlap, last_is_issued=contribute)
 
@@ -376,7 +376,7 @@ class StepExchange:
         memory = StepMemory(
             program.bucket, context, flags, place.arrivals, self._residuals, place.allocate, place.times
         )
-        place.steering.start(program.bucket.groups, memory, context.scale)
+        place.plans.start(program.bucket.groups, memory, context.scale)
         return program.run(replace(self._header_id, bucket=program.bucket.number), context, memory, flags)
 
     def _take_numbers(self) -> None:
@@ -392,14 +392,14 @@ class StepExchange:
             scale=1.0 / self.scale,
             unscale=self.scale,
             rate_ratio=last / rate if last and rate else 1.0,
-            observations=self._workplace.steering.observations,
+            observations=self._workplace.plans.observations,
         )
 
     def _completed(self, bucket: int, begin: float, end: float) -> None:
         """Record a round that is complete."""
         self._workplace.times.trace.add("send", self._context.number, bucket, begin, end)
         self._workplace.round_complete(end - begin)
-        self._workplace.steering.round_complete(bucket, end - begin)
+        self._workplace.plans.round_complete(bucket, end - begin)
 
 
 def _known(number: Number) -> float:

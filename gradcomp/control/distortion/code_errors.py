@@ -94,12 +94,13 @@ def _portions(codec: Codec, rows: Table, cut: int, budget: Budget) -> tuple[int,
 def _lost(codec: Codec, table: Table, values: Floats, piece: int, draw: Draw) -> Doubles:
     """Returns the norm of the coding error of each row."""
     table["length"] = piece = min(piece, len(values))
-    memory = np.empty(len(table) * piece, dtype=np.float32), _payload(codec, table)
+    lost, payload = np.empty(len(table) * piece, dtype=np.float32), _payload(codec, table)
     found = np.zeros(len(table))
+    _place(codec, table, lost)
     for start in range(0, len(values), piece):
         table["gradient"], table["start"] = values.ctypes.data + 4 * start, start
         table["length"] = min(piece, len(values) - start)
-        found += _energies(codec, table, draw, *memory)
+        found += _energies(codec, table, draw, payload)
     return np.sqrt(found)
 
 
@@ -107,11 +108,15 @@ def _payload(codec: Codec, rows: Table) -> Bytes:
     return np.empty(int(codec.wire_bytes(rows).sum()), dtype=np.uint8)
 
 
-def _energies(codec: Codec, rows: Table, draw: Draw, lost: Floats, payload: Bytes) -> Doubles:
-    """Returns the squared norm of the coding error of each row; the errors and the codes go into the memory given."""
+def _place(codec: Codec, rows: Table, lost: Floats) -> None:
+    """Gives each row its place among the errors in ``lost`` and among the codes; shorter rows fit there too."""
     rows["next_residual"] = lost.ctypes.data + 4 * (np.cumsum(rows["length"]) - rows["length"])
     sizes = codec.wire_bytes(rows)
     rows["payload"] = np.cumsum(sizes) - sizes
+
+
+def _energies(codec: Codec, rows: Table, draw: Draw, payload: Bytes) -> Doubles:
+    """Returns the squared norm of the coding error of each row, which has been placed."""
     flags = np.zeros(len(rows), dtype=np.uint8)
     codec.encode(rows, payload, flags, draw)
     losses = np.zeros(len(rows), dtype=SEGMENT)
@@ -164,7 +169,8 @@ def block_errors(
         upto = max(int(np.searchsorted(stops, starts[at] + most * cut, side="right")), at + 1)
         rows = _rows(levels, starts[at:upto], stops[at:upto], here.ctypes.data)
         lost = np.empty(int(rows["length"].sum()), dtype=np.float32)
-        of_rows = _energies(codec, rows, draw, lost, _payload(codec, rows))
+        _place(codec, rows, lost)
+        of_rows = _energies(codec, rows, draw, _payload(codec, rows))
         np.add.at(found, blocks[at:upto], of_rows.reshape(upto - at, len(bare)))
         at = upto
     return np.sqrt(found)
