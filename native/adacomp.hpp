@@ -1,4 +1,4 @@
-// AdaComp's selection; gradcomp/kernels/reference_adacomp.py defines what it computes.
+// AdaComp's selection; gradcomp/kernels/reference_selection.py defines what it computes.
 #pragma once
 
 #include <cstdint>

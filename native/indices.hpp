@@ -1,4 +1,4 @@
-// The coding of index lists; gradcomp/kernels/codings.py describes the formats.
+// The coding of index lists; gradcomp/kernels/reference_indices.py describes the formats.
 #pragma once
 
 #include <cstdint>

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 
 import gpu as bench
 import gpu_predictions
@@ -103,3 +104,25 @@ def test_launches_are_timed_behind_a_kernel_that_spins(monkeypatch):
     assert queued[behind - 2 : behind] == ["spin", "event"]
     assert device == 4  # from the event before the first launch to the one behind the second
     assert "spin" not in queued[queued.index("wait") :]  # the wall's clock counts no spinning
+
+
+def test_a_row_is_written_before_the_next_one_is_measured(tmp_path, monkeypatch):
+    path = tmp_path / "gpu.json"
+
+    def rows(self, *, small):
+        yield bench.Row(**ROW)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.Bench, "all_rows", rows)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--check", "--json", str(path)])
+    with pytest.raises(KeyboardInterrupt):
+        bench.main()
+    assert [row["name"] for row in json.loads(path.read_text())["rows"]] == ["encode"]
+
+
+def test_without_a_gpu_nothing_is_measured(run_script, tmp_path):
+    path = tmp_path / "gpu.json"
+    done = run_script("benchmarks/gpu.py", "--json", str(path), check=False)
+    assert done.returncode == 2
+    assert "nothing was measured" in done.stderr
+    assert not path.exists()

@@ -53,6 +53,27 @@ def test_a_ratio_off_its_bar_is_a_miss(monkeypatch):
 
 
 @pytest.mark.full
+def test_ratios_are_those_of_the_papers(found):
+    ratio = {
+        (classes, title): row["ratio"]
+        for classes, rows in found.items()
+        for title, row in rows.items()
+        if "ratio" in row
+    }
+    for key, expected in (
+        ((100, "4 bits, linf, bucket 512 + 4 bytes"), 7.83),
+        ((100, "4 bits, minmax, bucket 1024 + 8 bytes"), 7.83),
+        ((100, "TopK 1%, 32-bit indices"), 47.97),
+        ((10, "PowerSGD, rank 1"), 243.26),
+        ((10, "PowerSGD, rank 2"), 135.84),
+        ((10, "PowerSGD, rank 4"), 72.13),
+        ((100, "PowerSGD, rank 4"), 72.22),
+    ):
+        assert ratio[key] == pytest.approx(expected, rel=1e-3), key
+    assert ratio[100, "TopK 1%, our index coding"] > 70
+
+
+@pytest.mark.full
 def test_all_bars_are_met(run_json):
     rows = run_json("benchmarks/ratios.py")["rows"]
     verdicts = {row["title"]: row["verdict"] for row in rows if row["bar"]}

@@ -8,6 +8,7 @@ import pytest
 from gradcomp import Assignment, BestRank, LayerSpec, Plan, SpectralAtomo, UnbiasedRank, WireFormatError
 from gradcomp.compress.lowrank.spectral import SpectralFormat, draws, probabilities
 from gradcomp.kernels.codec import Draw
+from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import announced_payload, payload_of
 from gradcomp.testing.simulation import DTYPES, Simulation, same_bytes, true_mean
 
@@ -265,3 +266,16 @@ def test_any_numbers_are_decoded(compressor):
     payload[start:] = 0xFF
     atoms, exact = form.read(payload, 0)
     assert np.isnan(np.concatenate([atoms.p, atoms.q, exact])).all()
+
+
+def test_a_refused_payload_names_its_sender():
+    header = ByteHeader.size(1)
+
+    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
+        if source == 1 and len(message) > header + 16:
+            message[header : header + 4] = 0xFF
+        return message
+
+    error = Simulation([MATRIX], SpectralAtomo(3), 2, tamper=tamper, reorder=False).attempt()[0]
+    assert isinstance(error, WireFormatError)
+    assert "rank 1 sent an impossible low-rank payload" in str(error)

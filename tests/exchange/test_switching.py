@@ -85,7 +85,7 @@ class Account:
 )
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_was_held_back_is_sent_once(world, reduction):
-    settings = {"reduction": reduction, "topology": Topology(tuple(r // 2 for r in range(world)))}
+    settings = {"reduction": reduction, "topology": Topology(tuple((r + 1) // 2 for r in range(world)))}
     ranks = Simulation(LAYERS, NEAREST, world, **settings, **RANDOM)
     account = Account(ranks)
     for _ in range(5):

@@ -95,9 +95,14 @@ def launched(kernel: str, rows: list[int], **changes: Any) -> list[str]:
     return [name for name, _ in driver.launched]
 
 
-@pytest.mark.parametrize("kernel", ON_DEVICE)
-def test_launches_do_not_grow_with_the_rows(kernel: str) -> None:
-    one, two, many = (launched(kernel, [0, 1][:count] * (1 if count < 3 else 20)) for count in (1, 2, 3))
+@pytest.mark.parametrize(
+    ("kernel", "changes"), [*((kernel, {}) for kernel in ON_DEVICE), ("select_top", {"zeros": True})]
+)
+def test_launches_do_not_grow_with_the_rows(kernel: str, changes: dict[str, Any]) -> None:
+    one, two, many = (
+        launched(kernel, [0, 1][:count] * (1 if count < 3 else 20), **changes) for count in (1, 2, 3)
+    )
+    assert one
     assert one == two == many
     assert len(one) <= 2 or kernel not in CALLS
 

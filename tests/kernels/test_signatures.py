@@ -27,8 +27,8 @@ STUB = Path(gradcomp.__file__).parent / "_native.pyi"
 COMPILED_TYPES = {
     **dict.fromkeys(("SegmentTable", "Bytes"), "uint8"),
     **dict.fromkeys(("Codings", "Steps"), "int32"),
-    **dict.fromkeys(("Sizes", "Numbers", "Int64s"), "int64"),
     **dict.fromkeys(("Floats", "Magnitudes"), "float32"),
+    "Sizes": "int64",
     "Doubles": "float64",
     "Indices": "uint32",
     "Words": "uint32",

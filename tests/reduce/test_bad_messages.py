@@ -294,8 +294,12 @@ def test_random_bytes_on_the_way_to_the_sum_are_one_mean_for_all(reduction: str,
     """What one message brings reaches all ranks alike."""
     wire = untouched(reduction)
     up = [n for n in wire.messages() if wire.kept[n][3] == 0]
-    ranks = with_noise(reduction, BITS4, data, up, HEADER)
-    assert ranks.attempt() == [None] * WORLD
+    ranks = with_noise(reduction, BITS4, data, up, 0 if reduction == "sra" else HEADER)
+    errors = ranks.attempt()
+    if reduction == "sra" and errors != [None] * WORLD:  # noise in a header
+        assert all(error is None or isinstance(error, GradcompError) for error in errors)
+        return
+    assert errors == [None] * WORLD
     means = [[rank.outputs[i] for i in range(len(LAYERS))] for rank in ranks.ranks]
     assert all(same_bytes(a, b) for other in means for a, b in zip(other, means[0], strict=True))
     verdicts = [p.result.nonfinite.tolist() for p in ranks.pipelines]

@@ -18,6 +18,7 @@ CHOSEN = (
     "fp16-feedback",
     "minmax-5-feedback",
     "minmax-4-shift",
+    "nuqsgd-5-feedback",
     "onebit",
     "signum-odd",
     "momentum-correction",

@@ -58,9 +58,6 @@ def overwritten(at: int, data: bytes):
     return change
 
 
-#: In the all-to-all every rank has a message for every other; in the all-gather one for all.
-
-
 @pytest.mark.parametrize(
     ("compressor", "dtype"),
     [

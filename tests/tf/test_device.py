@@ -169,9 +169,8 @@ def test_powersgd_keeps_ranks_equal() -> None:
 @on_ranks(2, env=ENV)
 def test_a_loss_scale_and_predivide_reach_the_device() -> None:
     def scaled() -> list[Any]:
-        exchange = Exchange(
-            variables(), Policy(COMPRESSIONS[1]), gradient_predivide_factor=4.0
-        )  # keeps residuals
+        policy = Policy(COMPRESSIONS[1])  # keeps residuals
+        exchange = Exchange(variables(), policy, gradient_predivide_factor=4.0)
         function = tf.function(lambda scale, *gradients: exchange.exchange(gradients, scale))
         return [mean for step in range(1, 4) for mean in function(tf.constant(2.0**step), *draw(step))]
 

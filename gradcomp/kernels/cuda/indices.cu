@@ -1,4 +1,4 @@
-// Lists of indices and the bit streams that they are coded as; gradcomp/kernels/codings.py has the layout. A
+// Lists of indices and the bit streams that they are coded as; gradcomp/kernels/reference_indices.py has the layout. A
 // tile is 1024 bytes of a stream, or 1024 indices; a thread takes a word of 32 bits. Streams begin at any
 // byte.
 

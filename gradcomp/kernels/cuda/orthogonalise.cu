@@ -1,4 +1,4 @@
-// Gram-Schmidt. The order of a scalar product's sum is that of reference_sums.py. A chunk of a column is the
+// Gram-Schmidt. The order of a scalar product's sum is that of reference_memory.py. A chunk of a column is the
 // work of a block: all threads change it and leave it in shared memory, and there two half warps add up its
 // products. A matrix of one chunk is one block's. Of a longer one several blocks take chunks, step after
 // step.

@@ -1,5 +1,5 @@
 // M Q and M^T P, of matrices with at most GRADCOMP_RANKS columns in P and Q; of more, so many at a time.
-// The order of sums is not that of other bodies, but the same in every run: blocks write partial sums,
+// The order of sums is not that of other backends, but the same in every run: blocks write partial sums,
 // which a second kernel adds.
 
 #include "matrices.cuh"

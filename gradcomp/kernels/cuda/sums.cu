@@ -1,4 +1,4 @@
-// Sums over whole rows, in double precision and in the order of reference_sums.py: each half warp adds up a
+// Sums over whole rows, in double precision and in the order of reference_memory.py: each half warp adds up a
 // chunk of its own, a block joins sixteen of them, and a second kernel joins what the blocks of a row leave.
 
 #include "block.cuh"
