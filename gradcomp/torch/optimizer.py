@@ -158,6 +158,7 @@ class Distributed(CompressionState, Adopted):
     is_opaque = (
         "_accepts",
         "_evaluation",
+        "_take_means",
         "_drain",
         "_finish_exchange",
         "synchronize",
@@ -223,13 +224,17 @@ class Distributed(CompressionState, Adopted):
 
         def evaluate() -> Any:
             loss = closure()
-            core.exchange.finish(late=True)
-            core.exchange.commit()
-            core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
+            self._take_means()
             return loss
 
         self._opt_called = True
         return evaluate
+
+    def _take_means(self) -> None:
+        core = self._gradcomp
+        core.exchange.finish(late=True)
+        core.exchange.commit()
+        core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
 
     # A scheduler that was made before wrapping looks for this attribute and warns without it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
