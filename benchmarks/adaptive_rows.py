@@ -43,14 +43,7 @@ class Family:
 
 
 FAMILIES = (
-    Family(
-        "bits",
-        "QSGD",
-        _of("quantize:bits=4", "quantize:bits=4"),
-        _of("4", "4"),
-        _of("3", "3"),
-        1.1,
-    ),
+    Family("bits", "QSGD", _of("quantize:bits=4", "quantize:bits=4"), _of("4", "4"), _of("3", "3"), 1.1),
     Family(
         "density",
         "TopK",
@@ -60,12 +53,7 @@ FAMILIES = (
         2.0,
     ),
     Family(
-        "rank",
-        "PowerSGD",
-        _of("powersgd:rank=32", "powersgd:rank=4"),
-        _of("64", "8"),
-        _of("16", "2"),
-        1.4,
+        "rank", "PowerSGD", _of("powersgd:rank=32", "powersgd:rank=4"), _of("64", "8"), _of("16", "2"), 1.4
     ),
 )
 

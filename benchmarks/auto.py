@@ -147,8 +147,7 @@ def measure(options: argparse.Namespace) -> None:
     )
     print(show(links))
     report.write_json(
-        options.json,
-        {"benchmark": "auto", "machine": found_machine, "ranks": options.ranks, "links": links},
+        options.json, {"benchmark": "auto", "machine": found_machine, "ranks": options.ranks, "links": links}
     )
 
 

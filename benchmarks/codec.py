@@ -78,12 +78,7 @@ class Row:
 
 BARRED = ("minmax", "l2", "linf")
 # For AVX-512 at 4 and 8 bits of these. Stochastic rounding without a residual is reported without a bar.
-BARS = {
-    "encode": 1.3,
-    "decode": 1.5,
-    "encode, residual": 0.75,
-    "encode, residual, stochastic": 0.6,
-}
+BARS = {"encode": 1.3, "decode": 1.5, "encode, residual": 0.75, "encode, residual, stochastic": 0.6}
 
 
 def magnitudes_of(codec: int) -> Floats | None:

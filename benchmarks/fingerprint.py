@@ -310,10 +310,7 @@ def main() -> int:
         return 0
     found: dict[str, Any] = {"machine": report.machine()}
     print(report.describe(found["machine"]))
-    tables = (
-        ("trials", trials, ["", "trials", "found", "latest", "met"]),
-        ("steps", steps, ["", "", "met"]),
-    )
+    tables = (("trials", trials, ["", "trials", "found", "latest", "met"]), ("steps", steps, ["", "", "met"]))
     bad = False
     for name, measure, headers in tables:
         if options.only in (None, name):

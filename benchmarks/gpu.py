@@ -153,12 +153,7 @@ class Bench:
             bar = None if in_order else BARS["top-k"]
             yield self.row("top-k of 1%", work.top, 8 * elements, yardstick, bar=bar, right=right)
         yield self.row(
-            "DGC, sampled",
-            work.sampled,
-            8 * elements,
-            "copy",
-            bar=BARS["DGC"],
-            right=work.sampled_right(),
+            "DGC, sampled", work.sampled, 8 * elements, "copy", bar=BARS["DGC"], right=work.sampled_right()
         )
 
     def all_rows(self, *, small: bool) -> Iterator[Row]:
@@ -171,11 +166,7 @@ class Bench:
     def low_rank(self, *, small: bool) -> Iterator[Row]:
         work = LowRank(self.machine, small=small)
         yield self.row(
-            "PowerSGD of rank 4, GPT of 125 M",
-            work.step,
-            16 * work.elements,
-            "copy",
-            right=work.right(),
+            "PowerSGD of rank 4, GPT of 125 M", work.step, 16 * work.elements, "copy", right=work.right()
         )
 
 

@@ -86,13 +86,7 @@ class Codes:
         self._machine.add(arrays["next_residual"], arrays["gradient"], arrays["residual"])
 
     def _encode(
-        self,
-        body: Any,
-        arrays: dict[str, Any],
-        *,
-        stochastic: bool,
-        residual: bool,
-        rows: int | None = None,
+        self, body: Any, arrays: dict[str, Any], *, stochastic: bool, residual: bool, rows: int | None = None
     ) -> None:
         names = ("gradient", "residual", "next_residual") if residual else ("gradient",)
         draw = Draw(1, 2, 3) if stochastic else None

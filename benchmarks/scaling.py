@@ -43,12 +43,7 @@ GBIT = 1e9
 
 #: 50 microseconds between hosts, 5 inside one; 5 GB/s inside; one core's codec, float32.
 CONSTANTS = Network(
-    alpha=50e-6,
-    beta=8 / GBIT,
-    encode_rate=5e9,
-    decode_rate=6e9,
-    local_alpha=5e-6,
-    local_beta=1 / 5e9,
+    alpha=50e-6, beta=8 / GBIT, encode_rate=5e9, decode_rate=6e9, local_alpha=5e-6, local_beta=1 / 5e9
 )
 FREE = dataclasses.replace(CONSTANTS, encode_rate=math.inf, decode_rate=math.inf)
 

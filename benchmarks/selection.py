@@ -146,13 +146,7 @@ class Workload:
         selection.contribute(self.table, self.flags, self.factors, decay=1.0)
         selection.sample_thresholds(self.table, self.counts, self.thresholds, stride=STRIDE, phase=0)
         selection.select_above(
-            self.table,
-            self.thresholds,
-            self.limits,
-            self.offsets,
-            self.indices,
-            self.values,
-            self.found,
+            self.table, self.thresholds, self.limits, self.offsets, self.indices, self.values, self.found
         )
 
     def exact_is_right(self) -> bool:

@@ -121,10 +121,7 @@ def copies(rounds: int) -> dict[str, dict[str, Any]]:
 
     def add(name: str, make: Callable[[int], Callable[[], Any]], shared: Callable[[Any], bool]) -> None:
         times = rounds_of({size: make(size) for size in (LARGE, SMALL)}, rounds)
-        found[name] = {
-            "ms": beyond(times[LARGE], times[SMALL]),
-            "shared": shared(make(LARGE)()),
-        }
+        found[name] = {"ms": beyond(times[LARGE], times[SMALL]), "shared": shared(make(LARGE)())}
 
     def lies_at(array: np.ndarray) -> Callable[[Any], bool]:
         return lambda tensor: bool(lent(tensor).ctypes.data == array.ctypes.data)

@@ -212,10 +212,7 @@ def main() -> None:
     model = resnet(options.width, options.blocks, classes, norm).to(device)
     gc.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=options.base_lr,
-        momentum=options.momentum,
-        weight_decay=options.weight_decay,
+        model.parameters(), lr=options.base_lr, momentum=options.momentum, weight_decay=options.weight_decay
     )
     optimizer = gc.DistributedOptimizer(
         optimizer,

@@ -185,19 +185,11 @@ ROWS = {
     "random-k-all": Row(RandomK(1.0, feedback=False), error=1e-6),
     "random-block": Row(RandomBlock(0.1), constants=False, draws=True),
     "random-block-scaled": Row(RandomBlock(0.2, scaled=True), unbiased=True, constants=False, draws=True),
-    "lgc": Row(
-        LGC(0.1, warmup_steps=1, train_steps=1, ends=False, least_parameters=0),
-        **LEARNED,
-    ),
+    "lgc": Row(LGC(0.1, warmup_steps=1, train_steps=1, ends=False, least_parameters=0), **LEARNED),
     "lgc-training": Row(
-        LGC(0.1, 0.0, 0, 9, code_channels=1, ends=False, least_parameters=0, indices="packed"),
-        **LEARNED,
+        LGC(0.1, 0.0, 0, 9, code_channels=1, ends=False, least_parameters=0, indices="packed"), **LEARNED
     ),
-    "lgc-codes": Row(
-        LGC(0.2, 0.5, 0, 0, ends=False, least_parameters=0),
-        **LEARNED,
-        waits=True,
-    ),
+    "lgc-codes": Row(LGC(0.2, 0.5, 0, 0, ends=False, least_parameters=0), **LEARNED, waits=True),
     "lgc-feedback": Row(
         LGC(0.3, 0.0, 0, 0, code_channels=1, ends=False, least_parameters=0, feedback=True, refresh=2),
         **LEARNED,

@@ -298,10 +298,7 @@ class StepDriver:
         self.checkpoint_manager.before_step()
 
     def open(
-        self,
-        scale: Number = 1.0,
-        learning_rate: Number = 0.0,
-        momenta: npt.NDArray[np.float64] | None = None,
+        self, scale: Number = 1.0, learning_rate: Number = 0.0, momenta: npt.NDArray[np.float64] | None = None
     ) -> None:
         """Begin a step, with the arguments of :meth:`gradcomp.exchange.exchanger.Exchanger.open`."""
         after = self._after(Verb.OPEN)

@@ -23,12 +23,7 @@ from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.fingerprint import NOTHING, DeferredFingerprint
 from gradcomp.exchange.memory import Allocate
 from gradcomp.exchange.pipeline import Pipeline
-from gradcomp.exchange.reports import (
-    PlanLog,
-    comparison_is_due,
-    measure,
-    shift,
-)
+from gradcomp.exchange.reports import PlanLog, comparison_is_due, measure, shift
 from gradcomp.exchange.request_group import RequestGroup, RequestOrder, Run
 from gradcomp.exchange.requests import Array, PreparedRequest, Request, SharedMemory
 from gradcomp.exchange.settings import Settings
@@ -131,10 +126,7 @@ class Exchanger:
         return self._progress.error
 
     def open(
-        self,
-        scale: Number = 1.0,
-        learning_rate: Number = 0.0,
-        momenta: npt.NDArray[np.float64] | None = None,
+        self, scale: Number = 1.0, learning_rate: Number = 0.0, momenta: npt.NDArray[np.float64] | None = None
     ) -> None:
         """Begin an exchange; see :meth:`Pipeline.open`."""
         self._check()

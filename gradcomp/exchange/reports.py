@@ -208,13 +208,7 @@ def _groups_of(text: str) -> list[dict[str, Any]]:
 
 
 def different_outcomes(
-    control: ControlChannel,
-    scope: str,
-    own: int,
-    ranks: Sequence[int],
-    number: int,
-    outcome: int,
-    when: str,
+    control: ControlChannel, scope: str, own: int, ranks: Sequence[int], number: int, outcome: int, when: str
 ) -> StateError:
     """Return the error for a step whose means some ranks applied and others did not; it names them all.
 

@@ -233,10 +233,7 @@ class Wait:
         return None
 
     def hold(
-        self,
-        done: Callable[[], bool],
-        longest_pause: float,
-        block: Callable[[float], None] | None = None,
+        self, done: Callable[[], bool], longest_pause: float, block: Callable[[float], None] | None = None
     ) -> None:
         """Poll from now on until ``done()``; raise the verdict if there is one.
 

@@ -76,10 +76,7 @@ def save_with(
         told = taken.told()
         if ranks.rank == 0:
             _refuse_another_model(path, taken.state)
-            told |= {
-                "name": checkpoint.new_name(path),
-                "complete": checkpoint.complete(path),
-            }
+            told |= {"name": checkpoint.new_name(path), "complete": checkpoint.complete(path)}
         return taken, told
 
     taken, told = ranks.do("take", take)

@@ -36,14 +36,7 @@ from gradcomp.kernels import (
     reference_selection,
 )
 from gradcomp.kernels.cuda.mirrors import is_mirror
-from gradcomp.kernels.segments import (
-    SEGMENT,
-    Draw,
-    Factor,
-    Shapes,
-    check_array,
-    is_table,
-)
+from gradcomp.kernels.segments import SEGMENT, Draw, Factor, Shapes, check_array, is_table
 
 NAME: Final = "gradcomp._native"
 _ROOT: Final = Path(__file__).resolve().parents[2]

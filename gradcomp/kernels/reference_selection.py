@@ -398,13 +398,7 @@ def check_counts(table: SegmentTable, counts: Sizes) -> None:
 
 
 def check_places(
-    table: SegmentTable,
-    offsets: Sizes,
-    counts: Sizes,
-    indices: Indices,
-    values: Floats,
-    *,
-    writable: bool,
+    table: SegmentTable, offsets: Sizes, counts: Sizes, indices: Indices, values: Floats, *, writable: bool
 ) -> None:
     """Checks the flat arrays, and that all selections lie inside them."""
     check_array("indices", indices, np.uint32, writable=writable)
@@ -424,13 +418,7 @@ def check_inside(table: SegmentTable, offsets: Sizes, counts: Sizes, capacity: i
 
 
 def _check_selections(
-    table: SegmentTable,
-    offsets: Sizes,
-    counts: Sizes,
-    indices: Indices,
-    values: Floats,
-    *,
-    writable: bool,
+    table: SegmentTable, offsets: Sizes, counts: Sizes, indices: Indices, values: Floats, *, writable: bool
 ) -> None:
     check_array("indices", indices, np.uint32)
     check_array("values", values, np.float32, writable=writable)

@@ -156,11 +156,7 @@ _DTYPES = {
 
 @plain
 def broadcast_object(
-    obj: Any,
-    root_rank: int = 0,
-    session: Any = None,
-    name: str | None = None,
-    process_set: Members = None,
+    obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Members = None
 ) -> Any:
     """Return ``root_rank``'s object on every rank; the other ranks' argument is ignored.
 

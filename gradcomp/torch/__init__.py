@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 #: Horovod's names that gradcomp lacks, with the advice that the error gives.
 _INSTEAD = {
     "elastic": "the ranks of a job are fixed. A job that loses a rank ends; start a new one and resume from a "
-    "checkpoint, which gradcomp.torch.save() writes and load() reads",
+    "checkpoint, which gradcomp.torch.save() writes and load() reads"
 }
 
 

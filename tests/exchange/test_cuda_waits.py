@@ -118,11 +118,7 @@ def test_means_and_state_are_those_of_the_host_whenever_events_come(
 
 @pytest.mark.parametrize(
     "compressor",
-    [
-        TopK(0.1, feedback=False),
-        TopK(0.1, values=Quantize(4), feedback=False),
-        MomentumCorrection(TopK(0.1)),
-    ],
+    [TopK(0.1, feedback=False), TopK(0.1, values=Quantize(4), feedback=False), MomentumCorrection(TopK(0.1))],
     ids=["exact", "coded", "masked"],
 )
 def test_a_selection_of_any_size_is_that_of_the_host(compressor: Compressor, gpu: Any) -> None:

@@ -15,18 +15,7 @@ from exchange.test_devices import LAYERS, TOPOLOGY, assert_alike
 from kernels import standin
 from tiers import every_value
 
-from gradcomp import (
-    DGC,
-    Cast,
-    Compressor,
-    LayerSpec,
-    OneBit,
-    PowerSGD,
-    Quantize,
-    ScaledSign,
-    Signum,
-    TopK,
-)
+from gradcomp import DGC, Cast, Compressor, LayerSpec, OneBit, PowerSGD, Quantize, ScaledSign, Signum, TopK
 from gradcomp.compress import Identity
 from gradcomp.kernels.cuda import mirrors
 from gradcomp.kernels.cuda.mirrors import DeviceMirror

@@ -200,9 +200,7 @@ def test_in_steps_that_repeat_a_request_takes_one_round(world: int):
 
 @examples(40)
 @given(
-    st.lists(st.sampled_from([*STEP, "other"]), max_size=20),
-    st.integers(2, 4),
-    st.sampled_from([0.0, 0.4]),
+    st.lists(st.sampled_from([*STEP, "other"]), max_size=20), st.integers(2, 4), st.sampled_from([0.0, 0.4])
 )
 def test_results_are_those_of_compared_groups(behind: list[str], world: int, delay: float):
     """Bit for bit, in any order of requests behind steps that repeat."""

@@ -527,8 +527,7 @@ COMPRESSIONS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["4 bits", *(pytest.param(n, marks=pytest.mark.full) for n in ("topk", "powersgd", "lgc"))],
+    "name", ["4 bits", *(pytest.param(n, marks=pytest.mark.full) for n in ("topk", "powersgd", "lgc"))]
 )
 @on_ranks(2, env=ONE_THREAD)
 def test_fifty_steps_end_where_those_of_the_torch_frontend_do(name: str) -> None:

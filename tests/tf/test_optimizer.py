@@ -17,16 +17,7 @@ from logs import logged
 tf = pytest.importorskip("tensorflow")
 
 import keras
-from keras_checks import (
-    assert_alike,
-    assert_close,
-    assert_equal,
-    compiled,
-    compression,
-    data,
-    fit,
-    model,
-)
+from keras_checks import assert_alike, assert_close, assert_equal, compiled, compression, data, fit, model
 
 import gradcomp.tf as gc
 import gradcomp.tf.keras as hvd
@@ -270,10 +261,7 @@ def test_what_cannot_be_distributed() -> None:
     by_hand = compiled(LossScaleOptimizer(gc.DistributedOptimizer(SGD(0.1))))
     with pytest.raises(gc.ConfigError, match="the other way round"):
         fit(by_hand, x, y)
-    with (
-        tf.distribute.MirroredStrategy(["CPU:0"]).scope(),
-        pytest.raises(gc.ConfigError, match="strategies"),
-    ):
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope(), pytest.raises(gc.ConfigError, match="strategies"):
         gc.DistributedOptimizer(SGD(0.1))
     plain = compiled("sgd", jit_compile=True)  # the layer around keras.Model leaves other optimizers alone
     assert plain.jit_compile

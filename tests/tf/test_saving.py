@@ -18,16 +18,7 @@ from batch import on_ranks
 tf = pytest.importorskip("tensorflow")
 
 import keras
-from keras_checks import (
-    assert_alike,
-    assert_equal,
-    compiled,
-    compression,
-    data,
-    fit,
-    model,
-    shared_directory,
-)
+from keras_checks import assert_alike, assert_equal, compiled, compression, data, fit, model, shared_directory
 
 import gradcomp.tf as gc
 import gradcomp.tf.keras as hvd

@@ -55,9 +55,7 @@ class Sent:
         places = [np.arange(n) + begin for begin, n in zip(chosen.offsets, chosen.counts, strict=True)]
         ordered = [places[row] for row in order.tolist()]
         return Sent(
-            chosen,
-            np.concatenate([np.zeros(0, np.int64), *ordered]),
-            np.repeat(order, chosen.counts[order]),
+            chosen, np.concatenate([np.zeros(0, np.int64), *ordered]), np.repeat(order, chosen.counts[order])
         )
 
     @property

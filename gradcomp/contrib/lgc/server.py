@@ -332,13 +332,7 @@ class Server(Form):
         return group.scratch.once("own", lambda: Selection.allocate(self.limits(sent.chosen.counts)))
 
     def _keep(
-        self,
-        group: Group,
-        context: StepContext,
-        sent: Sent,
-        flags: Bytes,
-        arrived: Arrived,
-        found: Floats,
+        self, group: Group, context: StepContext, sent: Sent, flags: Bytes, arrived: Arrived, found: Floats
     ) -> None:
         """Write residuals: at S p - r_k with ``feedback``, else 0; at this rank's innovations outside of S 0."""
         rank = context.draw.rank

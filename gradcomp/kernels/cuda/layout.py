@@ -375,11 +375,7 @@ class Layout:
         self._driver.upload(address, staged)
 
     def finalised(
-        self,
-        image: Bytes,
-        arrays: Sequence[Any],
-        numbers: Sequence[int | float],
-        changing: Collection[int],
+        self, image: Bytes, arrays: Sequence[Any], numbers: Sequence[int | float], changing: Collection[int]
     ) -> Layout:
         """Returns this layout for runs with these arrays and numbers; only ``changing`` arrays' contents change.
 

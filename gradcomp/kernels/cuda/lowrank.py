@@ -107,13 +107,7 @@ class LowRankKernels(Kernels):
         self._plans.run(key, lambda call: write_subtract(call, arrays, columns), arrays)
 
     def keep(
-        self,
-        sides: Sizes,
-        ranks: Sizes,
-        factor: Factor,
-        kept: Floats,
-        before: Sizes,
-        after: Sizes,
+        self, sides: Sizes, ranks: Sizes, factor: Factor, kept: Floats, before: Sizes, after: Sizes
     ) -> None:
         columns = (sides, ranks, factor.at, before, after)
         given = _factor("factor", factor.values), _factor("kept", kept, writable=True)

@@ -290,13 +290,7 @@ class _Lists:
     """The launches of lists.cu for a run's table, indices and values."""
 
     def __init__(
-        self,
-        call: Call,
-        table: SegmentTable,
-        offsets: Sizes,
-        counts: Sizes,
-        indices: Indices,
-        bad: Indices,
+        self, call: Call, table: SegmentTable, offsets: Sizes, counts: Sizes, indices: Indices, bad: Indices
     ) -> None:
         begins = tiles(-(-counts // _ITEMS))
         self._call, self._rows, self._offsets, self._counts = call, len(table), offsets, counts
