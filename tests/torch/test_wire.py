@@ -71,7 +71,8 @@ def counts() -> Iterator[dict[str, tuple[int, int]]]:
 @pytest.mark.parametrize("compression", ["none", "bf16", "quantize:bits=4"])
 def test_the_wire_counter_agrees_with_the_interface(counts, compression):
     ours, the_interfaces = counts[compression]
-    assert ours == pytest.approx(the_interfaces, rel=0.02)
+    # Ranks that wait on a slow host ask each other meanwhile, which is not counted.
+    assert 0.98 * ours < the_interfaces < 1.02 * ours + 200_000
 
 
 @pytest.mark.network
