@@ -252,7 +252,7 @@ class Coded(Compressor):
 
 def check_momentum_factor(value: object, name: str) -> None:
     """Raise ConfigError unless the value is in [0, 1) or is :data:`OPTIMIZER`."""
-    if value != OPTIMIZER and not (is_number(value) and 0.0 <= value < 1.0):  # type: ignore[operator]
+    if value != OPTIMIZER and not (is_number(value) and 0.0 <= value < 1.0):
         raise ConfigError(f"{name} must be in [0, 1), or {OPTIMIZER!r}, got {value!r}")
 
 

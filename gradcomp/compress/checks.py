@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import TypeGuard
 
 from gradcomp.core.errors import ConfigError
 
 _INTERVALS = {"(0, 1]": lambda x: 0 < x <= 1, "[0, 1)": lambda x: 0 <= x < 1, "[0, 1]": lambda x: 0 <= x <= 1}
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a field holds a number; a bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -23,7 +24,7 @@ def check_number(name: str, value: object, interval: str) -> None:
 
 def check_positive(name: str, value: object) -> None:
     """Take numbers above 0 that are not infinite."""
-    if not is_number(value) or not 0 < value < math.inf:  # type: ignore[operator]
+    if not is_number(value) or not 0 < value < math.inf:
         raise ConfigError(f"{name} must be positive and finite, got {value!r}")
 
 

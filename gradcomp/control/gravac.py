@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
+from gradcomp.compress.checks import check_flag, check_word
 from gradcomp.compress.policy import assign
 from gradcomp.compress.sparse import two_level_selection as selection
 from gradcomp.compress.sparse.base import elements_at
 from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Numbers, Step
 from gradcomp.control.gravac_search import Search, SearchState
-from gradcomp.control.levels import check_count, check_flag, check_number, check_word
+from gradcomp.control.levels import check_count, check_number
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.vectors import Floats

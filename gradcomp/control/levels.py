@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from gradcomp.compress import Compressor, from_string
+from gradcomp.compress.checks import is_number
 from gradcomp.control.base import Doubles, Mask, Numbers
 from gradcomp.control.candidates import HYBRID, CandidateLevels, Candidates
 from gradcomp.core.errors import ConfigError
@@ -100,7 +101,7 @@ def text(choice: int | float | Compressor) -> str | int | float:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> None:
@@ -115,18 +116,6 @@ def check_count(name: str, value: Any, *, most: int | None = None) -> None:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
     if most is not None and value > most:
         raise ConfigError(f"{name} must be at most {most}, got {value!r}")
-
-
-def check_word(name: str, value: Any, words: Sequence[str]) -> None:
-    """Raises ConfigError unless the value is one of these words."""
-    if value not in words:
-        raise ConfigError(f"{name} must be one of {', '.join(words)}, got {value!r}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raises ConfigError unless the value is true or false."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 def check_levels(levels: Candidates | None) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
+from gradcomp.compress.checks import check_flag, check_word
 from gradcomp.control.base import Doubles, Environment, Numbers
 from gradcomp.control.candidates import (
     HYBRID,
@@ -19,15 +20,7 @@ from gradcomp.control.candidates import (
     make_candidates,
     resolve,
 )
-from gradcomp.control.levels import (
-    Decision,
-    PeriodObservations,
-    check_count,
-    check_flag,
-    check_levels,
-    check_number,
-    check_word,
-)
+from gradcomp.control.levels import Decision, PeriodObservations, check_count, check_levels, check_number
 from gradcomp.control.periodic import Periodic
 from gradcomp.control.two_levels import NEVER, Accordion, remembered
 from gradcomp.core.errors import ConfigError

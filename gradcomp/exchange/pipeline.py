@@ -243,9 +243,8 @@ class Pipeline:
         before this rank has, and the headers tell them so.
         """
         exchange = self._exchange
-        if (
-            exchange is not None
-        ):  # None once the engine's thread has abandoned the step; the wait raises its error
+        # It is None once the engine's thread has abandoned the step; the wait raises its error.
+        if exchange is not None:
             exchange.late = late
         self.arrivals.flush()
 

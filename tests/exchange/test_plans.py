@@ -12,17 +12,16 @@ from gradcomp import (
     Assignment,
     Cast,
     ConfigError,
-    Filter,
     Identity,
     LayerSpec,
     Plan,
     PlanMismatchError,
-    Policy,
     Quantize,
     StateError,
     TopK,
 )
 from gradcomp.compress import policy
+from gradcomp.exchange.layout import compressors_of
 from gradcomp.exchange.snapshot import inherit
 from gradcomp.testing.simulation import Simulation, plan_for
 
@@ -185,8 +184,16 @@ def test_more_layers_inherit_what_is_owed(compressor):
 
 
 def test_a_compressor_that_is_not_registered_is_refused():
-    class Mine(TopK):
-        """It has the name of its base."""
+    class Mine(Identity):
+        name = "mine"
 
-    plan = Policy(Mine(0.1), filter=Filter(min_elements=1)).plan(LAYERS)
-    assert all(entry.built is None for entry in plan.assignments if entry.compressor.startswith("topk"))
+    with pytest.raises(ConfigError, match="unknown compression 'mine'"):
+        compressors_of(LAYERS, plan_for(LAYERS, Mine()))
+
+
+def test_a_compressor_under_the_name_of_its_base_is_what_a_resumed_run_makes_of_its_text():
+    class Mine(TopK):
+        """It registers no name of its own."""
+
+    layer = LayerSpec("weight", (30, 20))
+    assert [type(each) for each in compressors_of([layer], plan_for([layer], Mine(0.1)))] == [TopK]

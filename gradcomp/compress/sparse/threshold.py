@@ -138,7 +138,7 @@ class Threshold(AboveThreshold):
 
 def _check_threshold(threshold: Level) -> None:
     with np.errstate(all="ignore"):
-        if not is_number(threshold) or not 0 < np.float32(threshold) < np.inf:  # type: ignore[arg-type]
+        if not is_number(threshold) or not 0 < np.float32(threshold) < np.inf:
             raise ConfigError(f"threshold must be a positive float32, got {threshold!r}")
 
 

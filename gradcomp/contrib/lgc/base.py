@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import Traffic
+from gradcomp.compress.checks import is_number
 from gradcomp.compress.messages import Bytes, Exchange, Message, Reply
 from gradcomp.compress.sparse.clt_k import Rider, Shared
 from gradcomp.compress.sparse.drawn import Floats
@@ -144,7 +145,7 @@ def is_share(share: object) -> bool:
     """Return whether a setting is :data:`AUTO`, or 1/m for a whole number m."""
     if share == AUTO:
         return True
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 1 / _LEAST_SHARE <= share <= 1:
+    if not is_number(share) or not 1 / _LEAST_SHARE <= share <= 1:
         return False
     return abs(share * round(1 / share) - 1) < 1e-3
 

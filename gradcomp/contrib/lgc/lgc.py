@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from gradcomp.compress.base import SHARED, Compressor, Traffic, Traits, check_momentum_factor, zeros
+from gradcomp.compress.checks import check_flag, check_number, check_whole, check_word, is_number
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.messages import Bytes, Exchange, Gather
 from gradcomp.compress.registry import register
@@ -117,26 +118,20 @@ class LGC(CLTk):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_momentum_factor(self.momentum_factor, "momentum_factor")
-        rate = self.learning_rate
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 <= rate < 1.0:
-            raise ConfigError(f"learning_rate must be in [0, 1), got {rate!r}")
+        check_number("learning_rate", self.learning_rate, "[0, 1)")
         for name in ("warmup_steps", "train_steps", "code_channels", "least_parameters"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} must be a whole number of at least 0, got {value!r}")
+            check_whole(name, getattr(self, name), 0)
         if not 1 <= self.code_channels <= _MOST_CHANNELS:
             raise ConfigError(f"code_channels must be in 1 .. {_MOST_CHANNELS}, got {self.code_channels!r}")
         if not is_share(self.train_share):
             raise ConfigError(
                 f"train_share must be {AUTO!r}, or 1/m of a whole number m, got {self.train_share!r}"
             )
-        if not isinstance(self.ends, bool):
-            raise ConfigError(f"ends must be true or false, got {self.ends!r}")
-        if self.form not in _FORMS:
-            raise ConfigError(f"form must be one of {', '.join(_FORMS)}, got {self.form!r}")
+        check_flag("ends", self.ends)
+        check_word("form", self.form, _FORMS)
         for name, most in (("innovation", 1.0), ("similarity", _MOST_SIMILARITY)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= most:
+            if not is_number(value) or not 0.0 <= value <= most:
                 raise ConfigError(f"{name} must be in [0, {most:g}], got {value!r}")
 
     @cached_property
