@@ -68,12 +68,17 @@ class CompiledPlan:
     momenta: npt.NDArray[np.float64]
 
 
+@dataclass(eq=False)
+class _Cached:
+    plan: CompiledPlan
+    last_use: int
+
+
 class CompiledPlans:
     """Caches the last few compiled plans by what they were made from."""
 
     def __init__(self) -> None:
-        # Values have the step of the last use; the latest comes last.
-        self._kept: dict[Hashable, tuple[CompiledPlan, int]] = {}
+        self._kept: dict[Hashable, _Cached] = {}  # the latest comes last
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -83,19 +88,20 @@ class CompiledPlans:
 
     def get(self, key: Hashable, step: int, make: Callable[[], CompiledPlan]) -> CompiledPlan:
         """Return the compiled plan of ``key``, which applies from ``step`` on; make it if it is not cached."""
-        kept = self._kept.pop(key, None)
-        found = make() if kept is None else kept[0]
+        found = self._kept.pop(key, None) or _Cached(make(), step)
+        found.last_use = step
         while len(self._kept) >= _MOST:
             del self._kept[next(iter(self._kept))]
-        self._kept[key] = found, step
-        return found
+        self._kept[key] = found
+        return found.plan
 
     def age(self, step: int) -> None:
         """Drop compiled plans that have not been in use for long; the latest one is in use."""
-        if len(self._kept) > 1:
-            latest, (found, _) = self._kept.popitem()
-            self._kept = {key: one for key, one in self._kept.items() if one[1] >= step - _STEPS}
-            self._kept[latest] = found, step
+        # Every step comes here, and a key is as long as the model: keys are hashed only where some plan goes.
+        if self._kept:
+            next(reversed(self._kept.values())).last_use = step
+        if any(each.last_use < step - _STEPS for each in self._kept.values()):
+            self._kept = {key: each for key, each in self._kept.items() if each.last_use >= step - _STEPS}
 
 
 def by_layer(

@@ -255,7 +255,8 @@ class GradientExchange(Listener, ComparedParameters):
             self.driver.submit_rows(layer, partial(rows_of, name, gradient))
         else:
             handed = self._gradients.hand_in(layer, gradient)
-            self.driver.submit(Submission(layer, handed.address, handed.address, handed, handed.event))
+            address = handed.address
+            self.driver.submit(Submission(layer, address, address, handed, handed.event))
 
     def _open(self) -> None:
         if self.driver.under_way:
