@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp import _native, kernels
-from gradcomp.kernels import segments
+from gradcomp import _native
+from gradcomp.kernels import dispatch, segments
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import Draw
 
 Floats = npt.NDArray[np.float32]
@@ -127,7 +128,7 @@ class Workload:
 
     def encode(self, codec: int, bits: int, *, stochastic: bool, residual: bool, payload: int = 0) -> None:
         feedback = {"residual": self.residual, "next_residual": self.next_residual} if residual else {}
-        kernels.encode(
+        HOST.kernels.encode(
             codec,
             self.table(codec, bits, gradient=self.gradient, **feedback),
             self.payloads[payload],
@@ -140,7 +141,7 @@ class Workload:
 
     def decode(self, codec: int, bits: int) -> None:
         table = self.table(codec, bits, output=self.output)
-        kernels.decode(
+        HOST.kernels.decode(
             codec,
             table,
             self.payloads[0],
@@ -151,7 +152,7 @@ class Workload:
         )
 
     def decode_add(self, codec: int, bits: int) -> None:
-        kernels.decode_add(
+        HOST.kernels.decode_add(
             codec,
             self.table(codec, bits, output=self.output),
             self.payloads[0],
@@ -160,7 +161,7 @@ class Workload:
         )
 
     def reduce(self, codec: int, bits: int) -> None:
-        kernels.reduce(
+        HOST.kernels.reduce(
             codec,
             self.table(codec, bits),
             self.payloads,
@@ -223,7 +224,7 @@ def main() -> int:
 
     work = Workload((arguments.megabytes << 20) // 4)
     rows: list[Row] = []
-    with kernels.use("native"):
+    with dispatch.use("native"):
         for isa in arguments.isas:
             _native.set_isa(isa)
             for name in arguments.codecs:

@@ -18,7 +18,6 @@ from gradcomp.compress import Broadcast, CLTk, Gather, Identity, Sum, Traits, re
 from gradcomp.compress.messages import Bytes, Exchange, Message, Reply
 from gradcomp.compress.sparse.base import keep_errors
 from gradcomp.compress.sparse.payload import Selection, sent_by
-from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.step import StepContext
 
@@ -181,8 +180,10 @@ class PlainCode(CLTk):
         chosen = group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
         flags = (yield from self._share(group, context, chosen)).copy()
         total = yield from self._total(group, chosen, flags)
-        rows = (group.table, flags, chosen.offsets, chosen.counts, chosen.indices, total)
-        indices.scatter_values(*rows, divisor=context.divisor, scale=context.unscale)
+        lists = (chosen.offsets[None], chosen.counts[None], chosen.indices, total)
+        group.device.kernels.scatter_mean(
+            group.table, flags, *lists, divisor=context.divisor, scale=context.unscale
+        )
         return flags
 
     def _share(
@@ -196,9 +197,9 @@ class PlainCode(CLTk):
 
         def write(view: Bytes) -> tuple[Bytes, int]:
             if context.draw.rank != leader:
-                selection.contribute(table, flags, factors, decay=context.decay)
+                group.device.kernels.contribute(table, flags, factors, decay=context.decay)
                 return flags, 0
-            selection.select_top(table, flags, factors, *places, decay=context.decay, zeros=True)
+            group.device.kernels.select_top(table, flags, factors, *places, decay=context.decay, zeros=True)
             return flags, form.encode(chosen, view, 0)
 
         reply = yield Broadcast(
@@ -213,7 +214,9 @@ class PlainCode(CLTk):
         none, count = np.zeros_like(flags), len(chosen.values)
 
         def take() -> Floats:
-            selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
+            group.device.kernels.take(
+                group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values
+            )
             own: Floats = chosen.values.copy()
             own[np.repeat(flags != 0, chosen.counts)] = 0
             return own

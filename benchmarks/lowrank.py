@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import report
 
-from gradcomp import _native, kernels
-from gradcomp.kernels import lowrank, segments
+from gradcomp import _native
+from gradcomp.kernels import dispatch, segments
+from gradcomp.kernels.devices import HOST
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -77,20 +78,22 @@ class Work:
 
     def calls(self) -> dict[str, Callable[[], Any]]:
         """Everything that is measured; names that begin with "NumPy" are what a kernel is compared with."""
-        shapes = lowrank.Shapes(self.rows, self.columns, self.ranks)
-        p, q = lowrank.Factor(self.p, self.p_at), lowrank.Factor(self.q, self.q_at)
+        shapes = segments.Shapes(self.rows, self.columns, self.ranks)
+        p, q = segments.Factor(self.p, self.p_at), segments.Factor(self.q, self.q_at)
         one: dict[str, Any] = {"divisor": 1.0, "scale": 1.0}
         return {
             "sum": self.sum,
             "NumPy project": self.numpy_project,
-            "project": lambda: lowrank.project(self.table, self.flags, self.factors, shapes, q, p, decay=1.0),
-            "orthogonalise": lambda: lowrank.orthogonalise(self.rows, self.ranks, p),
+            "project": lambda: HOST.kernels.project(
+                self.table, self.flags, self.factors, shapes, q, p, decay=1.0
+            ),
+            "orthogonalise": lambda: HOST.kernels.orthogonalise(self.rows, self.ranks, p),
             "NumPy back_project": lambda: [p @ m for p, m in zip(self.P, self.M, strict=True)],
-            "back_project": lambda: lowrank.back_project(self.table, shapes, p, q),
+            "back_project": lambda: HOST.kernels.back_project(self.table, shapes, p, q),
             "NumPy expand": self.numpy_expand,
-            "expand": lambda: lowrank.expand(self.table, self.flags, shapes, p, q, **one),
+            "expand": lambda: HOST.kernels.expand(self.table, self.flags, shapes, p, q, **one),
             "NumPy subtract": self.numpy_subtract,
-            "subtract": lambda: lowrank.subtract(self.table, shapes, p, q),
+            "subtract": lambda: HOST.kernels.subtract(self.table, shapes, p, q),
         }
 
     def sum(self) -> None:
@@ -140,7 +143,7 @@ def main() -> int:
 
     machine, rows = report.machine(), []
     print(report.describe(machine))
-    with kernels.use("native"):
+    with dispatch.use("native"):
         for model, shapes in MODELS.items():
             for rank in arguments.ranks:
                 work = Work(shapes, rank)

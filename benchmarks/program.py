@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import report
 
-from gradcomp import _native, kernels
-from gradcomp.kernels import program
+from gradcomp import _native
+from gradcomp.kernels import dispatch, program
 
 Doubles = npt.NDArray[np.float64]
 Tables = tuple[Doubles, Doubles, Doubles]  # errors, costs, errors of the reference
@@ -94,7 +94,7 @@ def measure(name: str, size: tuple[int, int, int], isas: list[str], rounds: int)
         for body in ("NumPy", *isas):
             if body != "NumPy":
                 _native.set_isa(body)
-            with kernels.use("reference" if body == "NumPy" else "native"):
+            with dispatch.use("reference" if body == "NumPy" else "native"):
                 begin = time.thread_time()
                 steps, allowed = program.discretise(errors, reference, buckets)
                 answers[body] = program.cheapest(steps, costs, allowed)

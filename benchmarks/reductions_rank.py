@@ -147,7 +147,8 @@ class ExchangeOf:
 
     def codec_rates(self) -> dict[str, float]:
         """Elements per second of one encode and one decode on this core, alone."""
-        from gradcomp import kernels
+        from gradcomp.kernels import dispatch
+        from gradcomp.kernels.devices import HOST
 
         group = self.exchanger.pipeline.layout.buckets[0].groups[0]
         table = group.table.copy()
@@ -161,13 +162,13 @@ class ExchangeOf:
         encodes, decodes = [], []
         for step in range(5):
             began = time.perf_counter()
-            codec.encode(table, payload, flags, Draw(0, step, 0))
+            codec.encode(HOST, table, payload, flags, Draw(0, step, 0))
             middle = time.perf_counter()
-            codec.decode(table, payload, flags)
+            codec.decode(HOST, table, payload, flags)
             encodes.append(middle - began)
             decodes.append(time.perf_counter() - middle)
         return {
-            "body": kernels.backend(),
+            "body": dispatch.backend(),
             "payload_bytes": len(payload),
             "encode": len(self.gradient) / statistics.median(encodes),
             "decode": len(self.gradient) / statistics.median(decodes),

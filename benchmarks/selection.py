@@ -28,8 +28,9 @@ import numpy.typing as npt
 import report
 import torch
 
-from gradcomp import _native, kernels
-from gradcomp.kernels import segments, selection
+from gradcomp import _native
+from gradcomp.kernels import dispatch, segments
+from gradcomp.kernels.devices import HOST
 
 Floats = npt.NDArray[np.float32]
 
@@ -126,7 +127,7 @@ class Workload:
         return torch.topk(self.tensor.abs(), self.count).values
 
     def exact(self, zeros: bool = True) -> None:
-        selection.select_top(
+        HOST.kernels.select_top(
             self.table,
             self.flags,
             self.factors,
@@ -143,9 +144,9 @@ class Workload:
         self.exact(zeros=False)
 
     def sampled(self) -> None:
-        selection.contribute(self.table, self.flags, self.factors, decay=1.0)
-        selection.sample_thresholds(self.table, self.counts, self.thresholds, stride=STRIDE, phase=0)
-        selection.select_above(
+        HOST.kernels.contribute(self.table, self.flags, self.factors, decay=1.0)
+        HOST.kernels.sample_thresholds(self.table, self.counts, self.thresholds, stride=STRIDE, phase=0)
+        HOST.kernels.select_above(
             self.table, self.thresholds, self.limits, self.offsets, self.indices, self.values, self.found
         )
 
@@ -204,7 +205,7 @@ def main() -> int:
     machine = report.machine()
     print(report.describe(machine) + "\n")
     rows: list[Row] = []
-    with kernels.use("native"):
+    with dispatch.use("native"):
         for isa in arguments.isas:
             _native.set_isa(isa)
             for name in arguments.inputs:

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.vectors import HostVector
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec, Group
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import FLOAT32, FP32
@@ -57,7 +56,7 @@ class GroupArray:
         table = self._group.inputs.copy()
         table["next_residual"] = self._addresses()
         flags = np.zeros(len(table), dtype=np.uint8)
-        selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
+        self._group.device.kernels.contribute(table, flags, context.factors(len(table)), decay=context.decay)
         if self._group.device is not HOST:
             self._values[:] = self._vector.read(0, len(self._values))
         return self._values, flags
@@ -67,7 +66,9 @@ class GroupArray:
         self._vector.write(residuals)
         table = self._group.inputs.copy()
         table["gradient"], table["dtype"], table["residual"] = self._addresses(), FLOAT32, 0
-        selection.contribute(table, np.zeros(len(table), dtype=np.uint8), self._ones, decay=1.0)
+        self._group.device.kernels.contribute(
+            table, np.zeros(len(table), dtype=np.uint8), self._ones, decay=1.0
+        )
 
     def finish(self, total: Array, flags: Array, context: StepContext) -> Array:
         """Write the result, from the sum over ranks; return the flags of the layers that are not finite in it.
@@ -77,7 +78,9 @@ class GroupArray:
         flags, table = flags.copy(), self._group.table
         table["payload"] = self._offsets
         payload = np.ascontiguousarray(total, dtype=np.float32).view(np.uint8)
-        Codec(FP32).decode(table, payload, flags, divisor=context.divisor, scale=context.unscale)
+        Codec(FP32).decode(
+            self._group.device, table, payload, flags, divisor=context.divisor, scale=context.unscale
+        )
         return flags
 
     def _addresses(self) -> Array:

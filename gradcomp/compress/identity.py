@@ -92,7 +92,7 @@ class Identity(Coded):
             replayed_calls.run(
                 factors,
                 (table, view),
-                lambda: codec.encode(table, view.view(np.uint8), flags, context.draw, *factors),
+                lambda: codec.encode(group.device, table, view.view(np.uint8), flags, context.draw, *factors),
                 lambda: spoil(view),
             )
             return flags
@@ -111,7 +111,7 @@ class Identity(Coded):
         replayed_calls.run(
             (*settings.values(), (group.table["output"] != 0).tobytes()),
             (group.table, reply.data),
-            lambda: codec.decode(group.table, reply.data.view(np.uint8), flags, **settings),
+            lambda: codec.decode(group.device, group.table, reply.data.view(np.uint8), flags, **settings),
         )
         return flags
 

@@ -22,8 +22,8 @@ from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
-from gradcomp.core.vectors import Zeros, host_zeros
 from gradcomp.kernels.codec import Table
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.step import Observations
 from gradcomp.reduce.model import Network
 
@@ -128,7 +128,7 @@ class Environment:
     first_step: int = 0
     background: Background = at_once
     slice_elements: int = 1 << 20
-    zeros: Zeros = host_zeros
+    device: Device = HOST
     deterministic: bool = False
 
     @property

@@ -18,8 +18,8 @@ from gradcomp.control.distortion.code_errors import block_errors
 from gradcomp.control.distortion.errors import errors
 from gradcomp.core.state import DoubleBuffer
 from gradcomp.core.vectors import LINE, Floats, HostVector, Vector
-from gradcomp.kernels import dispatch, selection
 from gradcomp.kernels.codec import Table
+from gradcomp.kernels.devices import Device
 from gradcomp.kernels.segments import SEGMENT
 
 #: Columns before those of the errors: norm, mean, standard deviation.
@@ -49,7 +49,12 @@ def share_out(sizes: Mapping[int, int], world: int) -> dict[int, int]:
 
 
 def measure(
-    candidates: CandidateLevels, sums: Mapping[int, Vector], width: int, seed: int, memory_bytes: int | None
+    candidates: CandidateLevels,
+    sums: Mapping[int, Vector],
+    width: int,
+    seed: int,
+    device: Device,
+    memory_bytes: int | None,
 ) -> Doubles:
     """Returns the rows of the layers whose ``sums`` are given, by layer number; zeros for all others.
 
@@ -60,7 +65,7 @@ def measure(
     table = np.zeros((len(candidates.layers), width))
     layers = {layer: rows for layer, rows in candidates.items.items() if layer in sums}
     begins = [candidates.starts[rows] for rows in layers.values()]
-    moments = _moments([sums[layer] for layer in layers], begins)
+    moments = _moments(device, [sums[layer] for layer in layers], begins)
     for (layer, rows), starts, (mean, square) in zip(layers.items(), begins, moments, strict=True):
         values, choices, spec = sums[layer], candidates.choices[rows.start], candidates.specs[rows.start]
         sizes = np.diff(starts, append=values.size)
@@ -69,17 +74,19 @@ def measure(
         table[rows, :COLUMNS] = np.stack([np.sqrt(square), mean, deviation], axis=1)
         if width > COLUMNS:
             if len(rows) == 1:
-                lost = errors(choices, spec, values, seed, memory_bytes=memory_bytes)
+                lost = errors(choices, spec, values, seed, memory_bytes=memory_bytes, device=device)
             else:
                 whole = replace(spec, shape=(values.size,))
-                lost = block_errors(choices, whole, values, starts, seed, memory_bytes)
+                lost = block_errors(choices, whole, values, starts, seed, memory_bytes, device)
             table[rows, COLUMNS : COLUMNS + len(choices)] = lost
         if width > COLUMNS + candidates.width and candidates.leaves_zeros[rows.start]:
             table[rows, -1] = np.sqrt(np.count_nonzero(values.read()))
     return table
 
 
-def _moments(vectors: Sequence[Vector], begins: Sequence[Numbers]) -> list[tuple[Doubles, Doubles]]:
+def _moments(
+    device: Device, vectors: Sequence[Vector], begins: Sequence[Numbers]
+) -> list[tuple[Doubles, Doubles]]:
     """Returns, by vector, means and sums of squares of its parts, which begin at ``begins``; computed on its device."""
     lengths = [np.diff(starts, append=v.size) for v, starts in zip(vectors, begins, strict=True)]
     table = np.zeros(sum(map(len, begins)), dtype=SEGMENT)
@@ -88,9 +95,8 @@ def _moments(vectors: Sequence[Vector], begins: Sequence[Numbers]) -> list[tuple
     table["gradient"] = np.concatenate([v.address + 4 * at for v, at in zip(vectors, begins, strict=True)])
     table["length"] = np.concatenate(lengths)
     ends = np.cumsum([len(starts) for starts in begins])[:-1]
-    device = dispatch.on_device(vectors[0].address)
-    if device is not None:
-        sums, squares = device.moments(table).T
+    if device.driver is not None:
+        sums, squares = device.kernels.moments(table).T
         means = sums / table["length"]
     else:
         squares = energies(table)
@@ -204,7 +210,7 @@ class Windowed(Gathering):
 
     def __init__(self, share: Share, every: int, window: int) -> None:
         self._first, self._end = max(every - window, 0), every
-        self._sums = DoubleBuffer(share.sizes, share.environment.zeros)
+        self._sums = DoubleBuffer(share.sizes, share.environment.device.zeros)
         self._taken: dict[int, Vector] = {}  # sums of the closed period
         super().__init__(share, self._sums.nbytes)
 
@@ -215,7 +221,9 @@ class Windowed(Gathering):
         """Adds the gradients, without their residuals, to the sums."""
         table["residual"] = self._sums.read_addresses(layers, table["start"])
         table["next_residual"] = self._sums.write_addresses(layers, table["start"])
-        selection.contribute(table, np.zeros(len(table), dtype=np.uint8), scales, decay=1.0)
+        self.share.environment.device.kernels.contribute(
+            table, np.zeros(len(table), dtype=np.uint8), scales, decay=1.0
+        )
 
     def commit(self, present: Mask) -> None:
         if self.adding:
@@ -224,7 +232,7 @@ class Windowed(Gathering):
     def close(self) -> None:
         """Takes the sums; those of the next period begin at zero."""
         self._taken = {layer: self._sums.vector(layer) for layer in self.share.own.values()}
-        self._sums = DoubleBuffer(self.share.sizes, self.share.environment.zeros)
+        self._sums = DoubleBuffer(self.share.sizes, self.share.environment.device.zeros)
 
     def measuring(self) -> Callable[[], Doubles]:
         taken = self._taken
@@ -294,7 +302,7 @@ class Sampled(Gathering):
         self._every, self._steps = every, np.array(sample_steps(every, samples))
         padded = [-(-size // LINE) * LINE for size in share.sizes]
         self._begins = np.concatenate(([0], np.cumsum(padded))).astype(np.int64)
-        self._arena = share.environment.zeros(int(self._begins[-1]))
+        self._arena = share.environment.device.zeros(int(self._begins[-1]))
         super().__init__(share, 4 * int(self._begins[-1]))
         self._heard = np.zeros(len(share.sizes), dtype=np.bool_)  # layers whose sample is in the arena
         self._committed = False
@@ -340,7 +348,9 @@ class Sampled(Gathering):
         table["residual"][~self._with_residual[layers]] = 0
         places = 4 * (self._begins[layers] + table["start"].astype(np.int64))
         table["next_residual"] = np.uint64(self._arena.address) + places.astype(np.uint64)
-        selection.contribute(table, np.zeros(len(table), dtype=np.uint8), scales, decay=1.0)
+        self.share.environment.device.kernels.contribute(
+            table, np.zeros(len(table), dtype=np.uint8), scales, decay=1.0
+        )
         self._heard[layers] = True
 
     def commit(self, present: Mask) -> None:

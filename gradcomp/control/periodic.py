@@ -180,7 +180,10 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return self._timed("measure", lambda: self._measure(values, left))
 
     def _measure(self, values: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
-        return measure(self.candidates, values, self._width, self.environment.seed, memory_bytes)
+        environment = self.environment
+        return measure(
+            self.candidates, values, self._width, environment.seed, environment.device, memory_bytes
+        )
 
     def row(self, measured: Doubles) -> Doubles:
         """Returns this rank's rows, and its parts of the mean seconds on the wire and of the mean learning rate."""

@@ -178,7 +178,7 @@ def _begin_controller(
         controlled.first_step,
         lambda work: in_background(device.bound(work)),
         config.slice_elements,
-        device.zeros,
+        device,
         config.deterministic,
     )
     running = controlled.controller.begin(environment)

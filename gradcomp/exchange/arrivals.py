@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcomp import kernels
 from gradcomp.core.errors import StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.exchange.layout import Layout
 from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.reduce.header import PRESENT, SPARSE
 
@@ -41,8 +41,8 @@ class Arrivals:
     submitted, or at the flush.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[LayerSpec], device: Device = HOST) -> None:
+        self._layers, self._device = layers, device
         self.gradients = np.zeros(len(layers), dtype=np.uint64)
         self.outputs = np.zeros(len(layers), dtype=np.uint64)
         self.states = np.zeros(len(layers), dtype=np.uint8)
@@ -93,7 +93,7 @@ class Arrivals:
         table = self._whole[doubtful]
         table["gradient"] = self.gradients[doubtful]
         has_value = np.zeros(len(table), dtype=np.uint8)
-        kernels.nonzero(table, has_value)
+        self._device.kernels.nonzero(table, has_value)
         absent = doubtful[has_value == 0]
         self.states[absent] = 0
         self.gradients[absent] = 0

@@ -222,7 +222,7 @@ def rehearse(
         return
     context = replace(context, momenta=np.zeros(len(layers)))
     memory = device.driver.allocate(_SOME_BYTES)
-    arrivals = Arrivals(layers)
+    arrivals = Arrivals(layers, device)
     arrivals.gradients[:] = arrivals.outputs[:] = memory.address
     times = Times(Trace(1), Statistics())
     with device.kernels.rehearsing():

@@ -14,8 +14,8 @@ from gradcomp.core.state import Residuals
 from gradcomp.core.trace import Statistics, Trace, profiler
 from gradcomp.exchange.arrivals import Arrivals
 from gradcomp.exchange.layout import Bucket
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.devices import Device
 from gradcomp.kernels.segments import byte_offsets
 from gradcomp.kernels.step import Floats, StepContext
 from gradcomp.reduce.header import BucketFlags
@@ -93,7 +93,7 @@ class StepMemory:
         factors = self._context.factors(len(table))
         if compressor.traits.clip_norm is not None:
             squares = np.zeros(len(table))
-            selection.squares(table, squares)
+            group.device.kernels.squares(table, squares)
             of_layers = np.bincount(layers, squares)[layers]  # summed over a layer's segments
             norms = np.sqrt(of_layers) * (self._context.scale / self._context.divisor)
             limit = compressor.traits.clip_norm / np.sqrt(self._context.world)
@@ -112,20 +112,20 @@ class StepMemory:
         ignored = np.zeros(len(table), dtype=np.uint8)
         momentum = compressor.traits.momentum
         if isinstance(momentum, str):
-            self._contribute_by_layer(table, layers, factors)
+            self._contribute_by_layer(group.device, table, layers, factors)
         else:
-            selection.contribute(table, ignored, factors, decay=momentum)
+            group.device.kernels.contribute(table, ignored, factors, decay=momentum)
         self._prepared[group] = bases
         return bases
 
-    def _contribute_by_layer(self, table: Table, layers: Sizes, factors: Floats) -> None:
+    def _contribute_by_layer(self, device: Device, table: Table, layers: Sizes, factors: Floats) -> None:
         """Apply the optimizer's momentum to all layers with one value together: there are few values."""
         assert self._context.momenta is not None, "a step does not open without them"
         momenta = self._context.momenta[layers]
         for momentum in np.unique(momenta).tolist():
             rows = momenta == momentum
             ignored = np.zeros(int(rows.sum()), dtype=np.uint8)
-            selection.contribute(table[rows], ignored, factors[rows], decay=momentum)
+            device.kernels.contribute(table[rows], ignored, factors[rows], decay=momentum)
 
     def _workspace(self, group: Group, name: str) -> Addresses:
         """Return, by layer, where its element 0 would lie in working memory that holds the group's segments.

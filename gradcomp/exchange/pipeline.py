@@ -74,8 +74,8 @@ class Pipeline:
         self.config = config if config.slice_elements else replace(config, slice_elements=HOST_SLICE)
         self.step = 0
         self.ordering = Ordering(len(layers), config.cold_after_steps)
-        self.arrivals = Arrivals(self.layers)
         self.device = device = settings.device
+        self.arrivals = Arrivals(self.layers, device)
         topology = settings.topology or Topology.one_host(transport.size)
         assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
         memory = memory_on(device, transport)

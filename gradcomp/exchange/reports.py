@@ -21,6 +21,7 @@ from gradcomp.exchange.fingerprint import Fingerprints
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.exchange.requests import REPEATED
 from gradcomp.kernels.codec import Codec, Draw
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import FLOAT32, MINMAX, SEGMENT
 from gradcomp.reduce.header import APPLIED, DISCARDED, EDITED, KEPT, LATE
 from gradcomp.reduce.model import Network
@@ -102,8 +103,8 @@ def _codec_rates() -> tuple[float, float]:
     table["gradient"] = table["output"] = values.ctypes.data
     codec, flags = Codec(MINMAX), np.zeros(1, dtype=np.uint8)
     payload = np.zeros(int(codec.wire_bytes(table).sum()), dtype=np.uint8)
-    encode = _median(lambda: codec.encode(table, payload, flags, Draw(0, 0, 0)))
-    decode = _median(lambda: codec.decode(table, payload, flags))
+    encode = _median(lambda: codec.encode(HOST, table, payload, flags, Draw(0, 0, 0)))
+    decode = _median(lambda: codec.decode(HOST, table, payload, flags))
     return values.nbytes / encode, values.nbytes / decode
 
 

@@ -11,7 +11,6 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from gradcomp import kernels
 from gradcomp.core.config import Config
 from gradcomp.core.plan import Plan
 from gradcomp.core.trace import Span, Statistics
@@ -19,6 +18,7 @@ from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.layout import compressors_of
 from gradcomp.exchange.reports import PROBE_BYTES
 from gradcomp.job.state import Runtime
+from gradcomp.kernels import dispatch
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def announce_job(runtime: Runtime) -> None:
         "interface %s, %s, kernels %s",
         runtime.launch.interface or "chosen by the system",
         runtime.network.describe(),
-        kernels.backend(),
+        dispatch.backend(),
     )
     logger.debug("settings in force: %s", _listed(config.settings()))
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from gradcomp import kernels
 from gradcomp.core.config import Config, unknown_variables
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.scheme import AUTO
@@ -22,6 +21,7 @@ from gradcomp.job.membership import describe, introduce, part, set_of, warn_of_v
 from gradcomp.job.network import Network
 from gradcomp.job.report import announce_job
 from gradcomp.job.state import Runtime
+from gradcomp.kernels import dispatch
 
 logger = logging.getLogger("gradcomp")
 
@@ -180,7 +180,7 @@ def cross_size() -> int:
 
 def _choose_kernels(config: Config) -> None:
     try:
-        kernels.use("reference" if config.kernels == "reference" else "native")
+        dispatch.use("reference" if config.kernels == "reference" else "native")
         if config.isa != "auto":
             from gradcomp import _native
 

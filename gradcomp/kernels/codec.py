@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp import kernels
 from gradcomp.core.vectors import Vector
 from gradcomp.kernels import segments
 from gradcomp.kernels.devices import HOST, Device
@@ -29,9 +28,8 @@ class Codec:
 
     ``kind`` is one of the codec constants of :mod:`gradcomp.kernels.segments`. ``stochastic`` rounds to the upper
     level with probability (v - lower) / (upper - lower) (Markov et al. 2024, section 2.2.3), else to the nearest.
-    ``magnitudes`` belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`). The argument ``on``
-    of the methods is a device's ``kernels``, for callers who know where gradients are; without it kernels run where
-    the table's memory is.
+    ``magnitudes`` belong to the codebook kinds (see :data:`gradcomp.kernels.segments.Magnitudes`). Every method runs on
+    ``device``, in whose memory the addresses of ``table`` lie.
     """
 
     kind: int
@@ -44,16 +42,16 @@ class Codec:
 
     def encode(
         self,
+        device: Device,
         table: Table,
         payload: Bytes,
         flags: Bytes,
         draw: Draw,
         scale: float = 1.0,
         decay: float = 1.0,
-        on: Any = None,
     ) -> None:
         """Encodes c = scale g + decay r: payload <- encode(c); next residual <- c - decode(payload)."""
-        (on or kernels).encode(
+        device.kernels.encode(
             self.kind,
             table,
             payload,
@@ -66,24 +64,25 @@ class Codec:
 
     def decode(
         self,
+        device: Device,
         table: Table,
         payload: Bytes,
         flags: Bytes,
         divisor: float = 1.0,
         scale: float = 1.0,
-        on: Any = None,
     ) -> None:
         """Writes output <- scale (value / divisor), in the segment's dtype; NaN where the segment is flagged."""
-        (on or kernels).decode(
+        device.kernels.decode(
             self.kind, table, payload, flags, divisor=divisor, scale=scale, magnitudes=self.magnitudes
         )
 
-    def add(self, table: Table, payload: Bytes, on: Any = None) -> None:
+    def add(self, device: Device, table: Table, payload: Bytes) -> None:
         """Adds: output <- output + value, in float32."""
-        (on or kernels).decode_add(self.kind, table, payload, scale=1.0, magnitudes=self.magnitudes)
+        device.kernels.decode_add(self.kind, table, payload, scale=1.0, magnitudes=self.magnitudes)
 
     def reduce(
         self,
+        device: Device,
         table: Table,
         payloads: Sequence[Bytes],
         out: Bytes,
@@ -91,10 +90,9 @@ class Codec:
         draw: Draw,
         divisor: float,
         decay: float = 1.0,
-        on: Any = None,
     ) -> None:
         """Encodes c = (sum of decoded payloads, in order) / divisor + decay r; next residual <- c - decode(out)."""
-        (on or kernels).reduce(
+        device.kernels.reduce(
             self.kind,
             table,
             payloads,

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.vectors import Zeros, host_zeros
-from gradcomp.kernels import dispatch
 from gradcomp.kernels.cuda.driver import Driver
 from gradcomp.kernels.cuda.mirrors import mirror
 from gradcomp.kernels.cuda.vectors import DeviceVector
+from gradcomp.kernels.dispatch import HOST_KERNELS, Kernels
 from gradcomp.kernels.reference_memory import memory_at
 
 T = TypeVar("T")
@@ -30,13 +30,13 @@ class Device:
     """One device: its memory, its kernels and its order of work.
 
     ``name`` is written as frameworks do. ``zeros`` allocates float32 in the memory that the device's kernels work on.
-    ``kernels`` are a GPU's; None for the host, whose kernels are those of :mod:`gradcomp.kernels`.
+    Without ``driver`` the device has no kernels of its own, and ``kernels`` are the host's.
     """
 
     name: str
     zeros: Zeros = host_zeros
     driver: Driver | None = None
-    kernels: Any = None
+    kernels: Kernels = HOST_KERNELS
 
     @property
     def is_late(self) -> bool:
@@ -131,9 +131,8 @@ def _package(who: str) -> Any:
 
 
 def on(name: str, driver: Driver) -> Device:
-    """Returns the device behind a driver, and lets kernels run there for tables that refer to its memory."""
+    """Returns the device behind a driver."""
     from gradcomp.kernels.cuda.backend import CudaKernels
 
-    kernels = CudaKernels(driver)
-    dispatch.device_backends[name] = kernels, driver.reaches
+    kernels: Any = CudaKernels(driver)
     return Device(name, partial(DeviceVector.zeros, driver), driver, kernels)

@@ -1,9 +1,8 @@
-"""Selects the backend that runs a kernel: NumPy, which defines it, the compiled module, or a GPU's.
+"""Selects the backend that runs the host's kernels: NumPy, which defines them, or the compiled module.
 
-A call whose table refers to memory on a GPU goes to that device's backend, which :data:`device_backends` lists. The
-modules `reference` and `reference_*` define names, arguments and types of the kernels; :func:`kernel` turns each
-definition into the function that callers see, and every other backend has the same names and arguments
-(`tests/kernels/test_signatures.py`).
+The modules `reference` and `reference_*` define names, arguments and types of the kernels. :class:`Kernels` lists them;
+every other backend has the same names and arguments (`tests/kernels/test_signatures.py`). Callers take the kernels of
+the device where their arrays lie: ``device.kernels.encode(...)``.
 
 A script that starts in a clone's root imports the source tree, which has no compiled module. That of the installed
 package serves it if both come from the same C++ sources: the module knows a digest of those that it was built from.
@@ -16,12 +15,12 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
+from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import PathFinder
 from itertools import chain
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -34,32 +33,18 @@ from gradcomp.kernels import (
     reference_lowrank,
     reference_program,
     reference_selection,
+    subspace,
 )
-from gradcomp.kernels.cuda.mirrors import is_mirror
-from gradcomp.kernels.segments import SEGMENT, Draw, Factor, Shapes, check_array, is_table
+from gradcomp.kernels.replayed_calls import DONE, Pending, Routine
+from gradcomp.kernels.segments import SEGMENT, Doubles, Draw, Factor, Floats, Shapes, check_array
 
 NAME: Final = "gradcomp._native"
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 BackendName: TypeAlias = Literal["reference", "native"]
-DEFINITIONS: Final = (
-    reference,
-    reference_checksum,
-    reference_bits,
-    philox,
-    reference_indices,
-    reference_lowrank,
-    reference_program,
-    reference_selection,
-)
-"""The modules that define the kernels."""
-# Columns that hold addresses come first, eight bytes each.
-_ADDRESSES = (SEGMENT.names or ()).index("payload")
-_RECORDS = {"Shapes", "Factor"}  # names of the annotations of arguments that are passed member by member
-Reaches: TypeAlias = Callable[[int], bool]
-"""Tells whether a device's kernels can use memory at this address."""
+
+BASELINE_RANKS = 4
+"""Above this rank NumPy multiplies faster than the compiled kernels do without AVX."""
 
 
 def load(root: Path = _ROOT) -> tuple[ModuleType | None, str]:
@@ -105,64 +90,110 @@ def digest(root: Path) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-class Backend:
-    """The kernels of one backend, as attributes; all backends have the same ones with the same signatures."""
+class Kernels:
+    """The kernels of one backend: methods that serve a whole table of segments in a call.
 
-    def __init__(self, *modules: ModuleType) -> None:
-        self._modules = modules
+    An instance runs the definitions, in NumPy; a faster backend replaces them by attributes of the same names.
+    """
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        for module in self._modules:
-            if hasattr(module, name):
-                kernel = self._prepare(getattr(module, name))
-                setattr(self, name, kernel)  # the next look-up does not come here
-                return kernel
-        raise AttributeError(f"no kernel is named {name!r}")
+    encode = staticmethod(reference.encode)
+    decode = staticmethod(reference.decode)
+    decode_add = staticmethod(reference.decode_add)
+    reduce = staticmethod(reference.reduce)
+    nonzero = staticmethod(reference.nonzero)
+    crc32c = staticmethod(reference_checksum.crc32c)
+    sample = staticmethod(reference_checksum.sample)
+    compact = staticmethod(reference_bits.compact)
+    restore = staticmethod(reference_bits.restore)
+    draw_indices = staticmethod(philox.draw_indices)
+    encode_indices = staticmethod(reference_indices.encode_indices)
+    decode_indices = staticmethod(reference_indices.decode_indices)
+    scatter_mean = staticmethod(reference_indices.scatter_mean)
+    contribute = staticmethod(reference_selection.contribute)
+    squares = staticmethod(reference_selection.squares)
+    select_top = staticmethod(reference_selection.select_top)
+    select_above = staticmethod(reference_selection.select_above)
+    select_adacomp = staticmethod(reference_selection.select_adacomp)
+    sample_thresholds = staticmethod(reference_selection.sample_thresholds)
+    tail = staticmethod(reference_selection.tail)
+    take = staticmethod(reference_selection.take)
+    put = staticmethod(reference_selection.put)
+    project = staticmethod(reference_lowrank.project)
+    back_project = staticmethod(reference_lowrank.back_project)
+    orthogonalise = staticmethod(reference_lowrank.orthogonalise)
+    expand = staticmethod(reference_lowrank.expand)
+    subtract = staticmethod(reference_lowrank.subtract)
+    keep = staticmethod(reference_lowrank.keep)
+    cheapest = staticmethod(reference_program.cheapest)
+    subspace_project = subspace.project
+    subspace_iterate = subspace.iterate
+    subspace_finish = subspace.finish
+    # Only a GPU has these.
+    bisect: Callable[..., Floats]
+    losses: Callable[..., Doubles]
+    moments: Callable[..., Doubles]
+    rehearsing: Callable[[], AbstractContextManager[None]]
+    start_again: Callable[[Routine], Pending]
+    finalise: Callable[[Routine, Sequence[Any]], None]
 
-    def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def together(self, routine: Routine | None = None) -> AbstractContextManager[Pending]:
+        """Collects the kernels that the block calls into one call on the device, started when the block ends.
+
+        The block is given that call; results are in their arrays once it is finished. On the host each kernel runs at
+        once.
+
+        Args:
+            routine: the block's own, if it is entered in every step; the device then checks the tables only once.
+        """
+        return nullcontext(DONE)
+
+
+def _compiled(kernel: Callable[..., Any], definition: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a compiled kernel as a function of its definition's arguments.
+
+    The compiled module checks arguments itself, and takes neither structured arrays nor records.
+    """
+    takes = definition.__annotations__
+    has_records = not {"Shapes", "Factor"}.isdisjoint(takes.values())  # these are passed member by member
+    has_draw = "draw" in takes
+    if not (has_records or has_draw or "SegmentTable" in takes.values()):
         return kernel
 
-
-class _Compiled(Backend):
-    """The compiled module's kernels. It checks arguments itself, and takes neither structured arrays nor records."""
-
-    def _prepare(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        # None for a function that is no kernel.
-        definition = getattr(_backends["reference"], kernel.__name__, None)
-        takes = {} if definition is None else definition.__annotations__
-        has_records = not _RECORDS.isdisjoint(takes.values())
-
-        # Every step makes such calls, so this loop looks for tables itself, without a function call for each argument.
-        def call(*arguments: Any, **settings: Any) -> Any:
-            given = arguments
-            if has_records:
-                each = (one if isinstance(one, Shapes | Factor) else (one,) for one in arguments)
-                given = tuple(chain.from_iterable(each))
-            for i, argument in enumerate(given):
-                if isinstance(argument, np.ndarray) and argument.dtype == SEGMENT:
+    # Every step makes such calls, so this function looks for tables itself, without a call for each argument.
+    def call(*arguments: Any, **settings: Any) -> Any:
+        given = arguments
+        if has_draw:
+            draw = settings.pop("draw")
+            settings["stochastic"] = draw is not None
+            settings |= vars(draw or Draw(0, 0, 0))
+        if has_records:
+            each = (one if isinstance(one, Shapes | Factor) else (one,) for one in arguments)
+            given = tuple(chain.from_iterable(each))
+        for i, argument in enumerate(given):
+            if isinstance(argument, np.ndarray) and argument.dtype == SEGMENT:
+                if argument.ndim != 1 or not argument.flags.c_contiguous:
                     check_array("table", argument, SEGMENT)
-                    rows = argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
-                    given = (*given[:i], rows, *given[i + 1 :])
-            return kernel(*given, **settings)
+                rows = argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
+                given = (*given[:i], rows, *given[i + 1 :])
+        return kernel(*given, **settings)
 
-        def draw(*arguments: Any, draw: Draw | None, **settings: Any) -> Any:
-            words = vars(draw or Draw(0, 0, 0))
-            return call(*arguments, stochastic=draw is not None, **words, **settings)
-
-        return draw if "draw" in takes else call
+    return call
 
 
 _native, _why_not = load()
-_backends = {"reference": Backend(*DEFINITIONS)}
+_backends = {"reference": Kernels()}
 if _native is not None:
-    _backends["native"] = _Compiled(_native)
-_active: BackendName = "native" if "native" in _backends else "reference"
+    _backends["native"] = Kernels()
+    for _name, _definition in vars(Kernels).items():
+        if isinstance(_definition, staticmethod) and hasattr(_native, _name):
+            setattr(_backends["native"], _name, _compiled(getattr(_native, _name), _definition.__func__))
+_active: BackendName = "reference"
 
-device_backends: dict[str, tuple[Any, Reaches]] = {}
-"""Backends by the device's name. Each runs the kernels whose tables refer to memory that it reaches."""
+HOST_KERNELS = Kernels()
+"""The host's kernels: those of the backend in use, except that NumPy computes some products, see `numpy_multiplies`."""
 
 
-def named(name: str) -> Backend:
+def named(name: str) -> Kernels:
     """Returns the backend of that name; ValueError if it is not installed."""
     if name not in _backends:
         reason = f"; {_why_not}" if _why_not and name == "native" else ""
@@ -172,82 +203,52 @@ def named(name: str) -> Backend:
     return _backends[name]
 
 
-def host() -> Backend:
-    """Returns the host's backend in use."""
-    return _backends[_active]
-
-
 def backend() -> BackendName:
     """Returns the name of the host's backend in use."""
     return _active
 
 
-def kernel(
-    definition: Callable[P, R], on_host: Callable[[Sequence[Any]], Backend] | None = None
-) -> Callable[P, R]:
-    """Returns the function that callers see for a definition: the same signature, run where its arguments lie.
+def numpy_multiplies(rank: int) -> bool:
+    """Tells whether NumPy computes, on the host, the products whose order of sums is free.
 
-    ``on_host`` chooses the host's backend by the arguments.
+    It does without the compiled module, and above BASELINE_RANKS columns where that has only 128-bit vectors. The
+    order of sums, and so the last bits of results, then depend on the alignment of the matrices; and `project` takes
+    5 bytes of memory for an element of the longest layer.
     """
-    name = definition.__name__
+    return _active == "reference" or (
+        rank > BASELINE_RANKS and _native is not None and _native.isa() == "baseline"
+    )
 
-    @wraps(definition)
-    def call(*arguments: P.args, **settings: P.kwargs) -> R:
-        backend = device_of(arguments) if device_backends else None
-        if backend is None:
-            backend = _backends[_active] if on_host is None else on_host(arguments)
-        found: R = getattr(backend, name)(*arguments, **settings)
-        return found
+
+def _product(name: str) -> Callable[..., Any]:
+    """Returns a kernel of matrix products that runs on the backend which :func:`numpy_multiplies` tells."""
+
+    def call(*arguments: Any, **settings: Any) -> Any:
+        (shapes,) = (each for each in arguments if isinstance(each, Shapes))
+        by_numpy = numpy_multiplies(int(np.max(shapes.ranks, initial=0)))
+        return getattr(_backends["reference" if by_numpy else "native"], name)(*arguments, **settings)
 
     return call
 
 
-def on_device(address: int) -> Any:
-    """Returns the backend of the device that reaches an address; None on the host."""
-    for backend, reaches in device_backends.values():
-        if reaches(address):
-            return backend
-    return None
-
-
-def of(table: Any) -> Any:
-    """Returns the backend of the device whose memory a table refers to; None on the host."""
-    # Addresses of a call are all on the host or all on a device. Mostly the first row has one; looking through all
-    # columns in NumPy is slow.
-    if not device_backends or not len(table):
-        return None
-    first: list[int] = np.frombuffer(table, np.uint64, _ADDRESSES).tolist()
-    address = next(filter(None, reversed(first)), 0)
-    if not address:
-        rows = table.view(np.uint64).reshape(-1, SEGMENT.itemsize // 8)
-        address = int(rows[:, :_ADDRESSES].max(initial=0))
-    return on_device(address) if address else None
-
-
-def device_of(arguments: Sequence[Any]) -> Any:
-    """Returns the backend of the first device that a message lies on or a table refers to; None on the host."""
-    if not device_backends:
-        return None
-    # A table may have no address: a chunk's owner without residuals only adds up messages.
-    for argument in arguments:
-        for each in argument if isinstance(argument, list | tuple) else (argument,):
-            if is_mirror(each):
-                return on_device(each.address)
-    return next((found for each in arguments if is_table(each) and (found := of(each)) is not None), None)
+def _activate(name: BackendName) -> None:
+    global _active
+    chosen = vars(named(name)) | {each: _product(each) for each in ("project", "back_project")}
+    _active = name
+    vars(HOST_KERNELS).clear()
+    vars(HOST_KERNELS).update(chosen)
 
 
 class use:  # noqa: N801  (reads as the statement it is: `use("reference")`, `with use("reference"):`)
-    """Selects the backend of all kernels, until further notice or for a `with` block.
+    """Selects the backend of all kernels of the host, until further notice or for a `with` block.
 
     Raises:
         ValueError: the backend is not installed.
     """
 
     def __init__(self, name: BackendName) -> None:
-        global _active
-        named(name)
         self._previous = _active
-        _active = name
+        _activate(name)
 
     def __enter__(self) -> None:
         return None
@@ -255,5 +256,7 @@ class use:  # noqa: N801  (reads as the statement it is: `use("reference")`, `wi
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _active
-        _active = self._previous
+        _activate(self._previous)
+
+
+_activate("native" if "native" in _backends else "reference")

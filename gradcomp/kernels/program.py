@@ -15,16 +15,13 @@ import sys
 
 import numpy as np
 
-from gradcomp.kernels import reference_program as reference
-from gradcomp.kernels.dispatch import kernel
+from gradcomp.kernels.dispatch import HOST_KERNELS
 from gradcomp.kernels.reference_program import MAX_CHOICES, MAX_REACH, NEVER, Steps, check_choices
 from gradcomp.kernels.segments import Doubles, check_array
 
 __all__ = ["MAX_CHOICES", "MAX_REACH", "NEVER", "cheapest", "discretise", "step_size"]
 
 _STEP_BITS = 22
-
-_cheapest = kernel(reference.cheapest)
 
 
 def discretise(errors: Doubles, reference: Doubles, buckets: int, alpha: float = 1.0) -> tuple[Steps, int]:
@@ -140,5 +137,5 @@ def cheapest(steps: Steps, costs: Doubles, budget: int) -> Steps | None:
     """
     check_choices("steps", steps, np.int32)
     chosen = np.empty(len(steps), np.int32)
-    found = _cheapest(steps, costs, chosen, budget=operator.index(budget))
+    found = HOST_KERNELS.cheapest(steps, costs, chosen, budget=operator.index(budget))
     return chosen if found else None

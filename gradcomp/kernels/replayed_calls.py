@@ -7,9 +7,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from gradcomp.kernels.devices import Device
+if TYPE_CHECKING:
+    from gradcomp.kernels.devices import Device
 
 _thread = threading.local()
 
@@ -53,7 +54,7 @@ class Routine:
     """Successive kernel calls over arrays that stay the same from step to step; a device keeps them as one call.
 
     From one run to the next only the contents of the arrays change, in tables only the columns of addresses. A routine
-    is used in one of two ways. :func:`gradcomp.kernels.together` runs its block every time, with new numbers; the
+    is used in one of two ways. ``device.kernels.together`` runs its block every time, with new numbers; the
     device only skips the checks that it has made before. :class:`Phase` takes parts whose keys tell whether anything
     is new; if nothing is, it runs the kept call without running the parts. On the host the kernels run one by one,
     every time.
@@ -150,7 +151,7 @@ class Collected:
         found = phase.find(keys, given)
         self._is_new = found is None
         one = self._one = found or _Kept(keys, given, Routine())
-        if self._kernels is None:
+        if phase.device.driver is None:
             for part in parts:
                 part.work()
             self._conclude()

@@ -1,31 +1,30 @@
 """A step of subspace iteration for all layers of a table, in three calls: one wait each where layers are on a GPU.
 
-Some layers are approximated, see :mod:`gradcomp.kernels.lowrank`; the others travel exactly, in float32, in the same
-messages. A message holds either the factors P of the former, then the latter, or the factors Q.
+Some layers are approximated, see :mod:`gradcomp.kernels.reference_lowrank`; the others travel exactly, in float32, in
+the same messages. A message holds either the factors P of the former, then the latter, or the factors Q.
 
     project    M <- factor g + decay e;  message <- M Q, the exact layers     before the first sum
     iterate    exact layers <- their mean;  P <- orthonormal P;  Q <- M^T P    between the two
     finish     M <- M - P Q^T of this rank;  mean <- P Q^T;  keep Q            after the second
 
 Flags are uint8, one for each row of the tables; they are ORed into. Rows' payloads begin at :attr:`Layers.exact_at`;
-approximated layers have none.
+approximated layers have none. The functions are methods of :class:`gradcomp.kernels.dispatch.Kernels`; a GPU has one
+kernel for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, Concatenate, ParamSpec
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradcomp import kernels
-from gradcomp.kernels import dispatch, lowrank
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.segments import FP32, Bytes, Factor, Floats, SegmentTable, Shapes, Sizes
 
-P = ParamSpec("P")
+if TYPE_CHECKING:
+    from gradcomp.kernels.dispatch import Kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,25 +89,21 @@ class Kept:
     after: Sizes
 
 
-def _one_call(on_host: Callable[Concatenate[Layers, P], None]) -> Callable[Concatenate[Layers, P], None]:
-    """Returns a function that runs several kernels of the host, or the device's one kernel named ``subspace_...``."""
-    name = f"subspace_{on_host.__name__}"
-
-    @wraps(on_host)
-    def call(layers: Layers, /, *arguments: P.args, **settings: P.kwargs) -> None:
-        device = dispatch.of(layers.inputs)
-        (on_host if device is None else getattr(device, name))(layers, *arguments, **settings)
-
-    return call
-
-
-@_one_call
 def project(
-    layers: Layers, flags: Bytes, factors: Floats, q: Factor, message: Floats, *, scale: float, decay: float
+    on: Kernels,
+    layers: Layers,
+    flags: Bytes,
+    factors: Floats,
+    q: Factor,
+    message: Floats,
+    *,
+    scale: float,
+    decay: float,
 ) -> None:
     """Fills the first message, with NaN for a layer that is not finite.
 
     Args:
+        on: the backend that runs the parts.
         layers: reads gradients and residuals, writes next residuals.
         flags: ORed into.
         factors: float32, one per row; factor of the gradient.
@@ -119,22 +114,30 @@ def project(
     """
     table, low, exact = layers.inputs, layers.low, layers.exact
     found = np.zeros(len(low), dtype=np.uint8)
-    lowrank.project(table[low], found, factors[low], layers.shapes, q, layers.p(message), decay=decay)
+    on.project(table[low], found, factors[low], layers.shapes, q, layers.p(message), decay=decay)
     flags[low] |= found
     if len(exact):
         found = np.zeros(len(exact), dtype=np.uint8)
-        kernels.encode(FP32, table[exact], message.view(np.uint8), found, draw=None, scale=scale, decay=decay)
+        on.encode(FP32, table[exact], message.view(np.uint8), found, draw=None, scale=scale, decay=decay)
         flags[exact] |= found
         layers.spoil(message[layers.p_size :], flags)
 
 
-@_one_call
 def iterate(
-    layers: Layers, flags: Bytes, total: Floats, message: Floats, own: Floats, *, divisor: float, scale: float
+    on: Kernels,
+    layers: Layers,
+    flags: Bytes,
+    total: Floats,
+    message: Floats,
+    own: Floats,
+    *,
+    divisor: float,
+    scale: float,
 ) -> None:
     """Makes the second message from the sum of the first one over ranks.
 
     Args:
+        on: the backend that runs the parts.
         layers: reads next residuals; writes outputs of the exact layers, NaN where flags are set.
         flags: read, and ORed into.
         total: float32; the sum; its P becomes orthonormal.
@@ -146,16 +149,16 @@ def iterate(
     low, exact = layers.low, layers.exact
     if len(exact):
         found = flags[exact]
-        kernels.decode(FP32, layers.outputs[exact], total.view(np.uint8), found, divisor=divisor, scale=scale)
+        on.decode(FP32, layers.outputs[exact], total.view(np.uint8), found, divisor=divisor, scale=scale)
         flags[exact] |= found
     # The sum of M Q is a multiple of the mean, and both have the same orthonormal basis.
-    lowrank.orthogonalise(layers.rows, layers.ranks, layers.p(total))
-    lowrank.back_project(layers.inputs[low], layers.shapes, layers.p(total), layers.q(message))
+    on.orthogonalise(layers.rows, layers.ranks, layers.p(total))
+    on.back_project(layers.inputs[low], layers.shapes, layers.p(total), layers.q(message))
     own[:] = message
 
 
-@_one_call
 def finish(
+    on: Kernels,
     layers: Layers,
     flags: Bytes,
     p: Floats,
@@ -169,6 +172,7 @@ def finish(
     """Computes means, residuals and the next step's Q from the sum of the second message over ranks.
 
     Args:
+        on: the backend that runs the parts.
         layers: reads and, with ``own``, writes next residuals; writes outputs of the approximated layers, NaN where
             flags are set.
         flags: read, and ORed into.
@@ -182,11 +186,11 @@ def finish(
     """
     low, table = layers.low, layers.inputs
     if own is not None:
-        lowrank.subtract(table[low], layers.shapes, layers.p(p), layers.q(own))
+        on.subtract(table[low], layers.shapes, layers.p(p), layers.q(own))
     found = flags[low]
     factors = layers.p(p), layers.q(q)
-    lowrank.expand(layers.outputs[low], found, layers.shapes, *factors, divisor=divisor, scale=scale)
+    on.expand(layers.outputs[low], found, layers.shapes, *factors, divisor=divisor, scale=scale)
     flags[low] |= found
     if kept is not None:
         places: Any = kept.memory, kept.before, kept.after
-        lowrank.keep(layers.columns, layers.ranks, layers.q(q), *places, beside=table)
+        on.keep(layers.columns, layers.ranks, layers.q(q), *places)

@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp import kernels
 from gradcomp.kernels.codec import Codec, Draw, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import address_of
 from gradcomp.kernels.replayed_calls import Pending, Routine
@@ -185,10 +184,10 @@ def encode(
         for part, mine in zip(parts, segments, strict=True):
             binding.sources(mine.table, mine.layers, part.group, mine.offsets)
         noted = [mine.flags() for mine in segments]
-        with kernels.together(device, segments[0].routine) as started:
+        with device.kernels.together(segments[0].routine) as started:
             for part, mine, found in zip(parts, segments, noted, strict=True):
                 scale, decay = part.group.scale(context.scale), part.group.decay_at(context.rate_ratio)
-                part.codec.encode(mine.table, target, found, context.draw, scale, decay, device.kernels)
+                part.codec.encode(device, mine.table, target, found, context.draw, scale, decay)
     yield from finish(started, binding, "compress", flags, segments, noted)
 
 
@@ -229,9 +228,9 @@ def decode(
         for mine in segments:
             binding.outputs(mine.table, mine.layers, mine.offsets)
         noted = [nonfinite.take(mine.header_index, 0, mine.noted, "clip") for mine in segments]
-        with kernels.together(device, segments[0].routine) as started:
+        with device.kernels.together(segments[0].routine) as started:
             for part, mine, found in zip(parts, segments, noted, strict=True):
-                part.codec.decode(mine.table, source, found, divisor, context.unscale_mean, device.kernels)
+                part.codec.decode(device, mine.table, source, found, divisor, context.unscale_mean)
     if not started.done():
         yield started
     with binding.span("decompress"):
@@ -282,14 +281,13 @@ class WholeCodes:
                 segments.table["output"] = np.uint64(address_of(self.sum)) + places
                 if part.codec.kind == VOTE:
                     self._count(part.codec, segments, payloads, context)
-            with kernels.together(self._device) as started:
+            with self._device.kernels.together() as started:
                 for part, segments in zip(self.codes.parts, self._places, strict=True):
                     if part.codec.kind == VOTE:
                         continue
-                    on = self._device.kernels
-                    part.codec.decode(segments.table, payloads[0], segments.flags(), on=on)
+                    part.codec.decode(self._device, segments.table, payloads[0], segments.flags())
                     for payload in payloads[1:]:
-                        part.codec.add(segments.table, payload, on)
+                        part.codec.add(self._device, segments.table, payload)
         yield from finish(started, binding, "reduce")
 
     def _count(
@@ -298,9 +296,9 @@ class WholeCodes:
         """Write N times the majority: the codec encodes the mean of the votes as their majority."""
         majority: Bytes = np.zeros(self.codes.sizes[0], dtype=np.uint8)
         flags = segments.flags()
-        shared, on = Draw(context.draw.seed, context.draw.step, OWNER_RANK), self._device.kernels
-        codec.reduce(segments.table, payloads, majority, flags, shared, float(self._world), on=on)
-        codec.decode(segments.table, majority, flags, scale=float(self._world), on=on)
+        shared, device = Draw(context.draw.seed, context.draw.step, OWNER_RANK), self._device
+        codec.reduce(device, segments.table, payloads, majority, flags, shared, float(self._world))
+        codec.decode(device, segments.table, majority, flags, scale=float(self._world))
 
     def decode(self, message: Bytes, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """Decode a message of the sum: output <- unscale (sum / N), NaN in layers that are not finite.

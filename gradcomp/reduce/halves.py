@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcomp import kernels
 from gradcomp.core.state import Range
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import OWNER_RANK
@@ -142,11 +141,11 @@ class ReduceScatter:
                     binding.owned(segments.table, segments.rows)
             noted = [segments.flags() for segments in self._own]
             divisor = float(self._roles.contributions)
-            with kernels.together(device, self._own[0].routine) as started:
+            with device.kernels.together(self._own[0].routine) as started:
                 for part, segments, found in zip(self._chunks.parts, self._own, noted, strict=True):
                     decay = part.group.decay_at(context.rate_ratio)
                     part.codec.reduce(
-                        segments.table, self.codes, target, found, shared, divisor, decay, device.kernels
+                        device, segments.table, self.codes, target, found, shared, divisor, decay
                     )
         yield from finish(started, binding, "reduce", flags, self._own, noted)
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
-from gradcomp.kernels import crc32c
+from gradcomp.kernels.devices import HOST
 from gradcomp.transport.base import Bytes
 
 PROTOCOL = 5
@@ -263,6 +263,7 @@ class ByteHeader:
 
     def _checksum(self, message: Bytes, chunk: int) -> tuple[int, int]:
         """Return the checksums of the payload and of the whole message."""
+        crc32c = HOST.kernels.crc32c
         payload = crc32c(message[self.nbytes : self.message_bytes[chunk]])
         return payload, crc32c(message[FIXED.itemsize : self.nbytes], crc32c(message[:_CHECKSUM_AT], payload))
 

@@ -168,8 +168,8 @@ class Hierarchical(Reduction):
         for part, mine, sums in zip(self._dense.parts, self._inputs, self._sums, strict=True):
             found = mine.flags()
             contribute(part, mine, _at(self._own, mine.table), found, context, binding)
-            on = part.group.device.kernels
-            part.codec.reduce(sums.table, messages, self._sum, found, context.draw, 1.0, on=on)
+            device = part.group.device
+            part.codec.reduce(device, sums.table, messages, self._sum, found, context.draw, 1.0)
             mine.note(found, flags)
 
     def _addresses(self) -> dict[Group, tuple[Sizes, Addresses]]:

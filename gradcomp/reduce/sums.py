@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcomp import kernels
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import Scheme, names
 from gradcomp.core.topology import Topology
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec
 from gradcomp.kernels.segments import BF16, FP32, VOTE
 from gradcomp.kernels.step import StepContext
@@ -102,11 +100,9 @@ class PartialSums:
                 own.table["next_residual"] = contribute(part, mine, where, found, context, binding)
                 own.table["residual"] = where
             device = device_of(self._parts)
-            with kernels.together(device) as started:
+            with device.kernels.together() as started:
                 for part, own, found in zip(self._parts, sums, noted, strict=True):
-                    part.codec.reduce(
-                        own.table, received, message, found, context.draw, 1.0, on=device.kernels
-                    )
+                    part.codec.reduce(device, own.table, received, message, found, context.draw, 1.0)
         yield from finish(started, binding, "reduce", flags, inputs, noted)
 
 
@@ -122,7 +118,7 @@ def contribute(
     next_residuals = table["next_residual"].copy()
     table["next_residual"] = where
     factors = np.full(len(table), group.scale(context.scale), dtype=np.float32)
-    selection.contribute(table, found, factors, decay=group.decay_at(context.rate_ratio))
+    group.device.kernels.contribute(table, found, factors, decay=group.decay_at(context.rate_ratio))
     table["next_residual"] = next_residuals
     return next_residuals
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcomp import kernels
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels.codec import Codec, Sizes
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR
 from gradcomp.reduce.base import Message, Move, Part, Waits, exchange
 from gradcomp.reduce.chunks import Chunks
@@ -60,7 +60,7 @@ class Compact:
             self._buffers[j] = np.empty(self._most[j], dtype=np.uint8)
         at = 0
         for kind, segments in self._segments:
-            at += kernels.compact(kind, segments.chunk(j).table, message, self._buffers[j][at:])
+            at += HOST.kernels.compact(kind, segments.chunk(j).table, message, self._buffers[j][at:])
         return self._buffers[j][:at]
 
     def restore(self, payload: Bytes, message: Bytes, j: int, sender: int) -> None:
@@ -68,7 +68,7 @@ class Compact:
         at = 0
         try:
             for kind, segments in self._segments:
-                at += kernels.restore(kind, segments.chunk(j).table, payload[at:], message)
+                at += HOST.kernels.restore(kind, segments.chunk(j).table, payload[at:], message)
         except ValueError as error:
             raise WireFormatError(f"chunk {j} from rank {sender}: {error}") from error
         if at != len(payload):

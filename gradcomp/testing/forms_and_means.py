@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcomp.compress import at_level, from_string
 from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels.lowrank import BASELINE_RANKS, numpy_multiplies
+from gradcomp.kernels.dispatch import BASELINE_RANKS, numpy_multiplies
 from gradcomp.testing.cases import CAP, CONV, LARGE, LAYERS, ODD, WORLDS, Row, after_a_step, check, simulated
 from gradcomp.testing.simulation import Mean, same_bytes, true_mean
 

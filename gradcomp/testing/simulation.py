@@ -242,7 +242,7 @@ class Simulation:
             exact = config.deterministic
             running = [
                 controller.begin(
-                    Environment(layers, adjustable, r, hosts, *common, zeros=p.zeros, deterministic=exact)
+                    Environment(layers, adjustable, r, hosts, *common, device=p, deterministic=exact)
                 )
                 for r, p in enumerate(places)
             ]

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from gradcomp import kernels
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import StepDriver, Words
@@ -441,7 +440,7 @@ class Steps:
 
     def digests(self) -> Digests:
         with tf.init_scope():
-            values = [kernels.crc32c(bytes_of(variable.numpy())) for variable in self._variables]
+            values = [HOST.kernels.crc32c(bytes_of(variable.numpy())) for variable in self._variables]
         return Digests(CRC32C, dict(zip(self._names, values, strict=True)))
 
     def begin_digests(self) -> Future[Digests]:
@@ -461,7 +460,7 @@ class Steps:
         with tf.init_scope():
             held = [self._memory.value(tf.convert_to_tensor(variable)) for variable in self._variables]
             self._table["gradient"] = [self._memory.address(value) for value in held]
-            kernels.sample(self._table, values, turn=turn & 0xFFFFFFFF)
+            self._memory.device.kernels.sample(self._table, values, turn=turn & 0xFFFFFFFF)
         return Fingerprint(values, json.dumps([{"learning rate": self._last[1], **self._scalars()}]))
 
     def means_complete(self) -> None:

@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from gradcomp import kernels
 from gradcomp.compress import Policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
@@ -23,7 +22,7 @@ from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFinge
 from gradcomp.exchange.thread import in_background
 from gradcomp.job import start
 from gradcomp.job.start import Proposal
-from gradcomp.kernels.devices import Device
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.reference_checksum import Words, sampled_elements, value_of_sample
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.torch.streams import streams_of
@@ -216,7 +215,7 @@ def digests_behind(named: Named) -> Callable[[], Digests]:
 
 
 def _digest(parameter: torch.Tensor) -> int:
-    return kernels.crc32c(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return HOST.kernels.crc32c(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
 
 
 class ParameterSamples:
@@ -246,7 +245,7 @@ class ParameterSamples:
             self._table["length"][i] = parameter.numel() if as_it_was else 0
         self._table["gradient"] = addresses
         if not self._device.is_late:
-            return Fingerprint(_sample(self._table, turn), scalars)
+            return Fingerprint(_sample(self._device, self._table, turn), scalars)
         table, streams = self._table.copy(), streams_of(self._parameters[0].device)
         begun = streams.mark()
 
@@ -256,7 +255,7 @@ class ParameterSamples:
                 if self._device.driver is None:
                     return Fingerprint(self._taken(table["length"].tolist(), turn), scalars)
                 self._device.follow([self._device.mark(streams.handle())])
-                return Fingerprint(_sample(table, turn), scalars)
+                return Fingerprint(_sample(self._device, table, turn), scalars)
 
         return in_background(self._device.bound(work))
 
@@ -276,9 +275,9 @@ class ParameterSamples:
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _sample(table: np.ndarray[Any, Any], turn: int) -> Words:
+def _sample(device: Device, table: np.ndarray[Any, Any], turn: int) -> Words:
     values = np.zeros(len(table), dtype=np.uint32)
-    kernels.sample(table, values, turn=turn & 0xFFFFFFFF)
+    device.kernels.sample(table, values, turn=turn & 0xFFFFFFFF)
     return values
 
 

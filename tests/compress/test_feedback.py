@@ -28,6 +28,7 @@ from gradcomp.control.candidates import default_levels
 from gradcomp.control.distortion.round_trip import answer, round_trip
 from gradcomp.core.state import Fields
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import OWNER_RANK
 from gradcomp.kernels.step import StepContext
 from gradcomp.testing.simulation import Simulation
@@ -115,10 +116,12 @@ class OneRank:
         sizes = codec.wire_bytes(table)
         table["payload"] = np.cumsum(sizes) - sizes
         sent, back = np.empty((2, int(sizes.sum())), dtype=np.uint8)
-        codec.encode(table, sent, flags, context.draw, 1.0, self._decay)
+        codec.encode(HOST, table, sent, flags, context.draw, 1.0, self._decay)
         table["residual"], table["next_residual"] = map(self._rows, self._kept[1])
-        codec.reduce(table, [sent], back, flags, replace(context.draw, rank=OWNER_RANK), 1.0, self._decay)
-        codec.decode(table, back, flags)
+        codec.reduce(
+            HOST, table, [sent], back, flags, replace(context.draw, rank=OWNER_RANK), 1.0, self._decay
+        )
+        codec.decode(HOST, table, back, flags)
         return Reply(flags)
 
     def _rows(self, array: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from tiers import examples
 
 from gradcomp import GlobalTopK, LayerSpec
 from gradcomp.exchange.layout import build_layout
-from gradcomp.kernels import selection
+from gradcomp.kernels.devices import HOST
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation, plan_for
 
@@ -66,8 +66,8 @@ def test_of_equal_elements_no_more_than_k_travel(value: float, sent: int):
 def test_the_selection_is_found_in_few_passes(monkeypatch):
     """One huge element and very many tiny ones: a bisection of the magnitudes themselves would not end."""
     passes = []
-    tail = selection.tail
-    monkeypatch.setattr(selection, "tail", lambda *arguments: (passes.append(1), tail(*arguments)))
+    tail = HOST.kernels.tail
+    monkeypatch.setattr(HOST.kernels, "tail", lambda *arguments: (passes.append(1), tail(*arguments)))
     values = np.full(TOTAL, 1e-45)
     values[40] = 3e38
     assert selected(GlobalTopK(0.05, feedback=False), values).sum() == 5

@@ -99,11 +99,11 @@ def _reduce(r: random.Random, message: Reduce, context: StepContext) -> Reply:
     for table in (group.table, group.inputs):
         table["payload"] = np.cumsum(sizes) - sizes
     flags = np.zeros(len(group.table), np.uint8)
-    codec.encode(group.inputs, payload, flags, context.draw)
+    codec.encode(group.device, group.inputs, payload, flags, context.draw)
     changed = mutate(r, payload, same_length=True)  # a transport refuses any other
     mean = np.zeros_like(payload)
     table = group.inputs.copy()
     table["gradient"], table["next_residual"] = 0, 0
-    codec.reduce(table, [payload, changed], mean, flags, context.draw, context.divisor)
-    codec.decode(group.table, r.choice((changed, mean)), flags)
+    codec.reduce(group.device, table, [payload, changed], mean, flags, context.draw, context.divisor)
+    codec.decode(group.device, group.table, r.choice((changed, mean)), flags)
     return Reply(flags)

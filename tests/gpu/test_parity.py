@@ -11,8 +11,8 @@ from kernels.layers import Layer
 from kernels.layers import Layers as Selections
 from kernels.lent import back, there
 
-from gradcomp.kernels import dispatch, indices, reference, segments
-from gradcomp.kernels.indices import index_bytes
+from gradcomp.kernels import dispatch, reference, segments
+from gradcomp.kernels.reference_indices import ALL, BITMAP, PACKED, RAW, index_bytes
 from gradcomp.kernels.segments import Draw, Factor, Shapes
 
 # The compiled body is quicker, and gives the reference's bytes: tests/kernels shows it.
@@ -170,7 +170,7 @@ def test_index_lists_on_the_device(body: Any) -> None:
     QUICK.draw_indices(lengths, counts, layers, offsets, drawn, **draws)
     body.draw_indices(lengths, counts, layers, offsets, drawn_there, **draws)
     assert back(drawn_there).tobytes() == drawn.tobytes()
-    codings = np.array([indices.PACKED, indices.BITMAP, indices.ALL, indices.RAW], np.int32)
+    codings = np.array([PACKED, BITMAP, ALL, RAW], np.int32)
     rows = (codings, lengths, counts, offsets)
     sizes = index_bytes(codings, lengths, counts)
     places = np.cumsum(sizes) - sizes

@@ -10,7 +10,6 @@ import pytest
 from kernels.isas import NATIVE, available_isas, instruction_set
 from kernels.standin import ORDERS, cuda_backend
 
-from gradcomp import kernels
 from gradcomp.kernels import dispatch
 
 REFERENCE: Any = dispatch.named("reference")
@@ -28,7 +27,7 @@ def running(name: str) -> Iterator[Any]:
     elif name == "native":
         yield NATIVE
     elif name == "reference":
-        with kernels.use("reference"):
+        with dispatch.use("reference"):
             yield REFERENCE
     else:
         with instruction_set(name):

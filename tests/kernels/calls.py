@@ -115,7 +115,7 @@ def well_formed(kernel: str, codec: int = segments.MINMAX) -> dict[str, Any]:
 
 
 def definition(kernel: str) -> Any:
-    return next(getattr(each, kernel) for each in dispatch.DEFINITIONS if hasattr(each, kernel))
+    return getattr(dispatch.Kernels, kernel)
 
 
 def call(backend: Any, kernel: str, given: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp import kernels
 from gradcomp.kernels import segments
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import Draw
 
 CODECS = {
@@ -172,7 +172,7 @@ class Group:
 
     def values(self, payload: bytes) -> list[Any]:
         """Decoded values, one array per segment."""
-        decoded = self.decode(kernels, payload)
+        decoded = self.decode(HOST.kernels, payload)
         return [
             np.frombuffer(data or b"", segments.DTYPES[row.dtype])
             for data, row in zip(decoded.arrays, self.rows, strict=True)

@@ -8,15 +8,17 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from cuda_on_cpu.driver import CpuDriver
 from kernels import gpu
 from kernels.carried import Carried
 
-from gradcomp.kernels import devices, dispatch
+from gradcomp.kernels import devices
 from gradcomp.kernels.cuda.backend import CudaKernels
-from gradcomp.kernels.devices import Device
+from gradcomp.kernels.devices import HOST, Device
+from gradcomp.kernels.dispatch import Kernels
 from gradcomp.kernels.segments import is_table
 
 GPU = -1
@@ -78,25 +80,23 @@ class _Strict:
         return call
 
 
-def _unmixed(driver: CpuDriver) -> Any:
-    """`dispatch.device_of`, which refuses tables of which some addresses are the device's and others are not.
+class _Refusing:
+    """A kernel of the host that refuses tables in which an address is the device's.
 
     The stand-in's memory is the host's too, so that a kernel of the host would take a gradient of the device.
     """
-    device_of = dispatch.device_of
 
-    def checked(arguments: Any) -> Any:
+    def __init__(self, name: str, driver: CpuDriver) -> None:
+        self._name, self._kernel, self._driver = name, getattr(HOST.kernels, name), driver
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
         for table in filter(is_table, arguments):
-            sides = {
-                (column, driver.reaches(address))
-                for column in ADDRESSES
-                for address in table[column][table["length"] > 0].tolist()
-                if address
-            }
-            assert len({side for _, side in sides}) < 2, f"a table of both sides: {sorted(sides)}"
-        return device_of(arguments)
-
-    return checked
+            for column in ADDRESSES:
+                for address in table[column][table["length"] > 0].tolist():
+                    assert not address or not self._driver.reaches(address), (
+                        f"{self._name}: a {column} of the device"
+                    )
+        return self._kernel(*arguments, **settings)
 
 
 @contextmanager
@@ -121,13 +121,12 @@ def lists_for_kernels_alone() -> Iterator[None]:
 def device(name: str = "stand-in", order: int = 0) -> Iterator[tuple[Device, Any]]:
     """A device of the stand-in, and its kernels, which note in ``called`` what ran; its memory is ``zeros`` only."""
     driver = CpuDriver(FOLDER, order)
-    before = dispatch.device_backends, dispatch.device_of
-    dispatch.device_backends, dispatch.device_of = {}, _unmixed(driver)
-    try:
-        place = devices.on(name, driver)
-        strict = _Strict(place.kernels, driver)
-        dispatch.device_backends[name] = strict, driver.reaches
-        with lists_for_kernels_alone():
-            yield replace(place, kernels=strict), strict
-    finally:
-        dispatch.device_backends, dispatch.device_of = before
+    place = devices.on(name, driver)
+    strict = _Strict(place.kernels, driver)
+    refusing = {
+        name: _Refusing(name, driver)
+        for name, each in vars(Kernels).items()
+        if isinstance(each, staticmethod)
+    }
+    with lists_for_kernels_alone(), patch.multiple(HOST.kernels, **refusing):
+        yield replace(place, kernels=strict), strict

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from kernels.groups import CODECS, Group, Segment, dtypes_of, levels_of, magnitudes_of, nearest_level
 
-from gradcomp import kernels
 from gradcomp.kernels import philox, quantisers, reference_codes, segments
+from gradcomp.kernels.devices import HOST
 
 CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 ROUNDING = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
@@ -32,7 +32,7 @@ def one(codec: int, gradient: Any, residual: Any = None, **row: Any) -> Group:
 def decoded(codec: int, gradient: Any, stochastic: bool = False, **row: Any) -> Any:
     """The values of a payload."""
     group = one(codec, gradient, **row)
-    return group.values(group.encode(kernels, stochastic=stochastic).payload)[0]
+    return group.values(group.encode(HOST.kernels, stochastic=stochastic).payload)[0]
 
 
 # --- wire bytes ---------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_payloads_by_hand(name: str) -> None:
     group = one(CODECS[name], np.array(gradient, np.float32), bits=bits, bucket_size=bucket_size)
     if name == "codebook-linf":
         group.magnitudes[3, :4] = 0, 0.25, 0.5, 1
-    payload = group.encode(kernels).payload
+    payload = group.encode(HOST.kernels).payload
     assert np.frombuffer(payload[: 4 * len(scales)], "<f4").tolist() == scales
     assert payload[4 * len(scales) :] == bytes(codes)
     if name == "codebook-linf":
@@ -119,9 +119,9 @@ def test_segments_do_not_depend_on_their_neighbours(codec: int) -> None:
         for n in (5, 700, 64)
     ]
     group = Group(codec, rows)
-    together = group.encode(kernels, stochastic=True).payload
+    together = group.encode(HOST.kernels, stochastic=True).payload
     for row, place in zip(rows, group.table, strict=True):
-        alone = Group(codec, [row], gap=0).encode(kernels, stochastic=True).payload
+        alone = Group(codec, [row], gap=0).encode(HOST.kernels, stochastic=True).payload
         assert together[place["payload"] : place["payload"] + len(alone)] == alone
 
 
@@ -185,7 +185,7 @@ def test_reduced_votes_are_the_majority(ranks: int) -> None:
     for gradient in gradients:
         gradient[600:] = 0  # a bucket that is zero everywhere stays zero
     groups = [one(segments.VOTE, gradient, bits=1, bucket_size=100) for gradient in gradients]
-    reduced = groups[0].reduce(kernels, [group.encode(kernels).payload for group in groups])
+    reduced = groups[0].reduce(HOST.kernels, [group.encode(HOST.kernels).payload for group in groups])
     (majority,) = groups[0].values(reduced.payload)
     votes = sum(np.sign(gradient[:600]) for gradient in gradients)
     # Without draws, ties are positive.
@@ -203,10 +203,10 @@ def test_ties_and_zeros_vote_either_way(ranks: int) -> None:
     total = np.zeros(4000)
     for step in range(16):
         payloads = [
-            group.encode(kernels, stochastic=True, step=step, rank=r).payload
+            group.encode(HOST.kernels, stochastic=True, step=step, rank=r).payload
             for r, group in enumerate(groups)
         ]
-        reduced = groups[0].reduce(kernels, payloads, stochastic=True, step=step).payload
+        reduced = groups[0].reduce(HOST.kernels, payloads, stochastic=True, step=step).payload
         (majority,) = groups[0].values(reduced)
         assert set(np.unique(majority)) == {-1, 1}
         total += majority
@@ -218,7 +218,7 @@ def test_ties_and_zeros_vote_either_way(ranks: int) -> None:
 
 def test_a_bucket_of_zeros_does_not_vote() -> None:
     group = one(segments.VOTE, np.zeros(100, np.float32), bits=1)
-    encoded = group.encode(kernels, stochastic=True)
+    encoded = group.encode(HOST.kernels, stochastic=True)
     assert not any(encoded.payload[3:-3])
     (value,) = group.values(encoded.payload)
     assert value.tobytes() == bytes(400)
@@ -227,8 +227,8 @@ def test_a_bucket_of_zeros_does_not_vote() -> None:
 @pytest.mark.parametrize("codec", [segments.L2, segments.LINF], ids=["l2", "linf"])
 def test_one_bit_to_nearest_of_a_norm_is_a_scaled_sign(codec: int) -> None:
     gradient = normal(1300)
-    sign = one(segments.SIGN, gradient, bits=1).encode(kernels).payload
-    assert one(codec, gradient, bits=1).encode(kernels).payload == sign
+    sign = one(segments.SIGN, gradient, bits=1).encode(HOST.kernels).payload
+    assert one(codec, gradient, bits=1).encode(HOST.kernels).payload == sign
 
 
 @pytest.mark.parametrize("probability", [2.0**-17, 2.0**-19, 2.0**-22])
@@ -261,7 +261,10 @@ def test_stochastic_rounding_is_unbiased(codec: int, bits: int) -> None:
     group = one(codec, gradient, bits=bits, bucket_size=128)
     draws = 400
     values = np.array(
-        [group.values(group.encode(kernels, stochastic=True, step=step).payload)[0] for step in range(draws)],
+        [
+            group.values(group.encode(HOST.kernels, stochastic=True, step=step).payload)[0]
+            for step in range(draws)
+        ],
         np.float64,
     )
     # Equal elements differ in their draws only: 4 * draws samples of each.
@@ -290,7 +293,7 @@ def test_drawing_keeps_what_bfloat16_has(value: float) -> None:
 
 def test_drawing_bfloat16_does_not_overflow() -> None:
     gradient = np.full(1000, 3.395e38, np.float32)  # rounds to the largest bfloat16
-    encoded = (group := one(segments.BF16, gradient)).encode(kernels, stochastic=True)
+    encoded = (group := one(segments.BF16, gradient)).encode(HOST.kernels, stochastic=True)
     assert encoded.flags == [0]
     assert np.unique(group.values(encoded.payload)[0]).tolist() == [np.float32(3.3895314e38)]
 
@@ -327,7 +330,7 @@ def test_next_residual_is_what_was_not_sent(codec: int, stochastic: bool) -> Non
     dtype = segments.DTYPES[dtypes_of(codec)[0]]
     gradient, residual = normal(1500, 1).astype(dtype), normal(1500, 2)
     group = one(codec, gradient, residual, bits=nearest_level(codec, 3), next_residual=True)
-    encoded = group.encode(kernels, stochastic=stochastic, scale=0.25, decay=0.5)
+    encoded = group.encode(HOST.kernels, stochastic=stochastic, scale=0.25, decay=0.5)
     (value,) = group.values(encoded.payload)
     contribution = dtype.type(0.25) * gradient + dtype.type(0.5) * residual.astype(dtype)
     expected = (contribution - value).astype(np.float32)
@@ -340,12 +343,12 @@ def test_residual_may_be_overwritten_by_the_next_one(codec: int) -> None:
     for bucket_size in (100, 512, 5000):
         bits = nearest_level(codec, 4)
         group = one(codec, gradient, residual, bits=bits, bucket_size=bucket_size, next_residual=True)
-        expected = group.encode(kernels)
+        expected = group.encode(HOST.kernels)
         in_place = residual.copy()
         table = group.table.copy()
         table["residual"] = table["next_residual"] = in_place.ctypes.data
         payload = np.zeros(group.size, np.uint8)
-        kernels.encode(
+        HOST.kernels.encode(
             codec, table, payload, np.zeros(1, np.uint8),
             draw=None, scale=1.0, decay=1.0, magnitudes=magnitudes_of(codec),
         )  # fmt: skip
@@ -357,9 +360,9 @@ def test_absent_gradient_sends_the_residual(codec: int) -> None:
     dtype = dtypes_of(codec)[0]
     residual = normal(100)
     bits = max(levels_of(codec))
-    absent = Group(codec, [Segment(None, residual, bits=bits, length=100, dtype=dtype)]).encode(kernels)
+    absent = Group(codec, [Segment(None, residual, bits=bits, length=100, dtype=dtype)]).encode(HOST.kernels)
     zeros = np.zeros(100, segments.DTYPES[dtype])
-    assert absent == Group(codec, [Segment(zeros, residual, bits=bits, dtype=dtype)]).encode(kernels)
+    assert absent == Group(codec, [Segment(zeros, residual, bits=bits, dtype=dtype)]).encode(HOST.kernels)
 
 
 @CODEC
@@ -367,14 +370,14 @@ def test_reduce_is_the_mean_of_the_values_encoded_again(codec: int) -> None:
     dtype = segments.DTYPES[dtypes_of(codec)[0]]
     bits = nearest_level(codec, 5)
     groups = [one(codec, normal(1000, seed).astype(dtype), bits=bits) for seed in range(3)]
-    payloads = [group.encode(kernels).payload for group in groups]
+    payloads = [group.encode(HOST.kernels).payload for group in groups]
     values = [group.values(payload)[0] for group, payload in zip(groups, payloads, strict=True)]
     mean = (values[0] + values[1] + values[2]) / dtype.type(3)
     for rank in (segments.OWNER_RANK, 3):
-        again = one(codec, mean, bits=bits).encode(kernels, stochastic=True, rank=rank)
-        assert groups[0].reduce(kernels, payloads, stochastic=True, rank=rank).payload == again.payload
-    owner = groups[0].reduce(kernels, payloads, stochastic=True, rank=segments.OWNER_RANK)
-    assert groups[0].reduce(kernels, payloads, stochastic=True) == owner
+        again = one(codec, mean, bits=bits).encode(HOST.kernels, stochastic=True, rank=rank)
+        assert groups[0].reduce(HOST.kernels, payloads, stochastic=True, rank=rank).payload == again.payload
+    owner = groups[0].reduce(HOST.kernels, payloads, stochastic=True, rank=segments.OWNER_RANK)
+    assert groups[0].reduce(HOST.kernels, payloads, stochastic=True) == owner
 
 
 # --- awkward numbers ----------------------------------------------------------------------------------------------
@@ -390,12 +393,12 @@ def test_non_finite_contribution_is_flagged_and_sends_zeros(codec: int, bad: flo
     spoilt = Segment(good.gradient.copy(), bits=bits, dtype=dtype, next_residual=True)
     spoilt.gradient[position] = bad
     group = Group(codec, [good, spoilt, good])
-    encoded = group.encode(kernels)
+    encoded = group.encode(HOST.kernels)
     assert encoded.flags == [0, 1, 0]
     size = segments.wire_bytes(codec, 700, bits, 512)
     offset = group.table["payload"][1]
     assert encoded.payload[offset : offset + size] == bytes(size)
-    decoded = group.decode(kernels, encoded.payload, encoded.flags)
+    decoded = group.decode(HOST.kernels, encoded.payload, encoded.flags)
     values = [np.frombuffer(data or b"", segments.DTYPES[dtype]) for data in decoded.arrays]
     assert [bool(np.isnan(value).all()) for value in values] == [False, True, False]
     assert np.isfinite(values[0]).all()
@@ -413,7 +416,7 @@ def test_non_finite_contribution_is_flagged_and_sends_zeros(codec: int, bad: flo
     ],
 )
 def test_overflow_of_a_scale_is_flagged(codec: int, gradient: list[float]) -> None:
-    encoded = one(codec, np.array(gradient, np.float32), bits=2).encode(kernels)
+    encoded = one(codec, np.array(gradient, np.float32), bits=2).encode(HOST.kernels)
     assert encoded.flags == [1]
     assert not any(encoded.payload)
 
@@ -428,11 +431,13 @@ def test_overflow_of_a_scale_is_flagged(codec: int, gradient: list[float]) -> No
 def test_overflow_of_the_output_is_flagged(codec: int, dtype: int, sign: int) -> None:
     limit = sign * (65504.0 if dtype == segments.FLOAT16 else 3.3895314e38)
     bits = nearest_level(codec, 4)
-    payload = one(codec, np.array([limit, 0], np.float32), bits=bits, bucket_size=1).encode(kernels).payload
+    payload = (
+        one(codec, np.array([limit, 0], np.float32), bits=bits, bucket_size=1).encode(HOST.kernels).payload
+    )
     group = Group(codec, [Segment(None, length=2, dtype=dtype, bits=bits, bucket_size=1)], gap=0)
-    assert group.decode(kernels, payload).flags == [0]
-    assert group.decode(kernels, payload, scale=1.01).flags == [1]
-    assert group.decode(kernels, payload, scale=1.01, divisor=2.0).flags == [0]
+    assert group.decode(HOST.kernels, payload).flags == [0]
+    assert group.decode(HOST.kernels, payload, scale=1.01).flags == [1]
+    assert group.decode(HOST.kernels, payload, scale=1.01, divisor=2.0).flags == [0]
 
 
 @pytest.mark.parametrize("codec", [codec for codec in segments.QUANTISERS if codec != segments.VOTE])
@@ -443,7 +448,7 @@ def test_vanishing_scales_decode_to_something_small(codec: int, stochastic: bool
     gradient[::2] *= -1
     for bits in levels_of(codec):
         group = one(codec, gradient, bits=bits, next_residual=True)
-        encoded = group.encode(kernels, stochastic=stochastic)
+        encoded = group.encode(HOST.kernels, stochastic=stochastic)
         (value,) = group.values(encoded.payload)
         assert encoded.flags == [0]
         assert np.isfinite(value).all()
@@ -476,5 +481,5 @@ def test_mean_magnitude_adds_in_the_same_order() -> None:
     gradient[0] = 2.0**54
     gradient[16::16] = -1.0
     gradient[1::16] = 2.0
-    payload = one(segments.SIGN, gradient, bits=1, bucket_size=640).encode(kernels).payload
+    payload = one(segments.SIGN, gradient, bits=1, bucket_size=640).encode(HOST.kernels).payload
     assert np.frombuffer(payload[:4], "<f4").tolist() == [np.float32((2.0**54 + 80) / 640)]

@@ -12,6 +12,7 @@ from kernels import standin
 from gradcomp import NUQSGD, BlockFloat, Cast, LayerSpec, Quantize, RedSync, ScaledSign, TernGrad, TopK
 from gradcomp.control.distortion.errors import errors
 from gradcomp.kernels import segments
+from gradcomp.kernels.devices import HOST
 from gradcomp.testing.simulation import shared
 
 FAMILIES: dict[str, list[Any]] = {
@@ -46,7 +47,7 @@ def test_errors_are_those_of_the_host(choices: list[Any], size: int, device: Any
     there = place.zeros(size)
     there.write(values)
     expected = errors(choices, layer, values, seed=5)
-    assert errors(choices, layer, there, seed=5) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert errors(choices, layer, there, seed=5, device=place) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     if size > 1:
         assert ("losses" in kernels.called) == (choices is not FAMILIES["a scale for all"])
 
@@ -56,7 +57,7 @@ def test_a_layer_is_read_once_for_all_levels(device: Any) -> None:
     there = place.zeros(5000)
     layer = LayerSpec("weight", (5000,), "float32", "weight")
     before = len(place.driver.launched)
-    errors([Quantize(bits) for bits in range(1, 9)], layer, there, seed=0)
+    errors([Quantize(bits) for bits in range(1, 9)], layer, there, seed=0, device=place)
     names = [name for name, _ in place.driver.launched[before:]]
     assert names.count("losses_stochastic") == 1
 
@@ -67,7 +68,11 @@ def test_what_no_code_can_carry_is_infinite(device: Any) -> None:
     there.write(np.array([3e38, -3e38], np.float32), 5)  # the span overflows
     layer = LayerSpec("weight", (600,), "float32", "weight")
     found = errors(
-        [Quantize(4, bucket_size=512), Quantize(4, bucket_size=512, scaling="linf")], layer, there, seed=0
+        [Quantize(4, bucket_size=512), Quantize(4, bucket_size=512, scaling="linf")],
+        layer,
+        there,
+        seed=0,
+        device=place,
     )
     assert np.isinf(found[0])
     assert np.isfinite(found[1])
@@ -129,8 +134,8 @@ def test_thresholds_of_redsync_are_those_of_the_host(density: float, tolerance: 
     here, _kept = rows(None, kinds)
     there, _also = rows(place, kinds)
     wanted = np.maximum(np.rint(density * here["length"]), 1).astype(np.int64)
-    expected = compressor.thresholds(here, wanted, 0)
+    expected = compressor.thresholds(HOST, here, wanted, 0)
     before = place.driver.synchronized
-    assert compressor.thresholds(there, wanted, 0).tobytes() == expected.tobytes()
+    assert compressor.thresholds(place, there, wanted, 0).tobytes() == expected.tobytes()
     assert place.driver.synchronized == before + 1
     assert kernels.called == {"bisect"}

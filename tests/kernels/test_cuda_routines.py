@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp.kernels import indices, replayed_calls
+from gradcomp.kernels import reference_indices, replayed_calls
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.replayed_calls import Phase
 
@@ -16,10 +16,10 @@ class Lists:
     """Two lists of indices, which a routine codes; ``asked``: how often."""
 
     def __init__(self, device: Any) -> None:
-        self.asked = 0
+        self.asked, self.kernels = 0, device.kernels
         self.counts = np.array([3, 2], np.int64)
         self.offsets, self.lengths = np.array([0, 3], np.int64), np.array([100, 50], np.int64)
-        self.codings = np.full(2, indices.RAW, np.int32)
+        self.codings = np.full(2, reference_indices.RAW, np.int32)
         self.places = np.array([0, 12], np.int64)
         self.indices = np.array([1, 5, 9, 0, 7], np.uint32)
         self.payload = device.array(20, np.uint8)
@@ -29,13 +29,15 @@ class Lists:
     def encode(self, key: int = 0) -> None:
         with self.phase.collecting() as started:
             replayed_calls.run(
-                key, (self.indices, self.payload), lambda: self._code(indices.encode_indices, self.indices)
+                key,
+                (self.indices, self.payload),
+                lambda: self._code(self.kernels.encode_indices, self.indices),
             )
         started.start()
         started.finish()
 
     def decode(self) -> Any:
-        self._code(indices.decode_indices, self.decoded)
+        self._code(self.kernels.decode_indices, self.decoded)
         return self.decoded.tolist()
 
     def _code(self, kernel: Any, lists: Any) -> None:
@@ -64,7 +66,13 @@ def test_a_large_array_is_copied_anew_and_tables_around_it_stay(gpu: Any) -> Non
                 0,
                 (payload,),
                 lambda: gpu.kernels.decode_indices(
-                    np.full(1, indices.RAW, np.int32), counts + count, counts, one, found, one, payload
+                    np.full(1, reference_indices.RAW, np.int32),
+                    counts + count,
+                    counts,
+                    one,
+                    found,
+                    one,
+                    payload,
                 ),
             )
         started.start()

@@ -32,8 +32,7 @@ from kernels.calls import (
 from kernels.groups import magnitudes_of
 from kernels.standin import is_gpu
 
-from gradcomp import kernels
-from gradcomp.kernels import segments
+from gradcomp.kernels import dispatch, segments
 
 
 def refused(
@@ -335,12 +334,12 @@ def test_the_choice_is_untouched_unless_one_is_found(backend: Any) -> None:
 
 
 def test_selecting_a_backend() -> None:
-    before = kernels.backend()
-    with kernels.use("reference"):
-        assert kernels.backend() == "reference"
-    assert kernels.backend() == before
+    before = dispatch.backend()
+    with dispatch.use("reference"):
+        assert dispatch.backend() == "reference"
+    assert dispatch.backend() == before
     with pytest.raises(ValueError, match="not installed"):
-        kernels.use("abacus")  # type: ignore[arg-type]
+        dispatch.use("abacus")  # type: ignore[arg-type]
 
 
 def test_selecting_an_instruction_set() -> None:

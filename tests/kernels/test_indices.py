@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels.backends import ALL, each_of
+from kernels.backends import ALL as ALL_BACKENDS
+from kernels.backends import each_of
 from kernels.isas import NATIVE
 from kernels.standin import ORDERS, cuda_backend
 from tiers import examples
 
-from gradcomp.kernels import indices, reference_indices
+from gradcomp.kernels import reference_indices
+from gradcomp.kernels.reference_indices import ALL, BITMAP, PACKED, RAW, index_bytes, smallest_coding
 
-BACKEND = each_of(ALL)
+BACKEND = each_of(ALL_BACKENDS)
 OTHERS = {"native": NATIVE} | {name: cuda_backend(order) for name, order in ORDERS.items()}
 BACKENDS = {"reference": reference_indices} | OTHERS
-CODINGS = {"raw": indices.RAW, "packed": indices.PACKED, "bitmap": indices.BITMAP, "all": indices.ALL}
+CODINGS = {"raw": RAW, "packed": PACKED, "bitmap": BITMAP, "all": ALL}
 CODING = pytest.mark.parametrize("coding", CODINGS.values(), ids=CODINGS)
 
 
@@ -35,11 +37,11 @@ def stream(bits: Sequence[int], size: int) -> bytes:
 
 def oracle(coding: int, length: int, listed: Sequence[int]) -> bytes:
     k = len(listed)
-    if k == 0 or coding == indices.ALL:
+    if k == 0 or coding == ALL:
         return b""
-    if coding == indices.RAW:
+    if coding == RAW:
         return b"".join(index.to_bytes(4, "little") for index in listed)
-    if coding == indices.BITMAP:
+    if coding == BITMAP:
         return stream(listed, length)
     low_bits = max(0, (length // k).bit_length() - 1)
     lower = [low_bits * j + b for j, index in enumerate(listed) for b in range(low_bits) if index >> b & 1]
@@ -67,7 +69,7 @@ class Table:
         self.codings = np.array([row.coding for row in rows], np.int32)
         self.lengths = np.array([row.length for row in rows], np.int64)
         self.counts = np.array([len(row.indices) for row in rows], np.int64)
-        self.sizes = indices.index_bytes(self.codings, self.lengths, self.counts)
+        self.sizes = index_bytes(self.codings, self.lengths, self.counts)
         self.offsets = self._places(self.counts)
         self.places = self._places(self.sizes)
 
@@ -131,7 +133,7 @@ def sweep(coding: int) -> Table:
     rows = []
     for length in LENGTHS:
         some = {0, 1, 2, 3, length // 100, length // 5, length // 3, length // 2, length - 1, length}
-        counts = {0, length} if coding == indices.ALL else {k for k in some if 0 <= k <= length}
+        counts = {0, length} if coding == ALL else {k for k in some if 0 <= k <= length}
         rows += [Row(coding, length, choose(length, count)) for count in sorted(counts)]
     return Table(rows)
 
@@ -163,7 +165,7 @@ LONG = [
 @pytest.mark.parametrize(("name", "length", "share"), LONG)
 def test_long_rows(name: str, length: int, share: float) -> None:
     chosen = choose(length, max(1, int(length * share)))
-    table = Table([Row(coding, length, chosen) for coding in CODINGS.values() if coding != indices.ALL])
+    table = Table([Row(coding, length, chosen) for coding in CODINGS.values() if coding != ALL])
     encoded = table.encode(BACKENDS[name])
     assert encoded == table.encode(reference_indices)
     assert table.decode(BACKENDS[name], encoded) == [chosen.tolist()] * 3
@@ -171,7 +173,7 @@ def test_long_rows(name: str, length: int, share: float) -> None:
 
 def test_dense_rows_of_many_tiles() -> None:
     chosen = choose(20_001, 18_000)
-    table = Table([Row(coding, 20_001, chosen) for coding in (indices.RAW, indices.PACKED, indices.BITMAP)])
+    table = Table([Row(coding, 20_001, chosen) for coding in (RAW, PACKED, BITMAP)])
     encoded = table.encode(reference_indices)
     for order in range(3):
         assert table.encode(cuda_backend(order)) == encoded
@@ -180,7 +182,7 @@ def test_dense_rows_of_many_tiles() -> None:
 
 @BACKEND
 @pytest.mark.parametrize("length", [2**32, 2**32 - 1, 2**31 + 1, 2**31])
-@pytest.mark.parametrize("coding", [indices.RAW, indices.PACKED], ids=["raw", "packed"])
+@pytest.mark.parametrize("coding", [RAW, PACKED], ids=["raw", "packed"])
 def test_lengths_up_to_the_limit(backend: Any, coding: int, length: int) -> None:
     lists = [[0], [length - 1], [0, length - 1], [2**31 - 1], choose(length, 700).tolist()]
     table = Table([Row(coding, length, np.array(listed, np.uint32)) for listed in lists])
@@ -196,7 +198,7 @@ def test_any_rows(data: Any) -> None:
     for _ in range(data.draw(st.integers(0, 4))):
         length = data.draw(st.integers(1, 300))
         listed = sorted(data.draw(st.sets(st.integers(0, length - 1))))
-        coding = data.draw(st.sampled_from([indices.RAW, indices.PACKED, indices.BITMAP]))
+        coding = data.draw(st.sampled_from([RAW, PACKED, BITMAP]))
         rows.append(Row(coding, length, np.array(listed, np.uint32)))
     table = Table(rows)
     expected = table.payload([oracle(row.coding, row.length, row.indices.tolist()) for row in rows])
@@ -212,32 +214,32 @@ def every_size(lengths: Any, counts: Any) -> Any:
     """Bytes in each coding, ALL first; a row that ALL cannot code counts as endless."""
     possible = (counts == lengths) | (counts == 0)
     everything = np.where(possible, 0, np.iinfo(np.int64).max)
-    others = (indices.RAW, indices.BITMAP, indices.PACKED)
-    return np.stack([everything, *(indices.index_bytes(coding, lengths, counts) for coding in others)])
+    others = (RAW, BITMAP, PACKED)
+    return np.stack([everything, *(index_bytes(coding, lengths, counts) for coding in others)])
 
 
 def test_smallest_coding() -> None:
     pairs = [(n, k) for n in (*range(130), 1000, 2**20, 2**32) for k in {*range(min(n, 130) + 1), n // 2, n}]
     lengths, counts = np.array(pairs, np.int64).T
-    chosen = indices.smallest_coding(lengths, counts)
+    chosen = smallest_coding(lengths, counts)
     sizes = every_size(lengths, counts)
     assert chosen.dtype == np.int32
-    assert (indices.index_bytes(chosen, lengths, counts) == sizes.min(axis=0)).all()
-    preference = np.array([indices.ALL, indices.RAW, indices.BITMAP, indices.PACKED])
+    assert (index_bytes(chosen, lengths, counts) == sizes.min(axis=0)).all()
+    preference = np.array([ALL, RAW, BITMAP, PACKED])
     assert (chosen == preference[sizes.argmin(axis=0)]).all()
     assert set(chosen.tolist()) == set(preference.tolist())
 
 
 @pytest.mark.parametrize(("length", "count"), [(100_000, 1000), (2**20, 10486), (25_000_000, 250_000)])
 def test_one_percent_costs_less_than_nine_bits(length: int, count: int) -> None:
-    (size,) = indices.index_bytes(indices.PACKED, np.array([length]), np.array([count]))
+    (size,) = index_bytes(PACKED, np.array([length]), np.array([count]))
     assert 8.0 < 8 * size / count < 8.7
 
 
 def test_packed_costs_at_most_two_bits_more_than_the_logarithm() -> None:
     lengths = np.repeat(np.int64(2) ** np.arange(7, 33), 60)
     counts = np.maximum(1, (lengths * np.tile(np.geomspace(1e-6, 1, 60), 26)).astype(np.int64))
-    bits = 8 * indices.index_bytes(indices.PACKED, lengths, counts)
+    bits = 8 * index_bytes(PACKED, lengths, counts)
     # Two streams, each padded to whole bytes, and the zero that ends the unary part.
     assert (bits <= counts * (2 + np.log2(lengths / counts)) + 2 * 7 + 1).all()
 
@@ -247,20 +249,20 @@ def test_packed_costs_at_most_two_bits_more_than_the_logarithm() -> None:
     [
         (4, 8, 1, "coding"),
         (-1, 8, 1, "coding"),
-        (indices.RAW, -1, 0, "length"),
-        (indices.RAW, 2**32 + 1, 0, "length"),
-        (indices.RAW, 8, 9, "count"),
-        (indices.PACKED, 8, -1, "count"),
-        (indices.ALL, 8, 7, "ALL"),
+        (RAW, -1, 0, "length"),
+        (RAW, 2**32 + 1, 0, "length"),
+        (RAW, 8, 9, "count"),
+        (PACKED, 8, -1, "count"),
+        (ALL, 8, 7, "ALL"),
     ],
 )
 def test_sizes_of_nonsense(coding: int, length: int, count: int, complaint: str) -> None:
     lengths, counts = np.array([8, length]), np.array([8, count])
     with pytest.raises(ValueError, match=f"row [01]: .*{complaint}"):
-        indices.index_bytes(np.array([indices.RAW, coding]), lengths, counts)
+        index_bytes(np.array([RAW, coding]), lengths, counts)
     if complaint in ("length", "count"):
         with pytest.raises(ValueError, match=f"row 1: {complaint}"):
-            indices.smallest_coding(lengths, counts)
+            smallest_coding(lengths, counts)
 
 
 # --- bytes from the network ---------------------------------------------------------------------------------
@@ -289,9 +291,9 @@ SHAPES = [(1, 1), (5, 2), (8, 8), (16, 3), (100, 7), (130, 64), (130, 129), (100
 @pytest.mark.parametrize(
     ("coding", "length", "count"),
     [
-        *((coding, *shape) for coding in (indices.RAW, indices.PACKED, indices.BITMAP) for shape in SHAPES),
-        (indices.RAW, 2**32, 3),
-        (indices.PACKED, 2**32, 3),
+        *((coding, *shape) for coding in (RAW, PACKED, BITMAP) for shape in SHAPES),
+        (RAW, 2**32, 3),
+        (PACKED, 2**32, 3),
     ],
 )
 def test_every_flipped_bit_is_seen_or_gives_another_list(coding: int, length: int, count: int) -> None:
@@ -302,7 +304,7 @@ def test_every_flipped_bit_is_seen_or_gives_another_list(coding: int, length: in
         flipped = bytearray(encoded)
         flipped[table.GAP + bit // 8] ^= 1 << bit % 8
         outcomes.append(decode_with_every_backend(table, bytes(flipped), cuda=bit % 13 == 0))
-    if coding == indices.BITMAP:
+    if coding == BITMAP:
         assert set(map(str, outcomes)) == {"None"}  # another number of bits
     assert [table.rows[0].indices.tolist()] not in outcomes
 
@@ -312,7 +314,7 @@ def test_every_flipped_bit_is_seen_or_gives_another_list(coding: int, length: in
 def test_any_bytes(data: Any) -> None:
     length = data.draw(st.integers(1, 200))
     count = data.draw(st.integers(1, length))
-    coding = data.draw(st.sampled_from([indices.RAW, indices.PACKED, indices.BITMAP]))
+    coding = data.draw(st.sampled_from([RAW, PACKED, BITMAP]))
     table = Table([Row(coding, length, np.zeros(count))])
     size = int(table.sizes[0])
     decode_with_every_backend(table, table.payload([data.draw(st.binary(min_size=size, max_size=size))]))
@@ -321,31 +323,29 @@ def test_any_bytes(data: Any) -> None:
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x55])
 def test_monotonous_bytes(byte: int) -> None:
     for length, count in [(1, 1), (64, 32), (64, 33), (65, 1), (1000, 999), (100_000, 1000), (2**20, 2**19)]:
-        for coding in (indices.RAW, indices.PACKED, indices.BITMAP):
+        for coding in (RAW, PACKED, BITMAP):
             table = Table([Row(coding, length, np.zeros(count))])
             payload = table.payload([bytes([byte]) * int(table.sizes[0])])
             decode_with_every_backend(table, payload, cuda=count < 2**19)
 
 
 MALFORMED = {
-    "raw, repeated": (indices.RAW, 10, [3, 3]),
-    "raw, descending": (indices.RAW, 10, [4, 3]),
-    "raw, out of range": (indices.RAW, 10, [3, 10]),
-    "raw, all ones": (indices.RAW, 10, [3, 2**32 - 1]),
-    "packed, repeated": (indices.PACKED, 10, [3, 3]),
-    "packed, descending low bits": (indices.PACKED, 1000, [5, 4]),
-    "packed, out of range": (indices.PACKED, 10, [3, 10]),
+    "raw, repeated": (RAW, 10, [3, 3]),
+    "raw, descending": (RAW, 10, [4, 3]),
+    "raw, out of range": (RAW, 10, [3, 10]),
+    "raw, all ones": (RAW, 10, [3, 2**32 - 1]),
+    "packed, repeated": (PACKED, 10, [3, 3]),
+    "packed, descending low bits": (PACKED, 1000, [5, 4]),
+    "packed, out of range": (PACKED, 10, [3, 10]),
 }
 
 
 @BACKEND
 @pytest.mark.parametrize(("coding", "length", "listed"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_lists(backend: Any, coding: int, length: int, listed: list[int]) -> None:
-    first = Row(indices.BITMAP, 20, choose(20, 4))
+    first = Row(BITMAP, 20, choose(20, 4))
     table = Table([first, Row(coding, length, np.array(listed, np.uint32))])
-    payload = table.payload(
-        [oracle(indices.BITMAP, 20, first.indices.tolist()), oracle(coding, length, listed)]
-    )
+    payload = table.payload([oracle(BITMAP, 20, first.indices.tolist()), oracle(coding, length, listed)])
     with pytest.raises(ValueError, match=r"row 1: "):
         decode(backend, table, payload)
     with pytest.raises(ValueError, match=r"row 1: (indices are not ascending|an index is not below)"):

@@ -11,8 +11,9 @@ from kernels.backends import COMPILED, REFERENCE, each_of
 from kernels.isas import available_isas, instruction_set
 from kernels.standin import ORDERS, device
 
-from gradcomp import kernels
-from gradcomp.kernels import lowrank, philox, segments
+from gradcomp.kernels import dispatch, philox, random_factors, segments
+from gradcomp.kernels.devices import HOST
+from gradcomp.kernels.dispatch import BASELINE_RANKS
 from gradcomp.kernels.segments import Factor, Shapes
 from gradcomp.testing.simulation import shared
 
@@ -426,7 +427,7 @@ WHERE = {"seed": 0x123456789ABCDEF, "layer": 77}
 
 
 def test_random_factors_are_standard_normal() -> None:
-    z = lowrank.random_q(20000, 8, **WHERE, step=5).astype(np.float64)
+    z = random_factors.random_q(20000, 8, **WHERE, step=5).astype(np.float64)
     assert z.shape == (8, 20000)
     count = z.size
     assert abs(z.mean()) < 4 / np.sqrt(count)
@@ -445,41 +446,45 @@ def test_numbers_follow_box_and_muller() -> None:
     words = philox.philox4x32(counter, (0x89ABCDEF, 0x1234567)).reshape(-1, 2)
     u, v = ((words + 0.5) / 2**32).T
     expected = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
-    np.testing.assert_allclose(lowrank.random_q(16, 1, **WHERE, step=5)[0], expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        random_factors.random_q(16, 1, **WHERE, step=5)[0], expected, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_elementary_functions_at_their_limits() -> None:
     ends = np.array([0.5, 1.5, 2.0**31, 2.0**32 - 0.5]) * 2.0**-32
     grid = np.concatenate((ends, np.linspace(1e-3, 1 - 1e-3, 997)))
-    np.testing.assert_allclose(lowrank._log(grid), np.log(grid), rtol=1e-9)
-    np.testing.assert_allclose(lowrank._cos_turns(grid), np.cos(2 * np.pi * grid), atol=1e-8)
+    np.testing.assert_allclose(random_factors._log(grid), np.log(grid), rtol=1e-9)
+    np.testing.assert_allclose(random_factors._cos_turns(grid), np.cos(2 * np.pi * grid), atol=1e-8)
 
 
 def test_numbers_are_the_same_everywhere() -> None:
     # Bytes of a release: another machine, or another rewriting of the polynomials, must not change them.
     assert (
-        lowrank.random_q(3, 2, **WHERE, step=5).tobytes().hex()
+        random_factors.random_q(3, 2, **WHERE, step=5).tobytes().hex()
         == "eb99c53e95de94bfab598abf7929a73d5cc3dcbfee665e3f"
     )
 
 
 def test_a_larger_rank_only_adds_columns() -> None:
-    small, large = (lowrank.initial_q(37, rank, **WHERE) for rank in (3, 5))
+    small, large = (random_factors.initial_q(37, rank, **WHERE) for rank in (3, 5))
     np.testing.assert_array_equal(small, large[:3])
-    assert lowrank.initial_q(37, 0, **WHERE).shape == (0, 37)
+    assert random_factors.initial_q(37, 0, **WHERE).shape == (0, 37)
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"layer": 78}, {"step": 6}])
 def test_factors_differ(other: dict[str, int]) -> None:
     base = {**WHERE, "step": 5}
-    assert (lowrank.random_q(50, 2, **base) != lowrank.random_q(50, 2, **(base | other))).mean() > 0.9
-    assert (lowrank.random_q(50, 2, **base) != lowrank.initial_q(50, 2, **WHERE)).mean() > 0.9
+    assert (
+        random_factors.random_q(50, 2, **base) != random_factors.random_q(50, 2, **(base | other))
+    ).mean() > 0.9
+    assert (random_factors.random_q(50, 2, **base) != random_factors.initial_q(50, 2, **WHERE)).mean() > 0.9
 
 
 @pytest.mark.parametrize("host", ["baseline", "reference"])
 def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
-    n, m, r = 6, 9, lowrank.BASELINE_RANKS + 1
-    isa = instruction_set("baseline") if host == "baseline" else kernels.use("reference")
+    n, m, r = 6, 9, BASELINE_RANKS + 1
+    isa = instruction_set("baseline") if host == "baseline" else dispatch.use("reference")
     with isa, device() as (place, called):
         table = np.zeros(1, segments.SEGMENT)
         gradient, next_residual = shared(place.driver, n * m), shared(place.driver, n * m)
@@ -489,8 +494,8 @@ def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
         shapes, begin = Shapes(np.array([n]), np.array([m]), np.array([r])), np.zeros(1, np.int64)
         p, q = Factor(np.zeros(n * r, np.float32), begin), Factor(np.ones(m * r, np.float32), begin)
         flags, ones = np.zeros(1, np.uint8), np.ones(1, np.float32)
-        lowrank.project(table, flags, ones, shapes, q, p, decay=1.0)
-        lowrank.back_project(table, shapes, p, q)
+        place.kernels.project(table, flags, ones, shapes, q, p, decay=1.0)
+        place.kernels.back_project(table, shapes, p, q)
         assert {"project", "back_project"} <= called.called
     np.testing.assert_array_equal(
         p.values.reshape(r, n), np.tile(np.arange(n * m).reshape(n, m).sum(1), (r, 1))
@@ -500,8 +505,8 @@ def test_on_a_device_numpy_multiplies_nothing(host: str) -> None:
 def test_numpy_multiplies_where_it_is_faster() -> None:
     results = []
     with instruction_set("baseline"):
-        for backend in (lowrank, REFERENCE):
-            layers = Layers([(64, 650)], lowrank.BASELINE_RANKS + 1)
+        for backend in (HOST.kernels, REFERENCE):
+            layers = Layers([(64, 650)], BASELINE_RANKS + 1)
             layers.project(backend)
             layers.back_project(backend)
             results.append(layers.bytes())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp.kernels import indices
+from gradcomp.kernels import reference_indices
 from gradcomp.kernels.cuda.mirrors import PinnedArray, is_pinned, pinned
 from gradcomp.transport.base import wait
 
@@ -43,7 +43,7 @@ def coded(gpu: Any, payload: Any, decoding: bool) -> tuple[list[tuple[int, int]]
     values = np.arange(len(payload) // 4, dtype=np.uint32) * 3
     kernel = gpu.kernels.decode_indices if decoding else gpu.kernels.encode_indices
     found = np.zeros_like(values) if decoding else values
-    kernel(np.full(1, indices.RAW, np.int32), 3 * count, count, one, found, one, payload)
+    kernel(np.full(1, reference_indices.RAW, np.int32), 3 * count, count, one, found, one, payload)
     driver.upload, driver.download = upload, download
     if decoding:
         assert found.tolist() == values.tolist()

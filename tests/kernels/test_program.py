@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from kernels.isas import instruction_set
 
-from gradcomp import kernels
-from gradcomp.kernels import program
+from gradcomp.kernels import dispatch, program
 from gradcomp.kernels.program import NEVER
 
 extension = pytest.importorskip("gradcomp._native")
@@ -23,10 +22,10 @@ extension = pytest.importorskip("gradcomp._native")
 def backend(request: Any) -> Iterator[None]:
     """Runs a test once per backend of the kernels."""
     if request.param == "reference":
-        with kernels.use("reference"):
+        with dispatch.use("reference"):
             yield
     else:
-        with instruction_set(request.param), kernels.use("native"):
+        with instruction_set(request.param), dispatch.use("native"):
             yield
 
 
@@ -122,7 +121,7 @@ def sweep() -> list[tuple[Any, Any, int, list[int] | None]]:
         steps, costs, budget = large_problem(seed, *shape)
         for tied in (costs, np.floor(costs / costs.max() * 8)):
             for part in (budget, budget // 2, len(steps), len(steps) + 17):
-                with kernels.use("reference"):
+                with dispatch.use("reference"):
                     problems.append((steps, tied, part, cheapest(steps, tied, part)))
     return problems
 

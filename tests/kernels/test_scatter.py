@@ -16,8 +16,7 @@ from kernels.isas import NATIVE
 from kernels.standin import ORDERS, cuda_backend
 from tiers import examples
 
-from gradcomp import kernels
-from gradcomp.kernels import indices, reference_indices, segments
+from gradcomp.kernels import reference_indices, segments
 
 BACKEND = each_of(ALL)
 CUDA = [cuda_backend(order) for order in ORDERS.values()]
@@ -216,13 +215,3 @@ def test_rows_without_output_are_skipped_unchecked(backend: Any) -> None:
     assert flags == [0, 0]
     assert first.tolist() == [0, 5, 0]
     assert np.isnan(second).all()
-
-
-def test_values_of_one_common_list() -> None:
-    common = draw_lists(1, LENGTHS, [DTYPES[i % 3] for i in range(len(LENGTHS))], 0.2)
-    flat = {name: common.columns[name][0] for name in ("offsets", "counts")}
-    for name in ("reference", "native"):
-        with kernels.use(name):
-            found = common.scatter(indices, divisor=3.0, scale=0.5, name="scatter_values", **flat)
-            assert same(found, common.scatter(indices, divisor=3.0, scale=0.5))
-        assert same(found, one_by_one(common, 3.0, 0.5))

@@ -20,11 +20,11 @@ SITE = Path(gradcomp.__file__).parents[1]
 PROGRAM = """
 import gradcomp, gradcomp.job.runtime as job
 from gradcomp.core.config import Config
-from gradcomp import kernels
+from gradcomp.kernels import dispatch
 print(gradcomp.__file__)
 job._choose_kernels(Config(log_level="warning"))
 from gradcomp import _native
-print(kernels.backend(), _native.__file__)
+print(dispatch.backend(), _native.__file__)
 """
 
 

@@ -11,6 +11,7 @@ from gradcomp import Cast, Compressor, Identity, LayerSpec, OneBit, Quantize, Sc
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.layout import build_layout
 from gradcomp.kernels.codec import Codec, Draw
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, SEGMENT
 from gradcomp.reduce import Part
 from gradcomp.reduce.chunks import Chunks
@@ -136,8 +137,8 @@ class Model:
         c, value = np.ascontiguousarray(c), np.zeros_like(c)
         table["gradient"], table["output"] = c.ctypes.data, value.ctypes.data
         payload, flags = np.zeros(int(codec.wire_bytes(table)[0]), np.uint8), np.zeros(1, np.uint8)
-        codec.encode(table, payload, flags, Draw(0, self.step_number, rank))
-        codec.decode(table, payload, flags)
+        codec.encode(HOST, table, payload, flags, Draw(0, self.step_number, rank))
+        codec.decode(HOST, table, payload, flags)
         assert not flags.any()
         loses(c - value)
         return value

@@ -13,9 +13,9 @@ from gradcomp.compress.checks import check_whole
 from gradcomp.compress.messages import Bytes, Floats
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels import lowrank
 from gradcomp.kernels.codec import Codec, Group, Sizes, Table
-from gradcomp.kernels.segments import FP32
+from gradcomp.kernels.devices import Device
+from gradcomp.kernels.segments import FP32, Factor
 from gradcomp.kernels.step import StepContext
 from gradcomp.kernels.subspace import Layers
 
@@ -107,19 +107,21 @@ class Matrices(Layers):
         flags[self.low], flags[self.exact] = low, exact
         return flags
 
-    def project(self, table: Table, context: StepContext, q: lowrank.Factor, p: Floats, flags: Bytes) -> None:
+    def project(
+        self, device: Device, table: Table, context: StepContext, q: Factor, p: Floats, flags: Bytes
+    ) -> None:
         """Write M to the next residuals and M Q to ``p``; NaN, and so a sum of NaN, for a layer that is not finite.
 
         ``table``, ``flags``: of the approximated layers.
         """
         factors = context.factors(len(self.low))
-        lowrank.project(table, flags, factors, self.shapes, q, self.p(p), decay=context.decay)
+        device.kernels.project(table, flags, factors, self.shapes, q, self.p(p), decay=context.decay)
 
     def expand(self, group: Group, context: StepContext, p: Floats, q: Floats, flags: Bytes) -> None:
         """Write means to the outputs, from factors of which one is a sum; ``flags``: of the approximated layers."""
         factors = self.p(p), self.q(q)
         table, divisor, scale = group.table[self.low], context.divisor, context.unscale
-        lowrank.expand(table, flags, self.shapes, *factors, divisor=divisor, scale=scale)
+        group.device.kernels.expand(table, flags, self.shapes, *factors, divisor=divisor, scale=scale)
 
     def write_exact(self, group: Group, context: StepContext, view: Floats, flags: Bytes) -> None:
         """Fill ``view`` with the layers that travel exactly; zeros for one that is not finite: see :meth:`spoil`.
@@ -128,13 +130,15 @@ class Matrices(Layers):
         """
         if len(self.exact):
             table = self._exact_rows(group.inputs)
-            EXACT.encode(table, view.view(np.uint8), flags, context.draw, context.scale, context.decay)
+            EXACT.encode(
+                group.device, table, view.view(np.uint8), flags, context.draw, context.scale, context.decay
+            )
 
     def read_exact(self, group: Group, context: StepContext, total: Floats, flags: Bytes) -> None:
         """Write the means of the layers that travel exactly, from their sum; NaN where a layer is flagged."""
         if len(self.exact):
             table = self._exact_rows(group.table)
-            EXACT.decode(table, total.view(np.uint8), flags, context.divisor, context.unscale)
+            EXACT.decode(group.device, table, total.view(np.uint8), flags, context.divisor, context.unscale)
 
     def _exact_rows(self, table: Table) -> Table:
         rows = table[self.exact]

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from gradcomp import kernels
 from gradcomp.compress.base import Traits
 from gradcomp.compress.bounds import Distortion
 from gradcomp.compress.checks import check_flag
@@ -17,9 +16,10 @@ from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin, DoubleBuffer
-from gradcomp.kernels import lowrank, replayed_calls, subspace
+from gradcomp.kernels import replayed_calls, subspace
 from gradcomp.kernels.codec import Group, Sizes, Table
-from gradcomp.kernels.selection import contribute
+from gradcomp.kernels.random_factors import initial_q, random_factors
+from gradcomp.kernels.segments import Factor
 from gradcomp.kernels.step import StepContext
 
 _P, _Q = "powersgd_p", "powersgd_q"
@@ -94,21 +94,22 @@ class PowerSGD(LowRank):
         memory = group.scratch.once("memory", lambda: _Memory(group, matrices))
         own, flags, found = memory.own, memory.flags, memory.found
         divisor, scale = context.divisor, context.unscale
+        kernels = group.device.kernels
 
         def write_p(view: Floats) -> Bytes:
             flags.fill(0)
             kept, turn = self._kept_q(context, memory)
             if kept is None:
                 draw, sides = context.draw, (matrices.columns, matrices.ranks)
-                memory.fresh[:] = lowrank.random_factors(
-                    *sides, memory.hashes, seed=draw.seed, step=draw.step
-                )
+                memory.fresh[:] = random_factors(*sides, memory.hashes, seed=draw.seed, step=draw.step)
             values = memory.fresh if kept is None else kept.memory
 
             def work() -> None:
                 begins = matrices.q_at if kept is None else kept.places(memory.layers)[0]
-                q, factors = lowrank.Factor(values, begins), context.factors(len(flags))
-                subspace.project(matrices, flags, factors, q, view, scale=context.scale, decay=context.decay)
+                q, factors = Factor(values, begins), context.factors(len(flags))
+                kernels.subspace_project(
+                    matrices, flags, factors, q, view, scale=context.scale, decay=context.decay
+                )
 
             replayed_calls.run((context.scale, context.decay, turn), (inputs, view, values), work)
             return flags
@@ -118,7 +119,7 @@ class PowerSGD(LowRank):
 
         def write_q(view: Floats) -> Bytes:
             def work() -> None:
-                subspace.iterate(matrices, found, p.data, view, own, divisor=divisor, scale=scale)
+                kernels.subspace_iterate(matrices, found, p.data, view, own, divisor=divisor, scale=scale)
 
             replayed_calls.run(
                 (divisor, scale, _written(outputs)), (inputs, outputs, p.data, view, own, found), work
@@ -131,14 +132,16 @@ class PowerSGD(LowRank):
         def work() -> None:
             left = own if group.feedback else None
             places = None if kept is None else subspace.Kept(kept.memory, *kept.places(memory.layers))
-            subspace.finish(matrices, found, p.data, left, q.data, places, divisor=divisor, scale=scale)
+            kernels.subspace_finish(
+                matrices, found, p.data, left, q.data, places, divisor=divisor, scale=scale
+            )
 
         arrays = (inputs, outputs, p.data, own, q.data, found, None if kept is None else kept.memory)
         replayed_calls.run((divisor, scale, turn, _written(outputs)), arrays, work)
         return found
 
     def _half(self, group: Group, context: StepContext, matrices: Matrices) -> Exchange:
-        even = context.draw.step % 2 == 0
+        kernels, even = group.device.kernels, context.draw.step % 2 == 0
         size, basis_size = (matrices.p_size, matrices.q_size)[:: 1 if even else -1]
         own = group.scratch.array("own", size)
         basis = group.scratch.array("basis", basis_size)
@@ -149,13 +152,13 @@ class PowerSGD(LowRank):
             table, rest = group.inputs[matrices.low], view[size:]
             if even:
                 q = matrices.q(basis)
-                lowrank.orthogonalise(matrices.columns, matrices.ranks, q, beside=table)
-                matrices.project(table, context, q, view[:size], low)
+                kernels.orthogonalise(matrices.columns, matrices.ranks, q)
+                matrices.project(group.device, table, context, q, view[:size], low)
             else:
                 p = matrices.p(basis)
-                lowrank.orthogonalise(matrices.rows, matrices.ranks, p, beside=table)
-                contribute(table, low, context.factors(len(table)), decay=context.decay)
-                lowrank.back_project(table, matrices.shapes, p, matrices.q(view[:size]))
+                kernels.orthogonalise(matrices.rows, matrices.ranks, p)
+                kernels.contribute(table, low, context.factors(len(table)), decay=context.decay)
+                kernels.back_project(table, matrices.shapes, p, matrices.q(view[:size]))
             own[:] = view[:size]
             matrices.write_exact(group, context, rest, exact)
             flags = matrices.join(low, exact)
@@ -169,7 +172,7 @@ class PowerSGD(LowRank):
         if group.feedback:
             p, q = (own, basis) if even else (basis, own)
             sent = matrices.p(p), matrices.q(q)
-            lowrank.subtract(group.inputs[matrices.low], matrices.shapes, *sent)
+            group.device.kernels.subtract(group.inputs[matrices.low], matrices.shapes, *sent)
         p, q = (total, basis) if even else (basis, total)
         matrices.expand(group, context, p, q, low)
         _remember(_P, group, context, p, matrices)
@@ -217,7 +220,9 @@ def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange
         replayed_calls.run(
             (scale, decay),
             (inputs, view),
-            lambda: EXACT.encode(inputs, view.view(np.uint8), flags, context.draw, scale, decay),
+            lambda: EXACT.encode(
+                group.device, inputs, view.view(np.uint8), flags, context.draw, scale, decay
+            ),
             lambda: matrices.spoil(view, flags),
         )
         return flags
@@ -228,14 +233,14 @@ def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange
     replayed_calls.run(
         (context.divisor, context.unscale, _written(outputs)),
         (outputs, reply.data, found),
-        lambda: EXACT.decode(outputs, total, found, context.divisor, context.unscale),
+        lambda: EXACT.decode(group.device, outputs, total, found, context.divisor, context.unscale),
     )
     return found
 
 
 def _begin(side: int, rank: int, seed: int, layer: int, old: Floats) -> Floats:
     """Return the old columns as far as they go, and new ones after them."""
-    fresh = lowrank.initial_q(side, rank, seed=seed, layer=layer).reshape(-1)
+    fresh = initial_q(side, rank, seed=seed, layer=layer).reshape(-1)
     kept = min(old.size, fresh.size)
     fresh[:kept] = old[:kept]
     return fresh
@@ -252,8 +257,7 @@ def _remember(name: str, group: Group, context: StepContext, factor: Floats, mat
     sides = matrices.rows if of_p else matrices.columns
     columns = matrices.p(factor) if of_p else matrices.q(factor)
     places = kept.places(group.layers[matrices.low])
-    beside = group.inputs[matrices.low]
-    lowrank.keep(sides, matrices.ranks, columns, kept.memory, *places, beside=beside)
+    group.device.kernels.keep(sides, matrices.ranks, columns, kept.memory, *places)
 
 
 @register("unbiased_rank")
@@ -300,8 +304,8 @@ class UnbiasedRank(LowRank):
             low, exact = matrices.split(np.zeros(len(group.table), dtype=np.uint8))
             rest = view[matrices.p_size :]
             table = group.inputs[matrices.low]
-            with kernels.together(group.device) as started:
-                matrices.project(table, context, matrices.q(u), view[: matrices.p_size], low)
+            with group.device.kernels.together() as started:
+                matrices.project(group.device, table, context, matrices.q(u), view[: matrices.p_size], low)
                 matrices.write_exact(group, context, rest, exact)
             started.finish()
             own[:] = view[: matrices.p_size]
@@ -312,10 +316,10 @@ class UnbiasedRank(LowRank):
         reply = yield Sum(matrices.p_size + matrices.exact_size, write)
         low, exact = matrices.split(reply.flags)
         p, table = reply.data[: matrices.p_size], group.inputs[matrices.low]
-        with kernels.together(group.device) as started:
+        with group.device.kernels.together() as started:
             matrices.read_exact(group, context, reply.data[matrices.p_size :], exact)
             if group.feedback:
-                lowrank.subtract(table, matrices.shapes, matrices.p(own), matrices.q(u))
+                group.device.kernels.subtract(table, matrices.shapes, matrices.p(own), matrices.q(u))
             matrices.expand(group, context, p, u, low)
         started.finish()
         return matrices.join(low, exact)
@@ -325,7 +329,7 @@ def _directions(group: Group, context: StepContext, matrices: Matrices) -> Float
     """Return U of every approximated layer, bit-identical on all ranks."""
     hashes = group.table["layer"][matrices.low]
     seed, step = context.draw.seed, context.draw.step
-    normal = lowrank.random_factors(matrices.columns, matrices.ranks, hashes, seed=seed, step=step)
+    normal = random_factors(matrices.columns, matrices.ranks, hashes, seed=seed, step=step)
     roots = np.sqrt(matrices.ranks).astype(np.float32)
     scaled: Floats = normal / np.repeat(roots, matrices.ranks * matrices.columns)
     return scaled

@@ -19,9 +19,9 @@ from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import WireFormatError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels import lowrank, philox
+from gradcomp.kernels import philox
 from gradcomp.kernels.codec import Draw, Group, Sizes
-from gradcomp.kernels.selection import contribute
+from gradcomp.kernels.segments import Factor
 from gradcomp.kernels.step import StepContext
 
 Doubles = npt.NDArray[np.float64]
@@ -118,7 +118,7 @@ class Spectral(LowRank):
         table = group.inputs[matrices.low]
         table["next_residual"] = vector.address + 4 * form.m_at
         found = np.zeros(len(table), dtype=np.uint8)
-        contribute(table, found, context.factors(len(table)), decay=context.decay)
+        group.device.kernels.contribute(table, found, context.factors(len(table)), decay=context.decay)
         m = vector.read(0, form.m_size)
         flags[matrices.low] |= found
         hashes = table["layer"]
@@ -222,11 +222,11 @@ def _keep_rest(group: Group, context: StepContext, matrices: Matrices, atoms: At
     """Write M minus what was sent to the next residuals."""
     table = group.inputs[matrices.low]
     ignored = np.zeros(len(table), dtype=np.uint8)
-    contribute(table, ignored, context.factors(len(table)), decay=context.decay)
+    group.device.kernels.contribute(table, ignored, context.factors(len(table)), decay=context.decay)
     shapes = matrices.shapes._replace(ranks=atoms.counts)
-    p = lowrank.Factor(atoms.p, _begins(atoms.counts * matrices.rows))
-    q = lowrank.Factor(atoms.q, _begins(atoms.counts * matrices.columns))
-    lowrank.subtract(table, shapes, p, q)
+    p = Factor(atoms.p, _begins(atoms.counts * matrices.rows))
+    q = Factor(atoms.q, _begins(atoms.counts * matrices.columns))
+    group.device.kernels.subtract(table, shapes, p, q)
 
 
 def _expand(group: Group, context: StepContext, matrices: Matrices, sent: list[Atoms], flags: Bytes) -> None:
@@ -236,17 +236,17 @@ def _expand(group: Group, context: StepContext, matrices: Matrices, sent: list[A
     p = _merge([atoms.p for atoms in sent], counts * matrices.rows)
     q = _merge([atoms.q for atoms in sent], counts * matrices.columns)
     table, found = group.table[matrices.low], flags[matrices.low]
-    lowrank.expand(table, found, shapes, p, q, divisor=context.divisor, scale=context.unscale)
+    group.device.kernels.expand(table, found, shapes, p, q, divisor=context.divisor, scale=context.unscale)
     flags[matrices.low] |= found
 
 
-def _merge(parts: list[Floats], sizes: Sizes) -> lowrank.Factor:
+def _merge(parts: list[Floats], sizes: Sizes) -> Factor:
     """Put all ranks' columns of a row side by side; ``sizes[rank, row]``: elements of each."""
     begins = _begins(sizes.sum(axis=0))
     merged = np.empty(int(sizes.sum()), dtype=np.float32)
     for part, size, at in zip(parts, sizes, begins + np.cumsum(sizes, axis=0) - sizes, strict=True):
         merged[np.arange(len(part)) + np.repeat(at - _begins(size), size)] = part
-    return lowrank.Factor(merged, begins)
+    return Factor(merged, begins)
 
 
 @register("spectral_atomo")
@@ -318,7 +318,7 @@ def draws(hashes: Hashes, count: int, draw: Draw) -> Doubles:
 
     They are word i % 4 of the Philox counter (2**32 - 1 - i // 4, layer, step, rank). Draws for the elements of a layer
     count up from 0 and do not reach these; draws of a shared random factor have the owner's number in place of a rank
-    (see `lowrank.random_q`).
+    (see `random_factors.random_q`).
     """
     blocks = -(-count // 4)
     counter = np.empty((len(hashes), blocks, 4), dtype=np.uint32)

@@ -20,7 +20,7 @@ from gradcomp.compress.sparse.payload import CODINGS, Selection, SparseFormat
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels import indices, replayed_calls, selection
+from gradcomp.kernels import replayed_calls
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.step import StepContext
@@ -192,12 +192,12 @@ def keep_errors(group: Group, chosen: Selection, errors: Floats) -> None:
     """Write the coding's loss to the residuals of what is sent, and reset its momentum, if that is masked."""
     table = group.inputs
     if group.feedback:
-        selection.put(table, chosen.offsets, chosen.counts, chosen.indices, errors)
+        group.device.kernels.put(table, chosen.offsets, chosen.counts, chosen.indices, errors)
     if group.compressor.traits.masks_momentum:
         momentum = table.copy()
         momentum["next_residual"] = table["gradient"]  # the column points to the momentum, float32
         zeros = group.scratch.once("zeros", lambda: chosen.device.array(len(chosen.values), np.float32))
-        selection.put(momentum, chosen.offsets, chosen.counts, chosen.indices, zeros)
+        group.device.kernels.put(momentum, chosen.offsets, chosen.counts, chosen.indices, zeros)
 
 
 def scatter_payloads(
@@ -209,10 +209,12 @@ def scatter_payloads(
 
     def work() -> None:
         for rank, payload in enumerate(payloads):
-            into = Selection(arrived.offsets[rank], arrived.counts[rank], arrived.indices, arrived.values)
+            into = Selection(
+                arrived.offsets[rank], arrived.counts[rank], arrived.indices, arrived.values, form.device
+            )
             form.decode(payload, into, rank)
         places = arrived.offsets, arrived.counts, arrived.indices, arrived.values
-        indices.scatter_mean(table, own, *places, divisor=context.divisor, scale=context.unscale)
+        group.device.kernels.scatter_mean(table, own, *places, divisor=context.divisor, scale=context.unscale)
 
     own[:] = flags
     if form.device is HOST:

@@ -17,7 +17,6 @@ from gradcomp.compress.sparse.drawn import Summed
 from gradcomp.compress.sparse.payload import CODINGS, KEPT, IndexFormat, KeptIndices, Selection
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
@@ -50,7 +49,7 @@ class Rider:
     def follow(self, group: Group, context: StepContext, flags: Bytes) -> None:
         """Write p to the next residuals, on the other ranks."""
         factors = context.factors(len(group.table))
-        selection.contribute(group.inputs, flags, factors, decay=context.decay)
+        group.device.kernels.contribute(group.inputs, flags, factors, decay=context.decay)
 
     def read(self, data: Bytes) -> None:
         """Read the ``nbytes`` that have arrived, on all ranks. ValueError if they are impossible."""
@@ -181,12 +180,14 @@ def _select(group: Group, context: StepContext, flags: Bytes, chosen: Selection)
     """Select the largest |p| on the leader; write p to the next residuals."""
     # Zeros are selected too, because other ranks' elements at these indices need not be 0.
     factors = context.factors(len(group.table))
-    selection.select_top(
+    group.device.kernels.select_top(
         group.inputs, flags, factors, chosen.counts, *chosen.arrays, decay=context.decay, zeros=True
     )
 
 
 def _take_kept(group: Group, context: StepContext, flags: Bytes, chosen: Selection) -> None:
     """Take the values of p at indices that are kept, on the leader; write p to the next residuals."""
-    selection.contribute(group.inputs, flags, context.factors(len(group.table)), decay=context.decay)
-    selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
+    group.device.kernels.contribute(
+        group.inputs, flags, context.factors(len(group.table)), decay=context.decay
+    )
+    group.device.kernels.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)

@@ -15,8 +15,8 @@ from gradcomp.compress.sparse.threshold import EstimatedThreshold, Floats
 from gradcomp.compress.wrappers.momentum import LocalClip, MomentumCorrection
 from gradcomp.compress.wrappers.schedule import DensitySchedule
 from gradcomp.core.errors import ConfigError
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Sizes, Table
+from gradcomp.kernels.devices import Device
 
 #: The warm-up has these densities, as far as they are above the final one.
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
@@ -109,7 +109,7 @@ class DGC(EstimatedThreshold):
         """Return the end of every part of the warm-up."""
         return self._schedule.changes if self._schedule else ()
 
-    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+    def thresholds(self, device: Device, table: Table, wanted: Sizes, step: int) -> Floats:
         """Estimate thresholds from a sample, or from all of a layer that is too small for one."""
         stride = round(1 / self.sample)
         found = np.zeros(len(table), dtype=np.float32)
@@ -117,7 +117,7 @@ class DGC(EstimatedThreshold):
         for rows, distance in ((sampled, stride), (~sampled, 1)):
             if rows.any():
                 estimates = np.empty(int(rows.sum()), dtype=np.float32)
-                selection.sample_thresholds(
+                device.kernels.sample_thresholds(
                     table[rows], wanted[rows], estimates, stride=distance, phase=step % distance
                 )
                 found[rows] = estimates

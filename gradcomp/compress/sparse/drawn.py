@@ -20,8 +20,8 @@ from gradcomp.compress.sparse.base import ByDensity, keep_errors
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Draw, Group, Sizes, Table
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.philox import strata
 from gradcomp.kernels.step import StepContext
 
@@ -66,7 +66,7 @@ class Summed(ByDensity):
 
         def write(view: Floats) -> Bytes:
             flags = prepare()
-            selection.take(table, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
+            group.device.kernels.take(table, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
             with np.errstate(all="ignore"):
                 view[:] = self.weigh(group, chosen.values)
                 keep_errors(group, chosen, chosen.values - view)
@@ -75,8 +75,9 @@ class Summed(ByDensity):
 
         reply = yield Sum(len(chosen.values), write)
         flags = reply.flags.copy()
-        indices.scatter_values(
-            *(group.table, flags, chosen.offsets, chosen.counts, chosen.indices, reply.data),
+        # The indices of a row are the same on all ranks, so there is one list per row.
+        group.device.kernels.scatter_mean(
+            *(group.table, flags, chosen.offsets[None], chosen.counts[None], chosen.indices, reply.data),
             divisor=context.divisor,
             scale=context.unscale,
         )
@@ -104,7 +105,7 @@ def random_indices(
     offsets = np.cumsum(counts) - counts
     drawn = np.empty(int(counts.sum()), dtype=np.uint32)
     layers = np.ascontiguousarray(layers)
-    selection.draw_indices(lengths, counts, layers, offsets, drawn, seed=seed, step=step, rank=INDEX_RANK)
+    HOST.kernels.draw_indices(lengths, counts, layers, offsets, drawn, seed=seed, step=step, rank=INDEX_RANK)
     return offsets, drawn
 
 
@@ -176,7 +177,7 @@ class Drawn(Summed):
 
         def prepare() -> Bytes:
             flags = np.zeros(len(table), dtype=np.uint8)
-            selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
+            group.device.kernels.contribute(table, flags, context.factors(len(table)), decay=context.decay)
             chosen.indices[:] = self.draw(table, context.draw)
             return flags
 

@@ -14,8 +14,7 @@ import numpy.typing as npt
 from gradcomp.compress.base import SHARED, Coded
 from gradcomp.compress.messages import Bytes, Floats
 from gradcomp.core.errors import StateError, WireFormatError
-from gradcomp.kernels import indices as kernel
-from gradcomp.kernels import selection
+from gradcomp.kernels import reference_indices
 from gradcomp.kernels.codec import Draw, Group, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import address_of
 from gradcomp.kernels.devices import HOST, Device
@@ -27,10 +26,10 @@ Indices = npt.NDArray[np.uint32]
 #: Index codings by name. ``auto`` takes, row by row, the one with the fewest bytes. ``deflate`` does not use its entry.
 CODINGS = {
     "auto": None,
-    "raw": kernel.RAW,
-    "packed": kernel.PACKED,
-    "bitmap": kernel.BITMAP,
-    "deflate": kernel.RAW,
+    "raw": reference_indices.RAW,
+    "packed": reference_indices.PACKED,
+    "bitmap": reference_indices.BITMAP,
+    "deflate": reference_indices.RAW,
 }
 
 _DEFLATE_LEVEL = 6
@@ -100,10 +99,10 @@ class IndexFormat:
         key = counts.tobytes()
         if self._last is None or self._last[0] != key:
             if self._coding is None:
-                codings = kernel.smallest_coding(self.lengths, counts)
+                codings = reference_indices.smallest_coding(self.lengths, counts)
             else:
                 codings = np.full(len(counts), self._coding, dtype=np.int32)
-            self._last = key, codings, kernel.index_bytes(codings, self.lengths, counts)
+            self._last = key, codings, reference_indices.index_bytes(codings, self.lengths, counts)
         return self._last[1:]
 
     def encode(self, chosen: Selection, payload: Bytes, at: int) -> int:
@@ -115,7 +114,9 @@ class IndexFormat:
         counts = chosen.counts
         codings, sizes = self._coded(counts)
         places = at + np.cumsum(sizes) - sizes
-        kernel.encode_indices(codings, self.lengths, counts, chosen.offsets, chosen.indices, places, payload)
+        chosen.device.kernels.encode_indices(
+            codings, self.lengths, counts, chosen.offsets, chosen.indices, places, payload
+        )
         return at + int(sizes.sum())
 
     def decode(self, payload: Bytes, into: Selection) -> None:
@@ -128,7 +129,9 @@ class IndexFormat:
         if len(payload) != int(sizes.sum()):
             raise ValueError(f"{len(payload)} bytes of indices where the counts ask for {int(sizes.sum())}")
         places = np.cumsum(sizes) - sizes
-        kernel.decode_indices(codings, self.lengths, counts, into.offsets, into.indices, places, payload)
+        into.device.kernels.decode_indices(
+            codings, self.lengths, counts, into.offsets, into.indices, places, payload
+        )
 
 
 @contextmanager
@@ -209,7 +212,7 @@ class SparseFormat:
         table = self._values.copy()  # a call that is replayed keeps a reference to its table
         table["gradient"] = address_of(chosen.values) + 4 * chosen.offsets
         table["next_residual"] = 0 if self._lossless else address_of(self._errors) + 4 * chosen.offsets
-        self._codec.encode(table, payload[:at], flags, draw)
+        self._codec.encode(self.device, table, payload[:at], flags, draw)
         if self._indices.deflated:
             at = self._indices.encode(chosen, payload, at)
         return at, self._errors
@@ -250,7 +253,7 @@ class SparseFormat:
         table = self._values.copy()
         table["output"] = address_of(into.values) + 4 * into.offsets
         # Flags are ignored here: a value that is not finite makes the mean not finite.
-        self._codec.decode(table, payload[:end], np.zeros(len(counts), dtype=np.uint8))
+        self._codec.decode(self.device, table, payload[:end], np.zeros(len(counts), dtype=np.uint8))
 
 
 def _differences(chosen: Selection) -> npt.NDArray[np.uint32]:
@@ -375,7 +378,7 @@ def narrow(chosen: Selection, counts: Sizes) -> Selection:
     table["gradient"] = chosen.values.ctypes.data + 4 * chosen.offsets
     table["next_residual"] = unused.ctypes.data + 4 * chosen.offsets
     flags, factors = np.zeros(len(table), dtype=np.uint8), np.ones(len(table), dtype=np.float32)
-    selection.select_top(table, flags, factors, narrowed.counts, *narrowed.arrays, decay=1.0, zeros=True)
+    HOST.kernels.select_top(table, flags, factors, narrowed.counts, *narrowed.arrays, decay=1.0, zeros=True)
     # The kernel's indices are positions among the selected elements of a row.
     narrowed.indices[:] = chosen.indices[narrowed.indices + np.repeat(chosen.offsets, counts)]
     return narrowed

@@ -18,8 +18,8 @@ from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels import dispatch, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 
 Floats = npt.NDArray[np.float32]
@@ -48,20 +48,23 @@ class AboveThreshold(Sparse):
     by_kernels = True
 
     @abstractmethod
-    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+    def thresholds(self, device: Device, table: Table, wanted: Sizes, step: int) -> Floats:
         """Return every row's threshold: p lies in its next residual and is finite; ``wanted`` is the level."""
 
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """Select what reaches the threshold; a row that is not finite sends nothing."""
         table = group.inputs
-        selection.contribute(table, flags, context.factors(len(table)), decay=context.decay)
+        kernels = group.device.kernels
+        kernels.contribute(table, flags, context.factors(len(table)), decay=context.decay)
         finite = flags == 0
         thresholds = np.full(len(table), np.nan, dtype=np.float32)  # no element reaches NaN
         rows = table[finite]
-        thresholds[finite] = self.thresholds(rows, rows["level"].astype(np.int64), context.draw.step)
+        thresholds[finite] = self.thresholds(
+            group.device, rows, rows["level"].astype(np.int64), context.draw.step
+        )
         thresholds = np.maximum(thresholds, LEAST_MAGNITUDE)
         limits = group.scratch.once("limits", lambda: self.limits(group.table))
-        selection.select_above(table, thresholds, limits, *chosen.arrays)
+        kernels.select_above(table, thresholds, limits, *chosen.arrays)
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,11 @@ class Tails:
     maxima: Floats
 
     @staticmethod
-    def of(table: Table, thresholds: Floats) -> Tails:
+    def of(device: Device, table: Table, thresholds: Floats) -> Tails:
         """Make one pass over the rows."""
         rows = len(table)
         found = Tails(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), np.zeros(rows, np.float32))
-        selection.tail(table, thresholds, found.counts, found.sums, found.squares, found.maxima)
+        device.kernels.tail(table, thresholds, found.counts, found.sums, found.squares, found.maxima)
         return found
 
     def at(self, rows: npt.NDArray[np.bool_]) -> Tails:
@@ -131,7 +134,7 @@ class Threshold(AboveThreshold):
     def limits(self, table: Table) -> Sizes:
         return elements_at(self.capacity, table["length"].astype(np.int64))
 
-    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+    def thresholds(self, device: Device, table: Table, wanted: Sizes, step: int) -> Floats:
         """Read the thresholds from the column of the level."""
         return table["level"].astype(np.int32).view(np.float32)
 
@@ -179,19 +182,19 @@ class RedSync(EstimatedThreshold):
         most: Sizes = np.minimum(np.ceil((1.0 + self.tolerance) * wanted), table["length"]).astype(np.int64)
         return most
 
-    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+    def thresholds(self, device: Device, table: Table, wanted: Sizes, step: int) -> Floats:
         """Find thresholds by bisection; rows that have one are not read again."""
         most = self._most(wanted, table)
-        if (device := dispatch.of(table)) is not None:
-            on_device: Floats = device.bisect(table, wanted, most, PASSES)
+        if device.driver is not None:
+            on_device: Floats = device.kernels.bisect(table, wanted, most, PASSES)
             return on_device
         found = np.zeros(len(table), dtype=np.float32)  # at least k elements reach it
-        everything = Tails.of(table, found)
+        everything = Tails.of(device, table, found)
         high = everything.maxima
         rows = np.flatnonzero(most < table["length"])
         trial = (everything.sums[rows] / everything.counts[rows]).astype(np.float32)
         for _ in range(PASSES):
-            counts = Tails.of(table[rows], trial).counts
+            counts = Tails.of(device, table[rows], trial).counts
             few, many = counts < wanted[rows], counts > most[rows]
             high[rows[few]] = trial[few]
             found[rows[~few]] = trial[~few]
@@ -241,18 +244,18 @@ class SIDCo(EstimatedThreshold):
         most: Sizes = np.minimum(2 * super().limits(table), table["length"])
         return most
 
-    def thresholds(self, table: Table, wanted: Sizes, step: int) -> Floats:
+    def thresholds(self, device: Device, table: Table, wanted: Sizes, step: int) -> Floats:
         """Find thresholds stage by stage; rows that have one are not read again."""
         found = np.zeros(len(table), dtype=np.float32)
         rows = np.flatnonzero(wanted < table["length"])
-        left = Tails.of(table[rows], found[rows])
+        left = Tails.of(device, table[rows], found[rows])
         for stage in range(1, self.stages + 1):
             share = wanted[rows] / left.counts
             if stage < self.stages:
                 share = np.maximum(share, STAGE_SHARE)
             with np.errstate(over="ignore"):
                 trial = (found[rows] + self._distance(share, left, found[rows])).astype(np.float32)
-            after = Tails.of(table[rows], trial)
+            after = Tails.of(device, table[rows], trial)
             taken = 2 * after.counts >= wanted[rows]
             found[rows[taken]] = trial[taken]
             on = taken & (after.counts > (1 + TOLERANCE) * wanted[rows])
@@ -322,7 +325,7 @@ class AdaComp(Sparse):
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         """Select bin by bin; a row that is not finite sends nothing."""
         table, by = group.inputs, context.factors(len(group.inputs))
-        selection.contribute(table, flags, by, decay=context.decay)
+        group.device.kernels.contribute(table, flags, by, decay=context.decay)
         limits = group.scratch.once("limits", lambda: self.limits(group.table))
         most = np.where(flags == 0, limits, 0)
-        selection.select_adacomp(table, by, most, *chosen.arrays, bin_size=self.bin_size)
+        group.device.kernels.select_adacomp(table, by, most, *chosen.arrays, bin_size=self.bin_size)

@@ -18,8 +18,8 @@ from gradcomp.compress.sparse.payload import Selection, places_of
 from gradcomp.compress.sparse.threshold import Floats, Tails
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
 
 #: The table holds a density in whole numbers of this unit.
@@ -66,7 +66,7 @@ class TopK(ByDensity, Sparse):
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
         factors = context.factors(len(group.table))
         limits = group.scratch.once("limits", lambda: self.limits(group.table))
-        selection.select_top(
+        group.device.kernels.select_top(
             group.inputs, flags, factors, limits, *chosen.arrays, decay=context.decay, zeros=self.zeros
         )
 
@@ -130,9 +130,9 @@ class GlobalTopK(Sparse):
         table = group.inputs
         limits = group.scratch.once("limits", lambda: self.limits(table))
         count = group.scratch.once("count", lambda: elements_of_model(table))
-        selection.contribute(table, flags, context.factors(len(group.table)), decay=context.decay)
-        thresholds = _common_threshold(table, flags, count)
-        selection.select_above(table, thresholds, limits, *chosen.arrays)
+        group.device.kernels.contribute(table, flags, context.factors(len(group.table)), decay=context.decay)
+        thresholds = _common_threshold(group.device, table, flags, count)
+        group.device.kernels.select_above(table, thresholds, limits, *chosen.arrays)
         _keep_largest(chosen, count)
 
 
@@ -145,7 +145,7 @@ def elements_of_model(table: Table) -> int:
     return min(max(1, round(total / _DENSITY_UNITS)), sum(lengths))
 
 
-def _common_threshold(table: Table, flags: Bytes, count: int) -> Floats:
+def _common_threshold(device: Device, table: Table, flags: Bytes, count: int) -> Floats:
     """Return a magnitude that at least ``count`` elements of all rows reach, if there are so many, and not many more.
 
     It is the same for all rows except flagged ones, which get NaN. Magnitudes are ordered as the bits that store them:
@@ -158,12 +158,12 @@ def _common_threshold(table: Table, flags: Bytes, count: int) -> Floats:
 
     # Enough reach `low`, too few reach `high`.
     low = int(LEAST_MAGNITUDE.view(np.uint32))
-    everything = Tails.of(table, at(low))
+    everything = Tails.of(device, table, at(low))
     found = int(everything.counts.sum())
     high = int(everything.maxima.max(initial=0).view(np.uint32)) + 1
     while found > 2 * count and high - low > 1:
         middle = (low + high) // 2
-        beyond = int(Tails.of(table, at(middle)).counts.sum())
+        beyond = int(Tails.of(device, table, at(middle)).counts.sum())
         if beyond >= count:
             low, found = middle, beyond
         else:

@@ -18,7 +18,6 @@ from gradcomp.compress.sparse.topk import TopK
 from gradcomp.compress.wrappers.base import Wrapper
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.vectors import HostVector
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Codec, Group, Scratch, Sizes, Table
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import FLOAT32, FP32, SEGMENT
@@ -134,7 +133,9 @@ class TwoLevelSelection(Wrapper):
         reply = yield Sum(group.elements, write)
         flags = np.zeros_like(reply.flags)
         payload = reply.data.view(np.uint8)
-        Codec(FP32).decode(group.table, payload, flags, divisor=context.divisor, scale=context.unscale)
+        Codec(FP32).decode(
+            group.device, group.table, payload, flags, divisor=context.divisor, scale=context.unscale
+        )
         return flags
 
     def _format(self, table: Table) -> SparseFormat:
@@ -168,7 +169,7 @@ class TwoLevelSelection(Wrapper):
         watcher = context.observations
         if self.send == DENSE and (watcher is None or levels.everything):
             factors = context.factors(len(flags))
-            selection.contribute(levels.group.inputs, flags, factors, decay=context.decay)
+            group.device.kernels.contribute(levels.group.inputs, flags, factors, decay=context.decay)
             if watcher is not None:
                 levels.note_everything(watcher, context.scale)
             return
@@ -202,7 +203,7 @@ class Levels:
         table["next_residual"] = table["gradient"]  # the kernel writes the values back in place
         finite = np.zeros(len(table), dtype=np.uint8)
         # Zeros among the selected elements may be selected again.
-        selection.select_top(table, finite, self._ones, top.counts, *top.arrays, decay=1.0, zeros=True)
+        HOST.kernels.select_top(table, finite, self._ones, top.counts, *top.arrays, decay=1.0, zeros=True)
 
     def candidate(self) -> Selection:
         """Return the second selection, with indices that count within layers."""
@@ -210,7 +211,7 @@ class Levels:
         _point_to(table, "next_residual", first.indices, first)
         # The kernel that gathers 4-byte values gathers indices just as well.
         gathered = self._indices.view(np.float32)
-        selection.take(table, top.offsets, top.counts, top.indices, gathered)
+        HOST.kernels.take(table, top.offsets, top.counts, top.indices, gathered)
         return Selection(top.offsets, top.counts, self._indices, top.values)
 
     def note(self, watcher: Observations, scale: float) -> None:
@@ -220,7 +221,7 @@ class Levels:
         squares = np.zeros(len(layers))
         for name, chosen in ((KEPT, self.minimum), (KEPT_BY_CANDIDATE, self._top)):
             _point_to(self._values, "gradient", chosen.values, chosen)
-            selection.squares(self._values, squares)
+            HOST.kernels.squares(self._values, squares)
             watcher.add(name, layers, squares)
 
     def note_everything(self, watcher: Observations, scale: float) -> None:
@@ -233,9 +234,9 @@ class Levels:
         """Note squared norms of scale g and p; return those of p."""
         table = self.group.inputs.copy()
         of_gradient, of_p = np.zeros(len(table)), np.zeros(len(table))
-        selection.squares(table, of_gradient)
+        self.group.device.kernels.squares(table, of_gradient)
         table["gradient"], table["dtype"] = table["next_residual"], FLOAT32
-        selection.squares(table, of_p)
+        self.group.device.kernels.squares(table, of_p)
         watcher.add(GRADIENT, self.group.layers, scale**2 * of_gradient)
         watcher.add(TOTAL, self.group.layers, of_p)
         return of_p
@@ -253,7 +254,7 @@ def _clear(group: Group, column: str) -> None:
     zeros["next_residual"] = zeros[column]
     zeros["gradient"] = zeros["residual"] = 0
     rows = len(zeros)
-    selection.contribute(zeros, np.zeros(rows, np.uint8), np.ones(rows, np.float32), decay=1.0)
+    group.device.kernels.contribute(zeros, np.zeros(rows, np.uint8), np.ones(rows, np.float32), decay=1.0)
 
 
 def select_twice(compressor: Compressor, density: float, candidate: float, send: str) -> Compressor:

@@ -18,7 +18,7 @@ from gradcomp.compress.wrappers.base import Wrapper
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.state import Begin
-from gradcomp.kernels import replayed_calls, selection
+from gradcomp.kernels import replayed_calls
 from gradcomp.kernels.codec import Codec, Group, Scratch
 from gradcomp.kernels.segments import FLOAT32, FP32
 from gradcomp.kernels.step import StepContext
@@ -155,11 +155,13 @@ class _Memory:
         factors = context.factors(len(table))
         if momentum:
             table["residual"], table["next_residual"] = _both(group, context, _MOMENTUM)
-            selection.contribute(table, flags, np.float32(1.0 - momentum) * factors, decay=momentum)
+            group.device.kernels.contribute(
+                table, flags, np.float32(1.0 - momentum) * factors, decay=momentum
+            )
             table["gradient"], table["dtype"], factors = table["next_residual"].copy(), FLOAT32, self._ones
         table["residual"] = _both(group, context, _OWN)[0]
         table["next_residual"] = self._at["difference"]
-        selection.contribute(table, flags, factors, decay=-1.0)
+        group.device.kernels.contribute(table, flags, factors, decay=-1.0)
         return flags
 
     def everyone(self, codec: Codec, context: StepContext) -> Gather:
@@ -171,7 +173,7 @@ class _Memory:
         def write(view: Bytes) -> tuple[Bytes, int]:
             inputs, flags = self.group.inputs, np.zeros(len(table), dtype=np.uint8)
             inputs["payload"] = table["payload"]
-            codec.encode(inputs, view, flags, context.draw)
+            codec.encode(self.group.device, inputs, view, flags, context.draw)
             return flags, len(view)
 
         return Gather(int(sizes.sum()), write)
@@ -180,9 +182,9 @@ class _Memory:
         """Write mean <- every rank's codes, added in rank order; return the rows that are not finite."""
         table, flags = self.group.table, reply.flags.copy()
         first, *others = reply.data
-        codec.decode(table, first, flags)
+        codec.decode(self.group.device, table, first, flags)
         for payload in others:
-            codec.add(table, payload)
+            codec.add(self.group.device, table, payload)
         return flags
 
     def finish(self, group: Group, context: StepContext, divisor: float, flags: Bytes) -> Bytes:
@@ -192,7 +194,7 @@ class _Memory:
 
         def add(to: Addresses, gradient: Addresses, factor: float, residual: Addresses, decay: float) -> None:
             table["next_residual"], table["gradient"], table["residual"] = to, gradient, residual
-            selection.contribute(table, ignored, np.float32(factor) * self._ones, decay=decay)
+            group.device.kernels.contribute(table, ignored, np.float32(factor) * self._ones, decay=decay)
 
         difference, lost, mean = (self._at[name] for name in self.PARTS)
         old, new = _both(group, context, _OWN)
@@ -205,7 +207,7 @@ class _Memory:
         flags = flags.copy()
         group.table["payload"] = 4 * self._places
         total = self._mean.read(0, group.elements)
-        Codec(FP32).decode(group.table, total.view(np.uint8), flags, scale=context.unscale)
+        Codec(FP32).decode(group.device, group.table, total.view(np.uint8), flags, scale=context.unscale)
         return flags
 
 

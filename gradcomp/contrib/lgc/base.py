@@ -20,7 +20,6 @@ from gradcomp.compress.sparse.clt_k import Rider, Shared
 from gradcomp.compress.sparse.drawn import Floats
 from gradcomp.compress.sparse.payload import Selection
 from gradcomp.core.errors import StateError
-from gradcomp.kernels import indices, selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
@@ -67,7 +66,7 @@ class Sent:
     def values(self, group: Group, flags: Bytes) -> Floats:
         """Return this rank's values; zeros for rows that are flagged, because a code mixes rows."""
         chosen = self.chosen
-        selection.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
+        group.device.kernels.take(group.inputs, chosen.offsets, chosen.counts, chosen.indices, chosen.values)
         found: Floats = chosen.values[self.places]
         found[flags[self.rows] != 0] = 0
         return found
@@ -81,11 +80,11 @@ class Sent:
     def scatter(self, group: Group, flags: Bytes, values: Floats, divisor: float, scale: float) -> None:
         """Write ``values`` / divisor * scale to the outputs at the selected indices, 0 elsewhere."""
         chosen = self.chosen
-        indices.scatter_values(
+        group.device.kernels.scatter_mean(
             group.table,
             flags,
-            chosen.offsets,
-            chosen.counts,
+            chosen.offsets[None],
+            chosen.counts[None],
             chosen.indices,
             self.in_rows(values),
             divisor=divisor,

@@ -30,8 +30,6 @@ from gradcomp.contrib.lgc.autoencoder import (
     squares,
 )
 from gradcomp.contrib.lgc.base import Form, Lesson, Marking, Sent, Share, Weights, shares
-from gradcomp.kernels import indices as kernel
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
@@ -59,7 +57,7 @@ class Selecting(Marking):
     def follow(self, group: Group, context: StepContext, flags: Bytes) -> None:
         """Write p to the next residuals, and select its largest elements."""
         own, factors = self.own, context.factors(len(group.table))
-        selection.select_top(
+        group.device.kernels.select_top(
             group.inputs,
             flags,
             factors,
@@ -371,7 +369,7 @@ def _scatter(
     """Write (decoded values at S + innovations outside of S) / divisor to the outputs."""
     lists = [sent.chosen, *arrived.outside]
     begins = np.cumsum([0, *(len(one.indices) for one in lists[:-1])])
-    kernel.scatter_mean(
+    group.device.kernels.scatter_mean(
         group.table,
         flags,
         np.stack([one.offsets + begin for one, begin in zip(lists, begins, strict=True)]),

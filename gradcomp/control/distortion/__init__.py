@@ -11,8 +11,8 @@ from gradcomp.control.base import Doubles
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.vectors import Floats, Vector
-from gradcomp.kernels import selection
 from gradcomp.kernels.codec import Table
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
 
@@ -45,12 +45,13 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The layer that is measured, and ``flat``, its values in host or device memory."""
+    """The layer that is measured, and ``flat``, its values in memory of ``device``."""
 
     layer: LayerSpec
     flat: Vector
     seed: int
     budget: Budget
+    device: Device = HOST
 
     @cached_property
     def values(self) -> Floats:
@@ -65,8 +66,8 @@ def segment(address: int, size: int) -> Table:
     return table
 
 
-def energies(table: Table) -> Doubles:
+def energies(table: Table, device: Device = HOST) -> Doubles:
     """Returns each row's sum of squares in float64, which is finite if all of its values are."""
     found = np.zeros(len(table))
-    selection.squares(table, found)
+    device.kernels.squares(table, found)
     return found

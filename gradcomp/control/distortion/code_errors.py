@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,9 +11,9 @@ from gradcomp.control.base import Doubles, Numbers
 from gradcomp.control.distortion import Budget, Subject, energies, segment
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.vectors import Floats, Vector
-from gradcomp.kernels import dispatch
 from gradcomp.kernels.codec import Bytes, Codec, Draw, Table
 from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
+from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import ALLOCATED, FLOAT32, MINMAX, SEGMENT, UNIT_BYTES
 
 #: Elements coded at a time: few enough that their errors are still in the cache when they are summed.
@@ -40,9 +39,9 @@ def code_errors(choices: Sequence[Coded], subject: Subject) -> Doubles:
         key = codec.kind, codec.stochastic, id(codec.magnitudes), choice.cut_elements(subject.layer)
         alike.setdefault(key, (codec, []))[1].append(i)
     draw = Draw(subject.seed, 0, 0)
-    device = dispatch.on_device(values.address)
+    device = subject.device
     for (*_, cut), (codec, rows) in alike.items():
-        if device is not None and cut <= LARGEST_BUCKET:
+        if device.driver is not None and cut <= LARGEST_BUCKET:
             whole = table[rows[:1]]
             whole["gradient"], whole["length"] = values.address, values.size
             found[rows] = _on_device(device, codec, whole, table["level"][rows], draw)[0]
@@ -70,10 +69,10 @@ def _codec(choice: Coded, row: Table) -> Codec:
     return Codec(MINMAX, codec.stochastic) if codec.kind in ALLOCATED else codec
 
 
-def _on_device(device: Any, codec: Codec, rows: Table, levels: Numbers, draw: Draw) -> Doubles:
+def _on_device(device: Device, codec: Codec, rows: Table, levels: Numbers, draw: Draw) -> Doubles:
     """Returns the coding errors of values on a device, by row and level; it reads them once for all levels."""
     draws = draw if codec.stochastic else None
-    lost: Doubles = device.losses(codec.kind, rows, levels, draw=draws, magnitudes=codec.magnitudes)
+    lost: Doubles = device.kernels.losses(codec.kind, rows, levels, draw=draws, magnitudes=codec.magnitudes)
     return np.sqrt(lost)
 
 
@@ -118,7 +117,7 @@ def _place(codec: Codec, rows: Table, lost: Floats) -> None:
 def _energies(codec: Codec, rows: Table, draw: Draw, payload: Bytes) -> Doubles:
     """Returns the squared norm of the coding error of each row, which has been placed."""
     flags = np.zeros(len(rows), dtype=np.uint8)
-    codec.encode(rows, payload, flags, draw)
+    codec.encode(HOST, rows, payload, flags, draw)
     losses = np.zeros(len(rows), dtype=SEGMENT)
     losses["gradient"], losses["length"], losses["dtype"] = rows["next_residual"], rows["length"], FLOAT32
     return np.where(flags != 0, np.inf, energies(losses))
@@ -131,6 +130,7 @@ def block_errors(
     begins: Numbers,
     seed: int,
     memory_bytes: int | None = None,
+    device: Device = HOST,
 ) -> Doubles:
     """Returns ||values - decode(encode(values))|| of every block and choice, shape (B, K).
 
@@ -147,11 +147,10 @@ def block_errors(
     assert isinstance(first, Coded), "levels by block are levels of codes"
     codec = _codec(first, levels[:1])
     ends = np.append(begins[1:], layer.size)
-    if not np.isfinite(energies(segment(values.address, layer.size))[0]):
+    if not np.isfinite(energies(segment(values.address, layer.size), device)[0]):
         return np.full((len(begins), len(bare)), np.nan)
     draw = Draw(seed, 0, 0)
-    device = dispatch.on_device(values.address)
-    if device is not None and cut <= LARGEST_BUCKET:
+    if device.driver is not None and cut <= LARGEST_BUCKET:
         rows = _rows(levels[:1], begins, ends, values.address)
         return _on_device(device, codec, rows, levels["level"], draw)
     smallest = levels.copy()

@@ -31,6 +31,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.vectors import Floats, HostVector, Vector
 from gradcomp.kernels.codec import Draw
+from gradcomp.kernels.devices import HOST, Device
 
 
 def errors(
@@ -40,6 +41,7 @@ def errors(
     seed: int,
     *,
     memory_bytes: int | None = None,
+    device: Device = HOST,
 ) -> Doubles:
     """Returns ||values - decompress(compress(values))||, the L2 norm (not squared), of every choice.
 
@@ -68,6 +70,7 @@ def errors(
         seed: 64 bits.
         memory_bytes: the most memory to use besides the values (and besides a copy of them if they are not contiguous);
             None: what the fastest way takes, mostly one or two times the layer and its payload.
+        device: where ``values`` lie.
 
     Returns:
         float64, an error per choice. 0: nothing is lost. inf: the choice cannot send the layer, because that is
@@ -83,7 +86,7 @@ def errors(
         values = HostVector(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
     if values.size != layer.size:
         raise ConfigError(f"layer {layer.name!r} has {layer.size} elements, got {values.size} values")
-    if not np.isfinite(energies(segment(values.address, values.size))[0]):
+    if not np.isfinite(energies(segment(values.address, values.size), device)[0]):
         return np.full(len(choices), np.nan)
     found = np.zeros(len(choices))
     families: dict[_Measure, list[int]] = {}
@@ -96,7 +99,7 @@ def errors(
     for measure, members in families.items():
         names = ", ".join(dict.fromkeys(bare[i].name for i in members))
         budget = Budget(memory_bytes, f"what {names} would lose of layer {layer.name!r}")
-        found[members] = measure([bare[i] for i in members], Subject(layer, values, seed, budget))
+        found[members] = measure([bare[i] for i in members], Subject(layer, values, seed, budget, device))
     return found
 
 

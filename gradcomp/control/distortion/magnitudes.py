@@ -11,7 +11,7 @@ from gradcomp.compress.sparse.payload import Selection
 from gradcomp.control.base import Doubles, Numbers
 from gradcomp.control.distortion import Budget, energies, segment
 from gradcomp.core.vectors import Floats
-from gradcomp.kernels import selection
+from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import FLOAT32, SEGMENT
 
 # A magnitude has 31 bits. Two that share those above the last 13 differ by 0.1% at most.
@@ -77,8 +77,8 @@ def largest_of(values: Floats, count: int, rest: Floats) -> Selection:
     table["next_residual"] = rest.ctypes.data
     chosen, flags = Selection.allocate(np.array([count])), np.zeros(1, np.uint8)
     places = chosen.counts, chosen.offsets, chosen.indices, chosen.values, chosen.counts
-    selection.select_top(table, flags, np.ones(1, np.float32), *places, decay=1.0, zeros=True)
-    selection.put(table, chosen.offsets, chosen.counts, chosen.indices, np.zeros_like(chosen.values))
+    HOST.kernels.select_top(table, flags, np.ones(1, np.float32), *places, decay=1.0, zeros=True)
+    HOST.kernels.put(table, chosen.offsets, chosen.counts, chosen.indices, np.zeros_like(chosen.values))
     return chosen
 
 

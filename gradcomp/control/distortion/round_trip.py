@@ -116,9 +116,9 @@ def _coded(message: Reduce, context: StepContext) -> tuple[Reply, float]:
         table["payload"] = np.cumsum(sizes) - sizes
     flags = np.zeros(len(group.table), dtype=np.uint8)
     begin = perf_counter()
-    codec.encode(group.inputs, payload, flags, context.draw)
+    codec.encode(group.device, group.inputs, payload, flags, context.draw)
     seconds = perf_counter() - begin
-    codec.decode(group.table, payload, flags)
+    codec.decode(group.device, group.table, payload, flags)
     return Reply(flags), seconds
 
 

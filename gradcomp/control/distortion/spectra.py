@@ -14,7 +14,10 @@ import numpy as np
 from gradcomp.control.base import Doubles, Numbers
 from gradcomp.control.distortion import Budget, energies, segment
 from gradcomp.core.vectors import Floats
-from gradcomp.kernels import lowrank
+from gradcomp.kernels.devices import HOST
+from gradcomp.kernels.dispatch import numpy_multiplies
+from gradcomp.kernels.random_factors import initial_q
+from gradcomp.kernels.segments import Factor, Shapes
 
 POWER_STEPS = 5
 """Number of power steps that Markov 2024, appendix B.2.2, found sufficient."""
@@ -74,7 +77,7 @@ def product_bytes(shape: tuple[int, ...]) -> int:
 def _steps_bytes(shape: tuple[int, ...], columns: int) -> int:
     n, m = shape
     # Bytes per element of the rest, and of NumPy's copies.
-    one = 9 if lowrank.numpy_multiplies(columns) else 4
+    one = 9 if numpy_multiplies(columns) else 4
     return one * n * m + 4 * columns * (n + m) + 128 * columns * m  # the last term is for random numbers
 
 
@@ -156,15 +159,15 @@ def by_power_steps(matrix: Floats, ranks: Numbers, *, seed: int, layer: int) -> 
     scale = 2.0 ** min(max(exponent, -126), 126)
     factor = np.array([1.0 / scale], dtype=np.float32)
 
-    shapes = lowrank.Shapes(np.array([n]), np.array([m]), np.array([b]))
+    shapes = Shapes(np.array([n]), np.array([m]), np.array([b]))
     begin, flags = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint8)
-    p = lowrank.Factor(np.empty(n * b, dtype=np.float32), begin)
-    q = lowrank.Factor(lowrank.initial_q(m, b, seed=seed, layer=layer).reshape(-1), begin)
+    p = Factor(np.empty(n * b, dtype=np.float32), begin)
+    q = Factor(initial_q(m, b, seed=seed, layer=layer).reshape(-1), begin)
     for _ in range(POWER_STEPS):
-        lowrank.project(table, flags, factor, shapes, q, p, decay=1.0)
-        lowrank.orthogonalise(shapes.rows, shapes.ranks, p)
-        lowrank.back_project(table, shapes, p, q)
-    lowrank.subtract(table, shapes, p, q)
+        HOST.kernels.project(table, flags, factor, shapes, q, p, decay=1.0)
+        HOST.kernels.orthogonalise(shapes.rows, shapes.ranks, p)
+        HOST.kernels.back_project(table, shapes, p, q)
+    HOST.kernels.subtract(table, shapes, p, q)
     table["gradient"] = rest.ctypes.data
     norms: Doubles = scale * _rest(squared_singular_values(q.values.reshape(b, m)), energies(table)[0], ranks)
     return norms

@@ -1,87 +1,15 @@
-"""Low-rank approximation of layers: the kernels of PowerSGD and its relatives.
-
-`reference_lowrank` defines and documents the kernels. Source: Vogels et al. 2019, Algorithm 1. One step of one layer,
-in which the caller takes the means over ranks:
-
-    project         P <- M Q               line 3     any order of sums
-    orthogonalise   P <- orthonormal P     line 5     the same bytes from every backend
-    back_project    Q <- M^T P             line 6     any order of sums
-    expand          output <- P Q^T        line 11    the same bytes from every backend
-    subtract        M <- M - P Q^T         Algorithm 2, line 8, with this rank's own Q    the same bytes
-    keep            Q of the next step <- Q                         the same bytes
-
-The calls put nothing on the wire and keep no state.
-"""
+"""Random factors of low-rank approximations, which are the same on every rank and machine."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels import dispatch, philox
-from gradcomp.kernels import reference_lowrank as reference
-from gradcomp.kernels.dispatch import kernel
-from gradcomp.kernels.segments import OWNER_RANK, Doubles, Factor, Floats, SegmentTable, Shapes, Sizes
-
-__all__ = ["Factor", "Shapes"]  # names of another module
+from gradcomp.kernels import philox
+from gradcomp.kernels.segments import OWNER_RANK, Doubles, Floats, Sizes
 
 FIRST_STEP = 0xFFFFFFFF
 """The step in the random counter of a layer's initial Q, which is drawn before any step."""
-
-BASELINE_RANKS = 4
-"""Above this rank NumPy multiplies faster than the compiled kernels do without AVX."""
-
-
-def numpy_multiplies(rank: int) -> bool:
-    """Tells whether NumPy computes, on the host, the products whose order of sums is free.
-
-    It does without the compiled module, and above BASELINE_RANKS columns where that has only 128-bit vectors. The
-    order of sums, and so the last bits of results, then depend on the alignment of the matrices; and :func:`project`
-    takes 5 bytes of memory for an element of the longest layer.
-    """
-    return dispatch.backend() == "reference" or (
-        rank > BASELINE_RANKS and dispatch.host().isa() == "baseline"
-    )
-
-
-def _multiplier(arguments: Sequence[Any]) -> dispatch.Backend:
-    """Returns the host's backend for products whose order of sums is free."""
-    (shapes,) = (each for each in arguments if isinstance(each, Shapes))
-    by_numpy = numpy_multiplies(int(np.max(shapes.ranks, initial=0)))
-    return dispatch.named("reference") if by_numpy else dispatch.host()
-
-
-project = kernel(reference.project, _multiplier)
-back_project = kernel(reference.back_project, _multiplier)
-expand = kernel(reference.expand)
-subtract = kernel(reference.subtract)
-
-
-def orthogonalise(rows: Sizes, ranks: Sizes, p: Factor, *, beside: SegmentTable | None = None) -> None:
-    """Runs `reference_lowrank.orthogonalise` where the layers ``beside`` are; the bytes are the same everywhere."""
-    backend = dispatch.device_of((beside, p)) or dispatch.host()
-    backend.orthogonalise(rows, ranks, p)
-
-
-def keep(
-    sides: Sizes,
-    ranks: Sizes,
-    factor: Factor,
-    kept: Floats,
-    before: Sizes,
-    after: Sizes,
-    *,
-    beside: SegmentTable,
-) -> None:
-    """Runs `reference_lowrank.keep` where the layers ``beside`` are; the bytes are the same everywhere."""
-    backend = dispatch.of(beside) or dispatch.named("reference")
-    backend.keep(sides, ranks, factor, kept, before, after)
-
-
-# --- random factors -----------------------------------------------------------------------------------------
 
 
 def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
