@@ -7,7 +7,6 @@ import http.server
 import json
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -194,6 +193,7 @@ def test_misspelt_variables_are_said_once_with_what_was_meant_and_where() -> Non
 def killed() -> None:
     import os
     import signal
+    import sys
     import tempfile
     import threading
     import time
