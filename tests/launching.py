@@ -41,11 +41,12 @@ _GRACE_SECONDS = 5.0
 
 
 class Finished(NamedTuple):
-    """How a process ended. ``returncode`` is negative for a signal; -9 also after a timeout."""
+    """How a process ended, and when. ``returncode`` is negative for a signal; -9 also after a timeout."""
 
     returncode: int
     stdout: str
     stderr: str
+    at: float = 0.0
 
 
 def run_ranks(
@@ -192,10 +193,13 @@ def _fork(
 
 def _finish(started: list[_Started], timeout: float) -> list[Finished]:
     deadline = time.monotonic() + timeout
+    ended: dict[int, float] = {}
     try:
-        for one in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                one.process.wait(max(0.0, deadline - time.monotonic()))
+        while len(ended) < len(started) and time.monotonic() < deadline:
+            for number in set(range(len(started))) - ended.keys():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    started[number].process.wait(0.01)
+                    ended[number] = time.time()
     finally:
         for one in started:
             with contextlib.suppress(ProcessLookupError):
@@ -206,8 +210,9 @@ def _finish(started: list[_Started], timeout: float) -> list[Finished]:
             one.process.returncode,
             one.stdout.read_text(errors="replace"),
             one.stderr.read_text(errors="replace"),
+            ended.get(number, time.time()),
         )
-        for one in started
+        for number, one in enumerate(started)
     ]
 
 

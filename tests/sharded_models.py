@@ -213,6 +213,12 @@ def _checkpointed(model: Net) -> None:
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
 
 
+def _recomputed_units(model: Net, mesh: Any) -> None:
+    """Recomputation in backward gathers once more."""
+    by_blocks(model, mesh)
+    _checkpointed(model)
+
+
 def _mixed(param: torch.dtype | None, reduce: torch.dtype | None) -> Callable[[], dict[str, Any]]:
     return lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)}
 
@@ -237,6 +243,7 @@ CASES = {
     "prefetched": Case(shard=_prefetch),
     "sums": Case(shard=_sum_only),
     "activation checkpointing": Case(prepare=_checkpointed),
+    "recomputed units": Case(shard=_recomputed_units),
     "two meshes, micro-batches": Case(
         mesh=lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")), ranks=4, passes=2
     ),

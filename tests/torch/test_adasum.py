@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 import torch
 from batch import on_ranks
-from small_torch import assert_same_on_all_ranks, data, net, wrap
+from small_torch import assert_close, assert_same_on_all_ranks, backward, loss_of, net, own_gradients, wrap
 
 import gradcomp.torch as gc
 
 KINDS = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.1}, "Adam": {}, "RMSprop": {}, "Adagrad": {},
 }  # fmt: skip
-
-
-def loss_of(model, step, rank=None):
-    return model(data(step, rank)).square().mean()
 
 
 def pairwise(deltas: list[np.ndarray]) -> np.ndarray:
@@ -66,14 +62,10 @@ def trained(kind: str, steps: int, passes: int = 1, **arguments) -> list[torch.n
     for step in range(steps):
         optimizer.zero_grad()
         for i in range(passes):
-            loss_of(model, step * passes + i).backward()
+            backward(model, step * passes + i)
         optimizer.step()
     assert_same_on_all_ranks(model.parameters())
     return list(model.parameters())
-
-
-def assert_close(parameters, wanted, **tolerance) -> None:
-    torch.testing.assert_close([p.detach() for p in parameters], [w.detach() for w in wanted], **tolerance)
 
 
 @pytest.mark.parametrize(("kind", "passes"), [*((kind, 1) for kind in KINDS), ("SGD", 2)])
@@ -102,11 +94,10 @@ def test_steps_may_travel_as_halves(compression):
 def test_gradients_stay_a_ranks_own_and_clipping_counts():
     model = net()
     optimizer = wrap(model, op=gc.Adasum)
-    loss_of(model, 0).backward()
-    own = torch.autograd.grad(loss_of(model, 0), list(model.parameters()))
+    backward(model)
+    own = own_gradients(model)
     optimizer.synchronize()
-    for p, gradient in zip(model.parameters(), own, strict=True):
-        torch.testing.assert_close(p.grad, gradient)
+    assert_close([p.grad for p in model.parameters()], own)
     before = [p.detach().clone() for p in model.parameters()]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.0)
     optimizer.step()
@@ -120,7 +111,7 @@ def test_frozen_parameters_and_those_without_a_gradient_stay():
     start = copy.deepcopy(model)
     optimizer = wrap(model, op=gc.Adasum)
     if gc.rank() == 0:
-        loss_of(model, 0).backward()
+        backward(model)
     optimizer.step()
     assert torch.equal(model[0].weight, start[0].weight)
     assert not torch.equal(model[2].weight, start[2].weight), "what one rank did counts in full"
@@ -145,7 +136,7 @@ def test_a_closure_and_a_scheduler_work_as_with_the_plain_optimizer():
     assert optimizer.step(closure) > 0
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
-    loss_of(other, 0).backward()
+    backward(other)
     plain.step()
     assert_close(model.parameters(), other.parameters())
 
@@ -198,10 +189,10 @@ def test_three_ranks_are_no_power_of_two_but_a_set_of_two_is_one():
     if pair.included():
         model = net()
         optimizer = wrap(model, op=gc.Adasum, process_set=pair)
-        loss_of(model, 0).backward()
+        backward(model)
         optimizer.step()
         got = gc.allgather(
-            torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None], process_set=pair
+            torch.cat([p.detach().flatten() for p in model.parameters()])[None], process_set=pair
         )
         assert torch.equal(got[0], got[1])
 

@@ -9,12 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from batch import on_ranks
+from small_torch import assert_still_working, backward, net
 
 import gradcomp.torch as gc
-
-
-def net(width: int = 4) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 2))
 
 
 def wrap(model, compression="none", named=None, **arguments):
@@ -23,162 +20,101 @@ def wrap(model, compression="none", named=None, **arguments):
     return gc.DistributedOptimizer(optimizer, named, compression, **arguments)
 
 
-def assert_still_working() -> None:
-    """The job goes on after an error of construction."""
-    model = net()
-    for p in model.parameters():
-        torch.nn.init.ones_(p)
-    optimizer = wrap(model)
-    model(torch.ones(2, 4) * (1 + gc.rank())).sum().backward()
-    optimizer.step()
-
-
 # ---------------------------------------------------------------------------------------- the same mistake everywhere
 
 
+def named(model) -> list:
+    return list(model.named_parameters())
+
+
+def complex_parameter() -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    return model
+
+
+#: By name: a model, what else is given, and the text of the ConfigError.
+BAD = {
+    "a name twice": (net, lambda m: {"named": [("x", p) for p in m.parameters()]}, "more than once: x"),
+    "two names": (
+        net,
+        lambda m: {"named": [*named(m), ("again", m[0].weight)]},
+        r"two names: '0\.weight' and 'again'",
+    ),
+    "no name": (net, lambda m: {"named": named(m)[1:]}, r"have no name \(shapes \(16, 8\)\)"),
+    "a stranger": (
+        net,
+        lambda m: {"named": [*named(m), ("stranger", torch.nn.Parameter(torch.ones(2)))]},
+        "does not have: stranger",
+    ),
+    "no pairs": (net, lambda m: {"named": list(m.parameters())}, "pairs"),
+    "groups of numbers": (net, lambda _: {"groups": [3]}, "list of lists of tensors"),
+    "groups of names": (net, lambda _: {"groups": [["weight"]]}, "must consist of tensors, got str"),
+    "in two groups": (
+        net,
+        lambda m: {"groups": [[m[0].weight], [m[2].weight, m[0].weight]]},
+        "only appear once",
+    ),
+    "complex": (complex_parameter, lambda _: {}, "view_as_real"),
+    "frozen": (lambda: net().requires_grad_(False), lambda _: {}, "no trainable parameter"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
 @on_ranks(2)
-def test_a_name_used_twice_is_refused():
-    model = net()
-    with pytest.raises(gc.ConfigError, match="more than once: x"):
-        wrap(model, named=[("x", p) for p in model.parameters()])
+def test_a_bad_argument_is_refused_by_name_and_the_job_goes_on(case):
+    make, arguments, says = BAD[case]
+    model = make()
+    with pytest.raises(gc.ConfigError, match=says):
+        wrap(model, **arguments(model))
     assert_still_working()
 
 
 @on_ranks(2)
-def test_a_parameter_with_two_names_is_refused():
-    model = net()
-    named = list(model.named_parameters())
-    with pytest.raises(gc.ConfigError, match=r"two names: '0\.weight' and 'again'"):
-        wrap(model, named=[*named, ("again", named[0][1])])
-
-
-@on_ranks(2)
-def test_a_parameter_without_a_name_is_refused():
-    model = net()
-    with pytest.raises(gc.ConfigError, match=r"have no name \(shapes \(4, 4\)\)"):
-        wrap(model, named=list(model.named_parameters())[1:])
-
-
-@on_ranks(2)
-def test_a_parameter_that_is_not_the_optimizers_is_refused():
-    model = net()
-    stranger = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(gc.ConfigError, match="does not have: stranger"):
-        wrap(model, named=[*model.named_parameters(), ("stranger", stranger)])
-
-
-@on_ranks(2)
-def test_parameters_without_names_are_refused():
-    model = net()
-    with pytest.raises(gc.ConfigError, match="pairs"):
-        wrap(model, named=list(model.parameters()))
-
-
-@pytest.mark.parametrize("bits", [0, 9, -1, 2.5, True, "4"])
-@on_ranks(2)
-def test_bits_outside_one_to_eight_are_refused(bits):
-    with pytest.raises(gc.ConfigError, match="1 to 8"):
-        gc.Quantize(bits=bits)
-
-
-@on_ranks(2)
-def test_groups_without_tensors_are_refused():
-    for groups, says in (
-        ("2", "a non-negative integer or a list of lists of tensors"),
-        ([3], "list of lists of tensors"),
-        ([["weight"]], "must consist of tensors, got str"),
-    ):
-        with pytest.raises(gc.ConfigError, match=says):
-            wrap(net(), groups=groups)
-
-
-@on_ranks(2)
-def test_a_parameter_in_two_groups_is_refused():
-    model = net()
-    weight = model[0].weight
-    with pytest.raises(gc.ConfigError, match="only appear once"):
-        wrap(model, groups=[[weight], [model[1].weight, weight]])
-
-
-@on_ranks(2)
-def test_wrapping_twice_is_refused():
+def test_something_else_than_a_plain_optimizer_is_refused():
     model = net()
     optimizer = wrap(model)
     with pytest.raises(gc.StateError, match="already"):
         gc.DistributedOptimizer(optimizer, model.named_parameters())
-
-
-@on_ranks(2)
-def test_something_else_than_an_optimizer_is_refused():
     with pytest.raises(gc.ConfigError, match="Optimizer, got Sequential"):
-        gc.DistributedOptimizer(net())
+        gc.DistributedOptimizer(model)
 
 
 @on_ranks(2)
-def test_a_complex_parameter_is_refused_with_a_way_out():
-    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(gc.ConfigError, match="view_as_real"):
-        gc.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
-
-
-@on_ranks(2)
-def test_an_optimizer_without_trainable_parameters_is_refused():
-    model = net().requires_grad_(False)
-    with pytest.raises(gc.ConfigError, match="no trainable parameter"):
-        wrap(model)
-
-
-@on_ranks(2)
-def test_other_settings_after_init_are_refused():
+def test_a_second_init_changes_nothing_and_with_other_settings_it_is_refused():
+    gc.init()
     with pytest.raises(gc.StateError, match="already initialised"):
         gc.init(seed=1)
-
-
-@on_ranks(2)
-def test_a_second_init_changes_nothing():
-    gc.init()
     assert_still_working()
 
 
 # ---------------------------------------------------------------------------------------- ranks that differ
 
 
+#: By name: a rank's model, and the text of the error of all.
+DIFFERENT = {
+    "shape": (lambda rank: torch.nn.Linear(2, 4 + rank), r"layer 'bias'.*\[4\].*rank 1 has .*\[5\]"),
+    "layers": (lambda rank: net()[: 3 - rank], r"2\.bias.*rank 1 has none"),
+    "dtype": (lambda rank: net().bfloat16() if rank else net(), "bfloat16"),
+    "memory layout": (
+        lambda rank: torch.nn.Conv2d(3, 4, 2).to(
+            memory_format=torch.channels_last if rank else torch.contiguous_format
+        ),
+        "weight",
+    ),
+    "order": (lambda rank: net(), "order"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
 @on_ranks(2)
-def test_different_shapes_are_refused_by_all_and_the_layer_is_named():
-    with pytest.raises(gc.PlanMismatchError, match=r"layer '0\.bias'.*\[4\].*rank 1 has .*\[5\]"):
-        wrap(net(4 + gc.rank()))
+def test_layers_that_differ_are_refused_by_all_and_named_and_the_job_goes_on(case):
+    make, says = DIFFERENT[case]
+    model = make(gc.rank())
+    arguments = {"named": named(model)[::-1]} if case == "order" and gc.rank() else {}
+    with pytest.raises(gc.PlanMismatchError, match=says):
+        wrap(model, **arguments)
     assert_still_working()
-
-
-@on_ranks(2)
-def test_different_layers_are_refused_by_all():
-    model = net() if gc.rank() == 0 else torch.nn.Sequential(*net(), torch.nn.Linear(2, 2))
-    with pytest.raises(gc.PlanMismatchError, match=r"2\.bias.*rank 0 has none"):
-        wrap(model)
-
-
-@on_ranks(2)
-def test_different_orders_of_layers_are_refused_by_all():
-    model = net()
-    named = list(model.named_parameters())
-    with pytest.raises(gc.PlanMismatchError, match="order"):
-        wrap(model, named=named if gc.rank() == 0 else named[::-1])
-
-
-@on_ranks(2)
-def test_different_dtypes_are_refused_by_all():
-    model = net() if gc.rank() == 0 else net().bfloat16()
-    with pytest.raises(gc.PlanMismatchError, match="bfloat16"):
-        wrap(model)
-
-
-@on_ranks(2)
-def test_different_memory_layouts_are_refused_by_all():
-    model = torch.nn.Conv2d(3, 4, 2)
-    if gc.rank() == 1:
-        model = model.to(memory_format=torch.channels_last)
-    with pytest.raises(gc.PlanMismatchError, match="weight"):
-        wrap(model)
 
 
 @on_ranks(2)
@@ -252,9 +188,19 @@ def test_different_settings_are_refused_by_all_and_named():
 def test_nothing_works_before_init():
     gc.shutdown()
     model = net()
-    for call in (gc.rank, gc.size, gc.barrier, lambda: wrap(model), lambda: gc.allreduce(torch.ones(1))):
+    for call, *given in (
+        (gc.rank,),
+        (gc.size,),
+        (gc.barrier,),
+        (wrap, model),
+        (gc.allreduce, torch.ones(1)),
+        (gc.allgather, torch.ones(1)),
+        (gc.broadcast_object, 1),
+        (gc.broadcast_parameters, {}),
+        (gc.join,),
+    ):
         with pytest.raises(gc.StateError, match="not initialised"):
-            call()
+            call(*given)
     twice = [*model.named_parameters(), ("0.weight", torch.nn.Parameter(torch.ones(1)))]
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for arguments, told in (
@@ -272,25 +218,17 @@ def test_an_optimizer_does_not_step_after_shutdown_and_its_model_can_be_wrapped_
     model = net()
     optimizer = wrap(model)
     gc.shutdown()
+    gc.shutdown()
     with pytest.raises(gc.StateError, match="closed"):
-        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(gc.StateError, match="closed"):
         optimizer.step()
     gc.init(timeout_seconds=20.0)
     again = wrap(model)
-    model(torch.ones(2, 4)).sum().backward()
+    backward(model)
     again.step()
     with pytest.raises(gc.StateError, match="made after this one"):
         optimizer.step()
-
-
-@on_ranks(2, "life")
-def test_ten_cycles_of_init_and_shutdown():
-    for _ in range(10):
-        gc.shutdown()
-        gc.shutdown()
-        gc.init(timeout_seconds=20.0)
-        assert_still_working()
 
 
 @on_ranks(2, "life")

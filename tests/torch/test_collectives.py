@@ -52,61 +52,26 @@ def test_horovods_values_gradients_names_and_errors_in_a_world(name: str, world:
 # --------------------------------------------------------------------------------------------- world of one
 
 
-@pytest.fixture
-def one_rank():
+def test_in_a_world_of_one_broadcasts_change_nothing_and_handles_are_done() -> None:
+    """Values and gradients: ``horovod_checks``."""
     gc.init()
-    yield
-    gc.shutdown()
-
-
-@pytest.mark.usefixtures("one_rank")
-class TestWorldOfOne:
-    def test_sum_is_a_copy_and_in_place_returns_the_tensor(self) -> None:
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            value = torch.ones(3, dtype=dtype)
-            result = gc.allreduce(value, op=gc.Sum)
-            assert torch.equal(result, value)
-            assert result.data_ptr() != value.data_ptr()
-            assert gc.allreduce_(value, op=gc.Sum) is value
-
-    @pytest.mark.parametrize("call", [gc.allreduce, gc.allgather])
-    def test_results_are_the_tensor_and_differentiable(self, call) -> None:
-        assert torch.equal(call(torch.ones(2, 3)), torch.ones(2, 3))
-        value = torch.ones(3, requires_grad=True)
-        call(value).sum().backward()
-        assert torch.equal(value.grad, torch.ones(3))
-
-    def test_broadcasts_change_nothing(self) -> None:
+    try:
         anything, model = object(), torch.nn.Linear(2, 2)
         assert gc.broadcast_object(anything) is anything
         before = {name: value.clone() for name, value in model.state_dict().items()}
         gc.broadcast_parameters(model.state_dict())
         gc.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1))
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-    def test_barrier_returns_and_handles_are_done(self) -> None:
+        value = torch.ones(3)
+        assert gc.allreduce(value, op=gc.Sum).data_ptr() != value.data_ptr()
         gc.barrier()
         handle = gc.allreduce_async(torch.ones(1))
         assert gc.poll(handle)
         assert gc.synchronize(handle) == 1
-
-    def test_arguments_are_checked_as_in_larger_worlds(self) -> None:
         with pytest.raises(gc.ConfigError):
             gc.allreduce(torch.ones(1, dtype=torch.bool))
-        with pytest.raises(gc.ConfigError):
-            gc.broadcast_object(1, root_rank=1)
-
-
-def test_before_init() -> None:
-    for call, *given in (
-        (gc.allreduce, torch.ones(1)),
-        (gc.allgather, torch.ones(1)),
-        (gc.broadcast_object, 1),
-        (gc.broadcast_parameters, {}),
-        (gc.barrier,),
-    ):
-        with pytest.raises(gc.StateError, match="init"):
-            call(*given)
+    finally:
+        gc.shutdown()
 
 
 # --------------------------------------------------------------------------------------------------- faults

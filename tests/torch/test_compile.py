@@ -10,26 +10,16 @@ import pytest
 import torch
 from batch import on_ranks
 from launching import run_ranks
-from small_torch import assert_same_on_all_ranks, bits_of, data, in_ddp, net
+from small_torch import FRONTENDS, NEAREST, assert_same_on_all_ranks, backward, bits_of, data, net, small
 
 import gradcomp.torch as gc
 
-WITH_RESIDUALS = "quantize:bits=4,bucket_size=32,rounding=nearest"
+MOMENTUM = {"momentum": 0.9}
 
 
-def optimized(compression: str, **options):
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
-    policy = gc.Policy(compression, filter=gc.Filter(min_elements=2))
-    return model, gc.DistributedOptimizer(optimizer, model.named_parameters(), policy)
-
-
-def hooked(compression: str, **options):
-    ddp, _ = in_ddp(net(), gc.Policy(compression, filter=gc.Filter(min_elements=2)))
-    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, **options)
-
-
-MAKERS = {"optimizer": optimized, "hook": hooked}
+def made(frontend: str, compression=NEAREST, **options):
+    """The module to call and the optimizer to step with."""
+    return FRONTENDS[frontend](net(), compression, options=options)[:2]
 
 
 def trained(model, optimizer, backend: str | None, **compiling) -> list[bytes]:
@@ -54,16 +44,15 @@ def trained(model, optimizer, backend: str | None, **compiling) -> list[bytes]:
 )
 @on_ranks(2, reorder=False)  # gradients of a compiled graph come in an order of their own
 def test_a_step_that_is_compiled_as_a_whole_has_the_bits_of_eager_and_no_warning(frontend, autograd):
-    make, options = MAKERS[frontend], {"momentum": 0.9}
     torch._dynamo.reset()
     with (
         warnings.catch_warnings(record=True) as said,
         torch._dynamo.config.patch(compiled_autograd=autograd == "compiled"),
     ):
         warnings.simplefilter("always")
-        model, optimizer = make(WITH_RESIDUALS, **options)
+        model, optimizer = made(frontend, **MOMENTUM)
         compiled = trained(model, optimizer, "aot_eager")
-    assert compiled == trained(*make(WITH_RESIDUALS, **options), None)
+    assert compiled == trained(*made(frontend, **MOMENTUM), None)
     assert_same_on_all_ranks(model.parameters())
     assert not [
         text for one in said if any(word in (text := str(one.message)) for word in ("getpid", "perf_counter"))
@@ -100,7 +89,7 @@ def test_means_are_there_when_backward_returns_to_a_compiled_step(autograd):
 
 @on_ranks(2, reorder=False)
 def test_a_compiled_backward_that_fails_leaves_no_end_behind():
-    model, optimizer = optimized("none")
+    model, optimizer = made("optimizer", "none")
     calls = []
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch._dynamo.reset()
@@ -131,7 +120,7 @@ def test_a_compiled_backward_that_fails_leaves_no_end_behind():
 @on_ranks(2, reorder=False)
 def test_closures_momentum_that_is_taken_and_synchronize_are_compiled_alike():
     def run(backend):
-        model, optimizer = optimized("dgc:density=0.1,momentum_factor=optimizer", momentum=0.9)
+        model, optimizer = made("optimizer", small("dgc:density=0.1,momentum_factor=optimizer"), **MOMENTUM)
 
         def step(x):
             def closure():
@@ -155,9 +144,9 @@ def test_closures_momentum_that_is_taken_and_synchronize_are_compiled_alike():
 @on_ranks(2, reorder=False)
 def test_compiled_autograds_python_reducer_is_refused_under_a_hook():
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp, _ = hooked(WITH_RESIDUALS)
+        ddp, _ = made("hook")
         with pytest.raises(gc.ConfigError, match="python_reducer"):
-            ddp(data(0)).square().mean().backward()
+            backward(ddp)
 
 
 @pytest.mark.full
@@ -165,17 +154,17 @@ def test_under_inductor_ranks_are_equal_and_one_alone_has_the_bits_of_the_unwrap
     def program():
         import torch
         from small_torch import assert_same_on_all_ranks
-        from test_compile import WITH_RESIDUALS, net, optimized, trained
+        from test_compile import MOMENTUM, made, net, trained
 
         import gradcomp.torch as gc
 
         gc.init(reorder=False)
-        model, optimizer = optimized(WITH_RESIDUALS, momentum=0.9)
+        model, optimizer = made("optimizer", **MOMENTUM)
         ours = trained(model, optimizer, "inductor")
         if gc.size() == 1:
             torch._dynamo.reset()
             plain = net()
-            sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+            sgd = torch.optim.SGD(plain.parameters(), lr=0.1, **MOMENTUM)
             assert ours == trained(plain, sgd, "inductor")
         else:
             assert_same_on_all_ranks(model.parameters())

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from batch import on_ranks
-from small_torch import assert_same_on_all_ranks, bits_of
+from small_torch import assert_same_on_all_ranks, bits_of, shared_folder
 
 import gradcomp.torch as gc
 from gradcomp import TopK
@@ -24,7 +21,6 @@ KINDS = {
     "lgc": "lgc:density=0.05,warmup_steps=2,train_steps=2,ends=false,least_parameters=0",
     "feedback": "error_feedback[topk:density=0.05]:decay=0.9,follow_rate=true",
 }
-every_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 
 def net(seed: int = 0) -> torch.nn.Module:
@@ -56,40 +52,22 @@ def state_bits(opt) -> dict[str, list[bytes]]:
     return {name: bits_of([value]) for name, value in {**state["residuals"], **fields}.items()}
 
 
-@contextmanager
-def shared_folder():
-    """One folder for all ranks."""
-    name = tempfile.mkdtemp(prefix="gradcomp-test-") if gc.rank() == 0 else None
-    yield Path(gc.broadcast_object(name, 0))
-    gc.barrier()
-
-
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
-def test_ranks_hold_the_same_bytes(kind: str):
-    model = net()
-    opt = wrap(model, kind)
-    for step in range(6):
-        train(model, opt, step, step + 1)
-        assert_same_on_all_ranks(model.parameters())
-
-
-@every_kind
-@on_ranks(2)
-def test_a_saved_run_goes_on_bit_for_bit(kind: str):
-    whole = net()
+def test_ranks_hold_the_same_bytes_and_a_saved_run_goes_on_bit_for_bit(kind: str):
+    whole, folder, models = net(), shared_folder(), {}
     uninterrupted = wrap(whole, kind)
-    train(whole, uninterrupted, 0, 7)
-    for stop in (2, 3, 4):
-        model = net()
-        opt = wrap(model, kind)
-        train(model, opt, 0, stop)
+    for step in range(7):
+        if step in (2, 3, 4):
+            gc.save(folder / str(step), uninterrupted)
+            models[step] = {name: value.clone() for name, value in whole.state_dict().items()}
+        train(whole, uninterrupted, step, step + 1)
+        assert_same_on_all_ranks(whole.parameters())
+    for stop, weights in models.items():
         other = net(seed=9)
-        other.load_state_dict(model.state_dict())
+        other.load_state_dict(weights)
         again = wrap(other, kind)
-        with shared_folder() as folder:
-            gc.save(folder, opt)
-            gc.load(folder, again)
+        gc.load(folder / str(stop), again)
         train(other, again, stop, 7)
         assert bits_of(other.parameters()) == bits_of(whole.parameters())
         assert state_bits(again) == state_bits(uninterrupted)
@@ -193,7 +171,7 @@ def test_everything_sent_is_the_mean_or_the_sum(op: str, dtype: str):
         opt.step()
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["topk", "lgc"])
 @pytest.mark.parametrize("as_dense", [False, True])
 @on_ranks(2)
 def test_sparse_gradients_travel_beside_or_as_dense_ones(as_dense: bool, kind: str):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from batch import on_ranks
 from logs import logged
-from small_torch import bits_of, in_ddp
+from small_torch import bits_of, in_ddp, initialised, shared_folder
 
 import gradcomp.torch as gc
 from gradcomp.control.base import at_once
@@ -92,14 +89,12 @@ def test_plans_change_and_agree(name):
     same_everywhere(bits_of(model.parameters()))
 
 
-@pytest.mark.parametrize(
-    "family", ["quantize:bits=4,rounding=nearest", "topk:density=0.05", "powersgd:rank=2"]
-)
+@pytest.mark.parametrize("family", ["quantize:bits=4,rounding=nearest", "powersgd:rank=2"])
 @on_ranks(3)
 def test_resumed_is_uninterrupted_bit_for_bit(family):
     # Background work at once, so that plans change in the same steps.
     agreement.in_background = at_once
-    directory = gc.broadcast_object(tempfile.mkdtemp() if gc.rank() == 0 else None, 0)
+    directory = shared_folder()
     controller = gc.LGreCo(5, alpha=3)
     model, optimizer = make(controller, family)
     before = train(model, optimizer, 0, 9)
@@ -119,37 +114,25 @@ def test_resumed_is_uninterrupted_bit_for_bit(family):
         _, last = make(controller, family, net(2))
         last.load_compression_state(other.compression_state())
         assert last.plan() == other.plan()
-    gc.barrier()
-    if gc.rank() == 0:
-        shutil.rmtree(directory)
 
 
 @on_ranks(2)
 def test_the_run_log_and_the_log_lines():
-    from gradcomp.job.runtime import current
-
-    directory = tempfile.TemporaryDirectory()
-    path = Path(directory.name, "run.jsonl")
-    object.__setattr__(current().config, "run_log", str(path))
-    try:
-        with logged(only=True) as lines:
-            model, optimizer = make(gc.LGreCo(8, alpha=3))
-            # A choice applies when the background has made it: how many steps that takes is the machine's.
-            for first in range(0, 600, 30):
-                train(model, optimizer, first, 30, pause=0.001)
-                if optimizer.plan().version >= 2:
-                    break
-    finally:
-        object.__setattr__(current().config, "run_log", "")
+    path = shared_folder() / "run.jsonl"
+    with initialised(run_log=str(path)), logged(only=True) as lines:
+        model, optimizer = make(gc.LGreCo(8, alpha=3))
+        # A choice applies when the background has made it: how many steps that takes is the machine's.
+        for first in range(0, 600, 30):
+            train(model, optimizer, first, 30, pause=0.001)
+            if optimizer.plan().version >= 2:
+                break
     changes = [line for line in lines if "plan" in line and "lgreco" in line]
     if gc.rank():
         assert not changes
         return
     assert len(changes) >= 2
     assert all(part in changes[-1] for part in ("bits", "predicted", "of them under control; ", "measured"))
-    (written,) = path.parent.iterdir()  # under the exchanger's name: it is not the job's first
-    (run,) = read(written)
-    directory.cleanup()
+    (run,) = read(path)
     assert run.world == 2
     assert run.controller.startswith("lgreco(")
     assert len(run.plans) >= 2
@@ -208,7 +191,10 @@ def test_a_controller_with_nothing_to_adjust_says_so_and_the_run_goes_on():
         "uncompressed": (gc.LGreCo(8), "none"),
     }
     for case, (make_model, kept) in NOTHING_TO_ADJUST.items():
-        for name, (controller, compression) in controllers.items():
+        # What is left to adjust is found by one function, and what a period does without, by each of them.
+        some = controllers if case in ("small", "sparse") else ["lgreco", "auto", "uncompressed"]
+        for name in some:
+            controller, compression = controllers[name]
             model = make_model()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
             with logged() as lines:

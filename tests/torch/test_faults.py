@@ -5,26 +5,16 @@ Ranks are started without torchrun, which ends the survivors of a dead rank befo
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
-import textwrap
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import preloaded
 import pytest
-from launching import clean_environment, plain_variables
-from ports import free_port
+from launching import Finished, run_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -119,11 +109,12 @@ SCENARIOS = {
 }
 
 
-class Ended(NamedTuple):
-    returncode: int | None  # None: it had to be killed
-    said: list[dict]
-    stderr: str
-    at: float
+class Ended:
+    """How a rank ended, and what it said."""
+
+    def __init__(self, finished: Finished) -> None:
+        self.returncode, stdout, self.stderr, self.at = finished
+        self.said = [json.loads(line) for line in stdout.splitlines()]
 
     def event(self, name: str) -> dict:
         found = [line for line in self.said if line["event"] == name]
@@ -131,71 +122,27 @@ class Ended(NamedTuple):
         return found[0]
 
 
-def fork(
-    program: Path, variables: dict[str, str], out: Path, err: Path
-) -> preloaded.Fork | subprocess.Popen[bytes]:
-    """A rank that starts at once, which leaves time for those that wait."""
-    common = clean_environment()
-    return preloaded.start(preloaded.TORCH, common, [str(program)], {**common, **variables}, out, err)
+def run(imported: tuple[str, ...], scenario: Scenario) -> list[Ended]:
+    program = PROGRAM.format(**scenario._asdict())
+    return [Ended(end) for end in run_ranks(program, scenario.world, imported=imported)]
 
 
-def interpreter(
-    program: Path, variables: dict[str, str], out: Path, err: Path
-) -> preloaded.Fork | subprocess.Popen[bytes]:
-    with out.open("wb") as stdout, err.open("wb") as stderr:
-        return subprocess.Popen(
-            [sys.executable, str(program)],
-            env={**clean_environment(), **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-
-
-def run(start: Callable[..., preloaded.Fork | subprocess.Popen[bytes]], scenario: Scenario) -> list[Ended]:
-    with tempfile.TemporaryDirectory(prefix="gradcomp-fault-") as name:
-        directory = Path(name)
-        program = directory / "program.py"
-        program.write_text(textwrap.dedent(PROGRAM).format(**scenario._asdict()))
-        port, world = str(free_port()), scenario.world
-        files = [[directory / f"{rank}.{kind}" for kind in ("out", "err")] for rank in range(world)]
-        processes = [
-            start(program, plain_variables(rank, world, port), *files[rank]) for rank in range(world)
-        ]
-        ended: dict[int, float] = {}
-        codes: dict[int, int] = {}
-        deadline = time.monotonic() + 60
-        while len(codes) < world and time.monotonic() < deadline:
-            for rank in set(range(world)) - codes.keys():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    codes[rank] = processes[rank].wait(0.01)
-                    ended[rank] = time.time()
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return [
-            Ended(
-                codes.get(rank),
-                [json.loads(line) for line in out.read_text().splitlines()],
-                err.read_text(errors="replace"),
-                ended.get(rank, time.time()),
-            )
-            for rank, (out, err) in enumerate(files)
-        ]
-
-
-@pytest.fixture(scope="module", params=[fork, pytest.param(interpreter, marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(preloaded.TORCH, id="fork"),
+        pytest.param((), id="interpreter", marks=pytest.mark.full),
+    ],
+)
 def outcome(request: pytest.FixtureRequest) -> Callable[[str], list[Ended]]:
     """Outcomes by scenario; those that the session's tests need run beside each other, for they mostly wait."""
-    start, at_once = request.param, 5 if request.param is fork else 3
+    at_once = 5 if request.param else 3
     wanted = [item for item in request.session.items if item.path == request.path]
     names = [
         name for name in SCENARIOS if any(name == getattr(item.function, "scenario", "") for item in wanted)
     ]
     with ThreadPoolExecutor(at_once) as pool:
-        one = partial(run, start)
+        one = partial(run, request.param)
         running: dict[str, Future[list[Ended]]] = {name: pool.submit(one, SCENARIOS[name]) for name in names}
         yield lambda name: running[name].result()
 

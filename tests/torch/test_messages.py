@@ -1,15 +1,21 @@
-"""What rank 0 says when an optimizer is made: how much is compressed, and what was probably not intended."""
+"""What rank 0 says of an exchange and what was probably not intended; what every rank can read of it."""
 
 from __future__ import annotations
 
+import json
 import logging
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from batch import on_ranks
 from logs import logged
+from small_torch import NEAREST, assert_same_on_all_ranks, backward, initialised, loss_of, net, train, wrap
 
 import gradcomp.torch as gc
+
+PHASES = {"ready", "queue", "compress", "send", "reduce", "decompress", "feedback"}
 
 
 def said_of(compression, *, named: bool = True, level: int = logging.INFO, **arguments) -> list[str]:
@@ -123,19 +129,163 @@ def test_passes_that_nobody_declared_are_warned_about_once():
     ("width", "compression", "says", "not_said"),
     [(64, "auto", "; auto: ", "wire would send"), (8, "none", "the rest is latency", "; auto: ")],
 )
-@on_ranks(2, "fifty", statistics_every_steps=0)
+@on_ranks(2)
 def test_auto_gives_its_own_account_after_50_steps_and_a_model_that_waits_for_latency_is_told_so(
     width, compression, says, not_said
 ):
-    model = torch.nn.Linear(width, width // 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), compression)
-    with logged() as said:
-        for _ in range(51):
-            optimizer.zero_grad()
-            model(torch.ones(2, width)).sum().backward()
-            optimizer.step()
+    with initialised(statistics_every_steps=0):
+        model = torch.nn.Linear(width, width // 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), compression)
+        with logged() as said:
+            for _ in range(51):
+                optimizer.zero_grad()
+                model(torch.ones(2, width)).sum().backward()
+                optimizer.step()
+        if gc.rank() == 0:
+            (line,) = [one for one in said if one.startswith("after 50 steps")]
+            assert says in line
+            assert not_said not in line
+
+
+# ---------------------------------------------------------------------- what can be read
+
+
+@on_ranks(2)
+def test_no_reader_communicates():
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    train(model, optimizer, 1)
     if gc.rank() == 0:
-        (line,) = [one for one in said if one.startswith("after 50 steps")]
-        assert says in line
-        assert not_said not in line
+        optimizer.statistics()
+        optimizer.reduced_statistics()
+        optimizer.trace_spans()
+        optimizer.state_dict()
+        optimizer.compression_state()
+        repr(optimizer)
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.step()
+    assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_a_timeline_records_all_phases_and_profilers_see_them():
+    from torch._C._profiler import _ExperimentalConfig
+
+    model = net()
+    optimizer = wrap(model, NEAREST)
+
+    def step() -> None:
+        train(model, optimizer, 1)
+        optimizer.zero_grad()
+
+    step()
+    with tempfile.TemporaryDirectory() as directory:
+        alone, each = Path(directory, "alone.json"), Path(directory, "{rank}.json")
+        optimizer.write_trace(Path(directory, "trace.json"))
+        gc.start_timeline(alone)
+        if gc.rank() == 0:
+            with pytest.raises(gc.StateError, match="is being recorded"):
+                gc.start_timeline(alone)
+        step()
+        gc.stop_timeline()
+        gc.stop_timeline()
+        step()
+        assert alone.exists() == (gc.rank() == 0)
+        gc.start_timeline(each, mark_cycles=True)
+        later = wrap(net(), NEAREST)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        ) as profile:
+            step()
+            step()
+        gc.allreduce(torch.ones(3), name="loss")
+        gc.allgather(torch.ones(2000))
+        gc.stop_timeline()
+        trace = json.loads(Path(directory, "trace.json").read_text())["traceEvents"]
+        spans = [e for e in trace if e["ph"] == "X"]
+        assert {e["name"] for e in spans} >= PHASES
+        assert all(e["dur"] >= 0 and e["pid"] == gc.rank() for e in spans)
+        for path in [alone] * (gc.rank() == 0) + [Path(directory, f"{gc.rank()}.json")]:
+            events = json.loads(path.read_text())["traceEvents"]
+            rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+            calls = [e for e in events if rows.get(e["tid"]) == "collectives" and e["ph"] == "X"]
+            called = [e["name"] for e in calls]
+            assert called[-4:] == ["negotiate", "allreduce loss", "negotiate", "allgather"] or path == alone
+            assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in calls)
+            spans = [e for e in events if e["ph"] == "X" and e not in calls]
+            assert {e["name"] for e in spans} == PHASES
+            assert {e["pid"] for e in events} == {gc.rank()}
+            assert (
+                len({e["args"]["step"] for e in spans}) == len([e for e in events if e["ph"] == "i"])
+                or path == alone
+            )
+    del later
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["gradcomp: wait"] == 2
+    assert {f"gradcomp: {name}" for name in ("compress", "reduce", "decompress")} <= counts.keys()
+
+
+@on_ranks(2)
+def test_banner_periodic_line_and_verdict_appear_on_rank_0_only_and_reduced_statistics_are_equal():
+    with initialised(statistics_every_steps=20):
+        with logged() as said:
+            model = net()
+            optimizer = wrap(model, NEAREST)
+            train(model, optimizer, 61)  # what is due after a step is said when the next one begins
+        counts = [
+            len([t for t in said if "compressed; exact" in t]),
+            len([t for t in said if t.startswith("step ")]),
+            len([t for t in said if "bfloat16" in t]),
+        ]
+        assert counts == ([1, 3, 1] if gc.rank() == 0 else [0, 0, 0]), said
+        mine = optimizer.reduced_statistics()
+        assert mine.steps == 60
+        everyone = gc.allgather_object(mine.vector().tolist())
+        assert everyone[0] == everyone[1]
+
+
+# ---------------------------------------------------------------------- feedback that is never committed
+
+
+def by_hand(model: torch.nn.Module) -> None:
+    """A step that does not call ``optimizer.step()``."""
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def told(lines: list[str]) -> int:
+    return len([line for line in lines if "never applied" in line])
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+@on_ranks(2)
+def test_three_exchanges_that_no_step_accepts_are_warned_about_once(zero):
+    model = net()
+    optimizer = wrap(model, NEAREST)
+    counts = []
+    with logged() as lines:
+        for step in range(8):
+            (optimizer if zero == "optimizer" else model).zero_grad()
+            backward(model, step)
+            by_hand(model)
+            counts.append(told(lines))
+    assert counts == [0, 0, 0, *[int(gc.rank() == 0)] * 5]
+
+
+@pytest.mark.parametrize("case", ["without state", "not finite", "two between steps"])
+@on_ranks(2)
+def test_discarded_exchanges_are_no_reason_to_warn(case):
+    model = net()
+    optimizer = wrap(model, "none" if case == "without state" else NEAREST)
+    with logged() as lines:
+        for step in range(9):
+            optimizer.zero_grad()
+            (loss_of(model, step) * (float("inf") if case == "not finite" else 1.0)).backward()
+            if case == "without state":
+                by_hand(model)
+            if case == "two between steps" and step % 3 == 2:
+                optimizer.step()
+    assert not told(lines)

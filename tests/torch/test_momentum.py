@@ -10,7 +10,17 @@ import pytest
 import torch
 from batch import on_ranks
 from logs import logged
-from small_torch import assert_same_on_all_ranks, backward, bits_of, data, in_ddp, net
+from small_torch import (
+    FRONTENDS,
+    assert_close,
+    assert_same_on_all_ranks,
+    backward,
+    bits_of,
+    everything,
+    loss_of,
+    net,
+    train,
+)
 
 import gradcomp.torch as gc
 from gradcomp import DGC, LGC, MomentumCorrection, Signum, TopK, Warmup
@@ -18,31 +28,19 @@ from gradcomp import DGC, LGC, MomentumCorrection, Signum, TopK, Warmup
 TAKEN = DGC(0.1, momentum_factor="optimizer")
 
 
-def everything(compression) -> gc.Policy:
-    return gc.Policy(compression, filter=gc.Filter(min_elements=0, min_dimensions=0, exclude_kinds=()))
+frontends = pytest.mark.parametrize("frontend", FRONTENDS)
 
 
-def wrapped(model, compression, kind=torch.optim.SGD, groups=None, **options):
-    optimizer = kind(groups or model.parameters(), lr=0.05, **options)
-    return gc.DistributedOptimizer(optimizer, model.named_parameters(), everything(compression)), model
+def made(frontend, model, compression, kind=torch.optim.SGD, param_groups=None, **options):
+    """The module to call and the optimizer to step with; every layer is compressed."""
+    given = {"kind": kind, "lr": 0.05, "options": options, "param_groups": param_groups}
+    return FRONTENDS[frontend](model, everything(compression), **given)[:2]
 
 
-def hooked(model, compression, kind=torch.optim.SGD, groups=None, **options):
-    ddp, _ = in_ddp(model, everything(compression))
-    return kind(groups or model.parameters(), lr=0.05, **options), ddp
-
-
-MAKERS = {"optimizer": wrapped, "hook": hooked}
-FRONTENDS = pytest.mark.parametrize("frontend", MAKERS)
-
-
-def train(model, optimizer, steps: int = 20, after=lambda: None) -> list[bytes]:
-    for step in range(steps):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-        after()
-    return bits_of(model.parameters())
+def trained(frontend, compression, steps=10, **options) -> list[torch.Tensor]:
+    model = net()
+    train(*made(frontend, model, compression, **options), steps)
+    return list(model.parameters())
 
 
 # ------------------------------------------------------------------------------------------ it acts twice
@@ -57,14 +55,14 @@ TWICE = {
 }
 
 
-@FRONTENDS
+@frontends
 @pytest.mark.parametrize("case", TWICE)
 @on_ranks(2)
 def test_momentum_of_both_is_an_error_before_a_parameter_changes(case, frontend):
     compression, options = TWICE[case]
     model = net()
     before = bits_of(model.parameters())
-    optimizer, module = MAKERS[frontend](model, compression, **options)
+    module, optimizer = made(frontend, model, compression, **options)
     with pytest.raises(gc.ConfigError) as error:
         train(module, optimizer, 1)
     parts = ("layer '", compression.bare().name, "SGD", "cycle_momentum=False", 'momentum_factor="optimizer"')
@@ -72,11 +70,11 @@ def test_momentum_of_both_is_an_error_before_a_parameter_changes(case, frontend)
     assert bits_of(model.parameters()) == before
 
 
-@FRONTENDS
+@frontends
 @pytest.mark.parametrize("by", ["scheduler", "one rank"])
 @on_ranks(2)
 def test_momentum_that_a_scheduler_sets_or_that_comes_on_one_rank_is_an_error_too(by, frontend):
-    optimizer, module = MAKERS[frontend](net(), DGC(0.1), momentum=0.0)
+    module, optimizer = made(frontend, net(), DGC(0.1), momentum=0.0)
     error, says = gc.ConfigError, r"SGD has a momentum of 0\.95.*cycle_momentum=False"
     if by == "scheduler":
         torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
@@ -90,8 +88,7 @@ def test_momentum_that_a_scheduler_sets_or_that_comes_on_one_rank_is_an_error_to
 
 @on_ranks(2)
 def test_a_compression_that_brings_momentum_in_mid_run_is_an_error_when_it_begins():
-    model = net()
-    optimizer, _ = wrapped(model, TopK(0.1), momentum=0.9)
+    model, optimizer = made("optimizer", net(), TopK(0.1), momentum=0.9)
     train(model, optimizer, 2)
     optimizer.set_compression(everything(DGC(0.1)))
     with pytest.raises(gc.ConfigError, match="acts twice"):
@@ -105,23 +102,21 @@ ONCE = {
 }
 
 
-@FRONTENDS
+@frontends
 @pytest.mark.parametrize("case", ONCE)
 @on_ranks(2)
 def test_momentum_of_one_is_no_reason_to_say_anything(case, frontend):
     compression, kind, options = ONCE[case]
     with logged(logging.WARNING, only=True) as lines:
-        optimizer, module = MAKERS[frontend](net(), compression, getattr(torch.optim, kind), **options)
-        train(module, optimizer, 2)
+        trained(frontend, compression, 2, kind=getattr(torch.optim, kind), **options)
     assert not lines
 
 
-@FRONTENDS
+@frontends
 @on_ranks(2)
 def test_an_optimizer_that_averages_behind_momentum_is_warned_about_once(frontend):
     with logged(logging.WARNING, only=True) as lines:
-        optimizer, module = MAKERS[frontend](net(), DGC(0.1), torch.optim.AdamW)
-        train(module, optimizer, 2)
+        trained(frontend, DGC(0.1), 2, kind=torch.optim.AdamW)
     assert len(lines) == (gc.rank() == 0)
     assert all(part in line for line in lines for part in ("dgc", "AdamW", "momentum_factor=0"))
 
@@ -138,53 +133,48 @@ WITH_FACTOR = {
 }
 
 
-@FRONTENDS
+@frontends
 @pytest.mark.parametrize("kind", WITH_FACTOR)
 @on_ranks(2)
 def test_the_optimizers_momentum_taken_gives_the_bits_of_that_number_and_an_optimizer_without(kind, frontend):
-    model, other = net(), net()
-    optimizer, module = MAKERS[frontend](model, WITH_FACTOR[kind]("optimizer"), momentum=0.9)
-    taken = train(module, optimizer)
-    assert taken == train(*reversed(MAKERS[frontend](other, WITH_FACTOR[kind](0.9))))
+    model = net()
+    module, optimizer = made(frontend, model, WITH_FACTOR[kind]("optimizer"), momentum=0.9)
+    train(module, optimizer, 10)
+    taken = bits_of(model.parameters())
+    assert taken == bits_of(trained(frontend, WITH_FACTOR[kind](0.9)))
     assert_same_on_all_ranks(model.parameters())
     assert taken != bits_of(net().parameters())
     assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
     assert not any("momentum_buffer" in state for state in optimizer.state.values())
 
 
-@FRONTENDS
+@frontends
 @on_ranks(2)
 def test_each_groups_momentum_is_its_own_and_follows_a_scheduler(frontend):
     """At density 1, without masking, it is the optimizer's own momentum, of each group and step."""
 
-    def run(make, compression):
-        model = net()
-        groups = [
-            {"params": model[0].parameters(), "momentum": 0.5},
-            {"params": model[2].parameters(), "momentum": 0.9},
-        ]
-        optimizer, module = make(model, compression, groups=groups)
-        seen = []
+    def run(frontend, compression):
+        model, seen = net(), []
+        groups = [{"params": model[n].parameters(), "momentum": m} for n, m in ((0, 0.5), (2, 0.9))]
+        module, optimizer = made(frontend, model, compression, param_groups=groups)
 
         def cycle():
             for number, group in enumerate(optimizer.param_groups):
                 group["momentum"] = (0.6, 0.9)[number] - 0.02 * len(seen)
             seen.append(optimizer.param_groups[0]["momentum"])
 
-        train(module, optimizer, after=cycle)
+        train(module, optimizer, 10, after_step=cycle)
         assert all(b < a for a, b in pairwise(seen))
         return model.parameters()
 
-    taken = run(MAKERS[frontend], DGC(1.0, momentum_factor="optimizer", mask=False))
-    exact = run(wrapped, "none")
-    for a, b in zip(taken, exact, strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-5)
+    taken = run(frontend, DGC(1.0, momentum_factor="optimizer", mask=False))
+    assert_close(taken, run("optimizer", "none"), rtol=1e-5, atol=1e-5)
 
 
-@FRONTENDS
+@frontends
 @on_ranks(2)
 def test_a_scheduler_that_cycles_momentum_goes_on_doing_so(frontend):
-    optimizer, module = MAKERS[frontend](net(), TAKEN, momentum=0.9)
+    module, optimizer = made(frontend, net(), TAKEN, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=30)
     seen = []
 
@@ -194,7 +184,7 @@ def test_a_scheduler_that_cycles_momentum_goes_on_doing_so(frontend):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(module, optimizer, 20, advance)
+        train(module, optimizer, 12, after_step=advance)
     assert seen[0] == 0.95
     assert min(seen) == pytest.approx(0.85)
 
@@ -202,13 +192,12 @@ def test_a_scheduler_that_cycles_momentum_goes_on_doing_so(frontend):
 @on_ranks(2)
 def test_a_closure_steps_without_the_momentum_that_was_taken():
     def run(compression, **options):
-        model = net()
-        optimizer, _ = wrapped(model, compression, **options)
+        model, optimizer = made("optimizer", net(), compression, **options)
         for step in range(10):
 
             def closure(step=step):
                 optimizer.zero_grad()
-                loss = model(data(step)).square().mean()
+                loss = loss_of(model, step)
                 loss.backward()
                 return loss
 
@@ -218,10 +207,10 @@ def test_a_closure_steps_without_the_momentum_that_was_taken():
     assert run(TAKEN, momentum=0.9) == run(DGC(0.1))
 
 
-@FRONTENDS
+@frontends
 @on_ranks(2)
 def test_a_step_that_fails_leaves_the_users_momentum_where_it_was(frontend):
-    optimizer, module = MAKERS[frontend](net(), TAKEN, momentum=0.9)
+    module, optimizer = made(frontend, net(), TAKEN, momentum=0.9)
     train(module, optimizer, 2)
 
     def fails(*_):
@@ -232,7 +221,7 @@ def test_a_step_that_fails_leaves_the_users_momentum_where_it_was(frontend):
         train(module, optimizer, 1)
     handle.remove()
     optimizer.zero_grad()
-    module(data(0)).square().mean().backward()
+    backward(module)
     assert optimizer.param_groups[0]["momentum"] == 0.9
 
 
@@ -244,14 +233,13 @@ CANNOT = {
 }
 
 
-@FRONTENDS
+@frontends
 @pytest.mark.parametrize("case", CANNOT)
 @on_ranks(2)
 def test_momentum_that_cannot_be_taken_is_refused(case, frontend):
     kind, options, says = CANNOT[case]
-    optimizer, module = MAKERS[frontend](net(), TAKEN, kind, **options)
     with pytest.raises(gc.ConfigError, match=says):
-        train(module, optimizer, 1)
+        trained(frontend, TAKEN, 1, kind=kind, **options)
 
 
 @on_ranks(2)
@@ -292,29 +280,21 @@ def test_a_group_added_in_mid_run_brings_its_own_momentum():
 @on_ranks(2)
 def test_at_density_one_momentum_before_compression_is_the_optimizers(momentum):
     """Ratio 1: what every rank adds up on its own has the mean that one optimizer adds up."""
-
-    def trained(compression, **options) -> list[torch.Tensor]:
-        optimizer, model = wrapped(net(), compression, **options)
-        train(model, optimizer)
-        return list(model.parameters())
-
-    corrected = trained(DGC(1.0, momentum_factor=momentum, mask=False))
-    heavy_ball = trained("none", momentum=momentum)
-    for a, b, c in zip(corrected, heavy_ball, trained("none"), strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(a, c, rtol=1e-3, atol=1e-3), "momentum matters here"
+    corrected = trained("optimizer", DGC(1.0, momentum_factor=momentum, mask=False))
+    assert_close(corrected, trained("optimizer", "none", momentum=momentum), rtol=1e-5, atol=1e-5)
+    for a, b in zip(corrected, trained("optimizer", "none"), strict=True):
+        assert not torch.allclose(a, b, rtol=1e-3, atol=1e-3), "momentum matters here"
 
 
 @on_ranks(1)
 def test_a_world_of_one_has_none_of_it_and_leaves_the_optimizers_momentum_alone():
     def warnings_about(compression, **options) -> list[str]:
-        model = net()
         with logged(logging.WARNING, only=True) as lines:
-            train(model, wrapped(model, compression, **options)[0], 3)
+            trained("optimizer", compression, 3, **options)
         return lines
 
     assert "world of one" in warnings_about(DGC(0.1))[0]
     assert not warnings_about(TopK(0.1))
-    model, plain = net(), net()
+    plain = net()
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), 3)
-    assert train(model, wrapped(model, TAKEN, momentum=0.9)[0], 3) == bits_of(plain.parameters())
+    assert bits_of(trained("optimizer", TAKEN, 3, momentum=0.9)) == bits_of(plain.parameters())

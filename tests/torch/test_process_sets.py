@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 import textwrap
 
 import preloaded
@@ -12,37 +11,30 @@ import torch
 import torch.distributed as dist
 from batch import on_ranks
 from launching import run_ranks
+from small_torch import net, residuals, same, shared_folder, small, train, wrap
 from torch.distributed.device_mesh import init_device_mesh
 from transport_engines import no_horovod, under_horovodrun
 
 import gradcomp.torch as gc
 from gradcomp.job.membership import set_of
 
+COMPRESSION = "quantize:bits=4,bucket_size=64"
 
-def model(seed: int = 0) -> torch.nn.Module:
+
+def linear(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Linear(40, 30)
 
 
-def wrap(net: torch.nn.Module, process_set, lr: float = 0.1, **arguments):
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    return gc.DistributedOptimizer(optimizer, net.named_parameters(), process_set=process_set, **arguments)
+def trained(process_set) -> torch.nn.Module:
+    """Every rank has other data."""
+    model = net()
+    train(model, wrap(model, small(COMPRESSION), process_set=process_set))
+    return model
 
 
-def train(process_set) -> torch.nn.Module:
-    """Every rank has other data; returns the model."""
-    net = model()
-    opt = wrap(net, process_set, compression="quantize:bits=4,bucket_size=64")
-    data = torch.Generator().manual_seed(gc.rank())
-    for _ in range(3):
-        opt.zero_grad()
-        net(torch.randn(8, 40, generator=data)).square().mean().backward()
-        opt.step()
-    return net
-
-
-def everyones(net: torch.nn.Module) -> list[list[float]]:
-    return gc.allgather(torch.cat([p.detach().reshape(-1) for p in net.parameters()])[None]).tolist()
+def everyones(model: torch.nn.Module) -> list[list[float]]:
+    return gc.allgather(torch.cat([p.detach().reshape(-1) for p in model.parameters()])[None]).tolist()
 
 
 @on_ranks(4)
@@ -73,7 +65,7 @@ HALVES = {
 @on_ranks(4)
 def test_each_half_trains_on_its_own_given_as_ranks_as_a_group_or_as_a_dimension_of_a_mesh(given):
     half = HALVES[given]()
-    found = everyones(train(half))
+    found = everyones(trained(half))
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[0] != found[2]
@@ -86,47 +78,37 @@ def test_each_half_trains_on_its_own_given_as_ranks_as_a_group_or_as_a_dimension
 @on_ranks(4)
 def test_a_mesh_of_two_dimensions_is_no_process_set():
     with pytest.raises(gc.ConfigError, match="2 dimensions"):
-        train(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data")))
+        trained(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data")))
 
 
 @on_ranks(4)
 def test_a_rank_that_is_no_member_steps_alone_and_takes_no_part_in_broadcasts():
-    pair, net, data = gc.ProcessSet([0, 2]), model(seed=gc.rank()), torch.ones(1, 40) * (gc.rank() + 1)
-    gc.broadcast_parameters(net.state_dict(), root_rank=2, process_set=pair)
+    pair, model = gc.ProcessSet([0, 2]), linear(seed=gc.rank())
+    gc.broadcast_parameters(model.state_dict(), root_rank=2, process_set=pair)
     seed = 2 if pair.included() else gc.rank()
-    assert torch.equal(net.weight, model(seed=seed).weight)
-    optimizers = {op: wrap(net, pair, gc.rank() + 1.0, op=op) for op in (gc.Average, gc.Adasum)}
+    assert torch.equal(model.weight, linear(seed=seed).weight)
+    optimizers = {
+        op: wrap(model, lr=gc.rank() + 1.0, process_set=pair, op=op) for op in (gc.Average, gc.Adasum)
+    }
     opt = optimizers[gc.Average]
     gc.broadcast_optimizer_state(opt, root_rank=0, process_set=pair)
     assert opt.param_groups[0]["lr"] == (1.0 if pair.included() else gc.rank() + 1.0)
-    before = net.weight.detach().clone()
-    net(data).sum().backward()
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 40) * (gc.rank() + 1)).sum().backward()
     opt.step()
     mean = (1 + 3) / 2 if pair.included() else (gc.rank() + 1) ** 2
-    torch.testing.assert_close(before - net.weight.detach(), torch.full_like(before, mean))
-    net.zero_grad()
+    torch.testing.assert_close(before - model.weight.detach(), torch.full_like(before, mean))
+    model.zero_grad()
     optimizers[gc.Adasum].step()
-    found = everyones(net)
+    found = everyones(model)
     assert found[0] == found[2]
     assert found[1] not in (found[0], found[3])
     assert found[3] != found[0]
 
 
 @on_ranks(4)
-def test_the_mean_is_over_the_members():
-    mine = gc.ProcessSet([1, 3] if gc.rank() % 2 else [0, 2])
-    net = model()
-    before = net.weight.detach().clone()
-    opt = wrap(net, mine, lr=1.0)
-    (net.weight.sum() * float(gc.rank() + 1)).backward()
-    opt.step()
-    mean = (1 + 3) / 2 if gc.rank() % 2 == 0 else (2 + 4) / 2
-    torch.testing.assert_close(before - net.weight.detach(), torch.full_like(before, mean))
-
-
-@on_ranks(4)
 def test_a_set_of_one_exchanges_nothing_and_the_others_go_on():
-    found = everyones(train(gc.ProcessSet([3] if gc.rank() == 3 else [0, 1, 2])))
+    found = everyones(trained(gc.ProcessSet([3] if gc.rank() == 3 else [0, 1, 2])))
     assert found[0] == found[1] == found[2]
     assert found[3] != found[0]
 
@@ -134,8 +116,8 @@ def test_a_set_of_one_exchanges_nothing_and_the_others_go_on():
 @on_ranks(4)
 def test_overlapping_sets_serve_different_optimizers():
     left, right = gc.ProcessSet([0, 1, 2]), gc.ProcessSet([2, 3])
-    first = train(left) if gc.rank() in left.ranks else model()
-    second = train(right) if gc.rank() in right.ranks else model()
+    first = trained(left) if gc.rank() in left.ranks else net()
+    second = trained(right) if gc.rank() in right.ranks else net()
     firsts, seconds = everyones(first), everyones(second)
     assert firsts[0] == firsts[1] == firsts[2] != firsts[3]
     assert seconds[0] == seconds[1] != seconds[2] == seconds[3]
@@ -144,16 +126,10 @@ def test_overlapping_sets_serve_different_optimizers():
 @on_ranks(4)
 def test_the_hook_takes_the_ranks_of_its_model():
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][gc.rank() % 2]
-    net = torch.nn.parallel.DistributedDataParallel(model(), process_group=group)
-    net.register_comm_hook(*gc.ddp_comm_hook(net, "quantize:bits=4,bucket_size=64"))
-    data = torch.Generator().manual_seed(gc.rank())
-    for _ in range(3):
-        net.zero_grad()
-        net(torch.randn(8, 40, generator=data)).square().mean().backward()
-        with torch.no_grad():
-            for p in net.parameters():
-                p.add_(p.grad, alpha=-0.1)
-    found = everyones(net.module)
+    ddp = torch.nn.parallel.DistributedDataParallel(net(), process_group=group)
+    ddp.register_comm_hook(*gc.ddp_comm_hook(ddp, small(COMPRESSION)))
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    found = everyones(ddp.module)
     assert found[0] == found[2]
     assert found[1] == found[3]
     assert found[0] != found[1]
@@ -170,9 +146,9 @@ def test_collectives_of_some_of_the_ranks():
         rows = gc.allgather(torch.full((gc.rank(), 2), gc.rank()), process_set=some)
         assert rows[:, 0].tolist() == [1, 2, 2, 3, 3, 3]
         assert gc.broadcast_object(gc.rank() * 10, root_rank=2, process_set=some) == 20
-        net = model(seed=gc.rank())
-        gc.broadcast_parameters(net.state_dict(), root_rank=3, process_set=some)
-        assert torch.equal(net.weight, model(seed=3).weight)
+        model = linear(seed=gc.rank())
+        gc.broadcast_parameters(model.state_dict(), root_rank=3, process_set=some)
+        assert torch.equal(model.weight, linear(seed=3).weight)
         with pytest.raises(gc.ConfigError, match="root_rank must be a member"):
             gc.broadcast_object(1, root_rank=0, process_set=some)
         gc.barrier(process_set=some)
@@ -182,18 +158,16 @@ def test_collectives_of_some_of_the_ranks():
 @on_ranks(4)
 def test_checkpoints_are_of_the_members():
     half = gc.ProcessSet([0, 1] if gc.rank() < 2 else [2, 3])
-    net = model()
-    opt = wrap(net, half, compression="topk:density=0.1")
-    net(torch.ones(1, 40)).sum().backward()
-    opt.step()
-    directory = gc.broadcast_object(tempfile.mkdtemp(), root_rank=half.ranks[0], process_set=half)
+    model = net()
+    opt = wrap(model, small("topk:density=0.1"), process_set=half)
+    train(model, opt, 1)
+    directory = shared_folder() / str(half.ranks[0])
     gc.save(directory, opt)
-    before = opt.compression_state()["residuals"]["weight"]
-    opt.zero_grad()
-    net(torch.ones(1, 40)).sum().backward()
-    opt.step()
+    before = residuals(opt)
+    train(model, opt, 1, first=1)
+    assert not same(residuals(opt), before)
     gc.load(directory, opt)
-    assert torch.equal(opt.compression_state()["residuals"]["weight"], before)
+    assert same(residuals(opt), before)
 
 
 @on_ranks(4)

@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import small_torch
 import torch
 from batch import on_ranks
-from small_torch import assert_same_on_all_ranks, backward, data, in_ddp, net, wrap
+from small_torch import (
+    assert_same_on_all_ranks,
+    backward,
+    data,
+    in_ddp,
+    net,
+    own_gradients,
+    shared_folder,
+    small,
+    wrap,
+)
 
 import gradcomp.torch as gc
 from gradcomp.analysis import read
 
 
-def path_of(name: str) -> Path:
-    """The same path on all ranks, where there is nothing yet."""
-    made = tempfile.mkdtemp(prefix="gradcomp-recording-") if gc.rank() == 0 else None
-    return Path(gc.broadcast_object(made)) / name
-
-
 def train(model: torch.nn.Module, opt: torch.optim.Optimizer, steps: range) -> list[list[np.ndarray]]:
-    """This rank's own gradients of every step, as a second backward pass finds them."""
+    """This rank's own gradients of every step."""
     seen = []
     for step in steps:
-        copy = net()
-        copy.load_state_dict(model.state_dict())
-        backward(copy, step)
-        seen.append([p.grad.numpy() for p in copy.parameters()])
-        opt.zero_grad()
-        backward(model, step)
-        opt.step()
+        seen.append([gradient.numpy() for gradient in own_gradients(model, step=step)])
+        small_torch.train(model, opt, 1, step)
     return seen
 
 
 def prepared(compression: Any = "none") -> tuple[Path, torch.nn.Module, Any]:
     """A path without a file, a model and its optimizer."""
     model = net()
-    return path_of("run.npz"), model, wrap(model, compression)
+    return shared_folder() / "run.npz", model, wrap(model, compression)
 
 
 def everyone(mine: np.ndarray) -> np.ndarray:
@@ -50,7 +49,7 @@ def everyone(mine: np.ndarray) -> np.ndarray:
 
 @on_ranks(2)
 def test_all_ranks_gradients_before_compression_are_recorded():
-    path, model, opt = prepared(gc.Policy("topk:density=0.1", filter=gc.Filter(min_elements=8)))
+    path, model, opt = prepared(small("topk:density=0.1"))
     with gc.record_gradients(opt, path, every=3) as recorder:
         seen = train(model, opt, range(8))
     assert recorder.steps == [0, 3, 6]
@@ -83,9 +82,9 @@ def test_training_goes_on_as_without():
     weights = []
     for recorded in (False, True):
         model = net()
-        opt = wrap(model, gc.Policy("quantize:bits=4", filter=gc.Filter(min_elements=8)))
+        opt = wrap(model, small("quantize:bits=4"))
         if recorded:
-            gc.record_gradients(opt, path_of("run.npz"), every=2)
+            gc.record_gradients(opt, shared_folder() / "run.npz", every=2)
         train(model, opt, range(5))
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -127,7 +126,7 @@ def test_a_rank_without_a_gradient_is_nan():
     path, model, opt = prepared()
     with gc.record_gradients(opt, path, every=1, layers="*"):
         part = model[0] if gc.rank() == 1 else model
-        part(data(0)).square().mean().backward()
+        backward(part)
         opt.step()
     if gc.rank() == 0:
         recording = read(path)
@@ -141,28 +140,26 @@ def test_a_step_that_is_thrown_away_is_recorded_too():
     path, model, opt = prepared()
     with gc.record_gradients(opt, path, every=1) as recorder:
         for _ in range(2):
-            model(data(0)).square().mean().backward()
+            backward(model)
             opt.zero_grad()
     assert recorder.steps == [0, 1]
 
 
 @on_ranks(2)
 def test_gradients_under_distributed_data_parallel_are_recorded():
-    path = path_of("run.npz")
+    path = shared_folder() / "run.npz"
     model = net()
     ddp, state = in_ddp(model)
     with gc.record_gradients(state, path, every=1) as recorder:
-        ddp(data(0)).square().mean().backward()
+        backward(ddp)
     assert recorder.steps == [0]
-    copy = net()
-    copy(data(0)).square().mean().backward()
     if gc.rank() == 0:
-        np.testing.assert_array_equal(read(path).of(0, 0)[0], copy[0].weight.grad.numpy().ravel())
+        np.testing.assert_array_equal(read(path).of(0, 0)[0], own_gradients(net())[0].numpy().ravel())
 
 
 @on_ranks(2)
 def test_gradients_of_two_bytes_are_recorded_as_float32():
-    path = path_of("run.npz")
+    path = shared_folder() / "run.npz"
     model = net().to(torch.bfloat16)
     opt = wrap(model)
     with gc.record_gradients(opt, path, every=1):
@@ -224,7 +221,7 @@ def test_bad_input_is_an_error_on_all_ranks(case: str):
 
 @on_ranks(2)
 def test_files_that_cannot_be_continued_are_refused():
-    path = path_of("run.npz")
+    path = shared_folder() / "run.npz"
     opt = wrap(net())
     gc.record_gradients(opt, path, every=4).close()
     with pytest.raises(gc.ConfigError, match="exists: append=True"):
@@ -242,4 +239,4 @@ def test_files_that_cannot_be_continued_are_refused():
 def test_a_world_of_one_has_nothing_to_record():
     opt = wrap(net())
     with pytest.raises(gc.ConfigError, match="a world of one rank"):
-        gc.record_gradients(opt, Path(tempfile.mkdtemp()) / "run.npz")
+        gc.record_gradients(opt, shared_folder() / "run.npz")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from batch import on_ranks
 from launching import run_ranks
-from small_torch import assert_same_on_all_ranks, bits_of, in_ddp
+from small_torch import FRONTENDS, assert_same_on_all_ranks, bits_of, everything, wrap
 
 import gradcomp.torch as gc
 
@@ -28,10 +28,6 @@ class Linear(torch.nn.Module):
         return (x @ self.weight.T + self.bias).sum(0).mul(torch.linspace(-1, 1, 48)).sum()
 
 
-def policy(compression) -> gc.Policy:
-    return gc.Policy(compression, filter=gc.Filter(min_elements=0, exclude_kinds=()))
-
-
 def run(model, wrapped, optimizer, switching, first: int = 0, last: int = STEPS) -> list[torch.Tensor]:
     for step in range(first, last):
         if step == SWITCH:
@@ -45,8 +41,7 @@ def run(model, wrapped, optimizer, switching, first: int = 0, last: int = STEPS)
 
 def distributed(compression, switch_to=None, last: int = STEPS, **arguments):
     model = Linear()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = gc.DistributedOptimizer(plain, model.named_parameters(), policy(compression), **arguments)
+    optimizer = wrap(model, everything(compression), **arguments)
     switch = (lambda: None) if switch_to is None else (lambda: optimizer.set_compression(switch_to))
     return optimizer, run(model, model, optimizer, switch, last=last), model
 
@@ -71,8 +66,7 @@ def test_parameters_end_where_exact_gradients_lead(compression, controller):
 def test_under_the_hook():
     expected = distributed("none")[1]
     model = Linear()
-    wrapped, state = in_ddp(model, policy("topk:density=0.02"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, optimizer, state = FRONTENDS["hook"](model, everything("topk:density=0.02"))
     found = run(model, wrapped, optimizer, lambda: state.set_compression("none"))
     assert distance(found, expected) < 1e-4
 
@@ -86,9 +80,7 @@ def test_saved_on_the_way_it_goes_on():
             optimizer.set_compression("none")  # before a step has been made with it
         again = Linear()
         again.load_state_dict(model.state_dict())
-        resumed = gc.DistributedOptimizer(
-            torch.optim.SGD(again.parameters(), lr=0.1), again.named_parameters(), policy("none")
-        )
+        resumed = wrap(again, everything("none"))
         resumed.load_compression_state(optimizer.compression_state())
         found = run(again, again, resumed, lambda: None, first=at)
         assert bits_of(found) == bits_of(expected)

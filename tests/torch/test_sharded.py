@@ -27,25 +27,14 @@ from gradcomp.exchange.request_group import RequestOrder
 from gradcomp.reduce.header import ByteHeader, padded
 from gradcomp.torch.sharded.exchange import GatherWeights, ReduceGradients
 
-#: What the default run trains without loss; the others differ from these by one of torch's options.
-UNLIKE = ["by blocks", "modules together, in another order", "columns", "tied", "frozen", "unused"]
-UNLIKE += ["bfloat16", "prefetched"]
-
-
-def by_tier(*default: str) -> list:
-    """Cases for two ranks; those that are not named are left to the full run."""
-    names = [name for name, case in CASES.items() if case.ranks is None]
-    return [pytest.param(name, marks=[] if name in default else pytest.mark.full) for name in names]
-
-
-# --- nothing is lost -------------------------------------------------------------------------------------------
+# --- what every way to shard must give -------------------------------------------------------------------------
 
 
 def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def check_exact(case: Case) -> None:
+def check_exact(case: Case, _: str | None) -> None:
     """Uncompressed, a run is that of fully_shard alone: bit for bit where two summands are added."""
     plain, ours = train(case), train(case, compress=EXACT)
     mine, theirs = shards(ours.model), shards(plain.model)
@@ -54,32 +43,7 @@ def check_exact(case: Case) -> None:
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", by_tier(*UNLIKE))
-@on_ranks(2)
-def test_without_loss_training_is_that_of_fully_shard(name: str):
-    check_exact(CASES[name])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["by blocks", "columns", "tied", "unused", "sums", "modules together, in another order"]
-)
-@on_ranks(3)
-def test_without_loss_three_ranks_train_as_fully_shard_does(name: str):
-    check_exact(CASES[name])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["by blocks", "two meshes", "resharded among two"])
-@on_ranks(4)
-def test_without_loss_four_ranks_train_as_fully_shard_does(name: str):
-    check_exact(CASES[name])
-
-
-# --- what is lost ----------------------------------------------------------------------------------------------
-
-
-def check_quantised(case: Case) -> None:
+def check_quantised(case: Case, _: str | None) -> None:
     """Every rank computes with the same weights in every step, and training goes on as without compression."""
     plain, ours = train(case), train(case, 0, COARSE)
     for step in range(3):
@@ -89,24 +53,117 @@ def check_quantised(case: Case) -> None:
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", by_tier("by blocks", "tied", "bfloat16", "micro-batches"))
+def interrupted(case: Case, reuse: str | None) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses, shards and bytes of a run whose steps repeat, with all that a rank may do between them."""
+    ours = train(case, 4, COARSE, reuse=reuse)
+
+    @torch.no_grad()
+    def evaluate(*steps: int) -> None:
+        ours.losses += [loss_of(ours.model, step).item() for step in steps]
+
+    evaluate(20)
+    go_on(ours, case, range(4, 7))
+    evaluate(21, 22)
+    with ours.state.exact_weights():
+        evaluate(23)
+    go_on(ours, case, range(7, 9))
+    if gc.rank() == 1:
+        with torch.no_grad():
+            ours.model.head.weight.to_local().mul_(2)  # new shards on one rank
+    go_on(ours, case, range(9, 12))
+    ours.model.load_state_dict({key: value.detach() * 0.5 for key, value in ours.model.state_dict().items()})
+    go_on(ours, case, range(12, 15))
+    statistics = ours.state.statistics()
+    return ours.losses, shards(ours.model), statistics.weight_bytes + statistics.gradient_bytes
+
+
+def check_predicted(case: Case, reuse: str | None) -> None:
+    """Predicted collectives give the bits of compared ones."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RequestOrder, "predicted", None)
+        compared = interrupted(case, reuse)
+    predicted = interrupted(case, reuse)
+    assert predicted[0] == compared[0]
+    assert same_bits(predicted[1], compared[1])
+    assert predicted[2] != compared[2]
+
+
+def check_reused(case: Case, keeps: str | None) -> None:
+    """With codes kept training is the same; unless ``keeps`` is none, backward sends nothing."""
+    ours, kept = train(case, compress=COARSE), train(case, compress=COARSE, reuse="codes")
+    assert kept.losses == ours.losses
+    assert same_bits(shards(kept.model), shards(ours.model))
+    once, twice = kept.state.statistics(), ours.state.statistics()
+    assert once.gathers == twice.gathers
+    assert (once.gradient_bytes - twice.gradient_bytes) % 56 == 0  # they compare at other times
+    if keeps:
+        assert once.reused > 0
+        assert once.weight_bytes < 0.75 * twice.weight_bytes
+
+
+CHECKS = {
+    "exact": check_exact, "quantised": check_quantised, "predicted": check_predicted, "reused": check_reused,
+}  # fmt: skip
+
+
+def cases(**listed: str) -> list:
+    """By check, names of cases between semicolons. A star marks those that keep codes."""
+    return [
+        (check, name.strip(" *"), "codes" if "*" in name else None)
+        for check, names in listed.items()
+        for name in names.split("; ")
+    ]
+
+
+#: Of those that are left to the full run, each differs by one of torch's options.
+TWO_RANKS = cases(
+    exact="by blocks; modules together, in another order; columns; tied; frozen; unused; bfloat16; prefetched",
+    quantised="by blocks; tied; bfloat16; micro-batches",
+    predicted="by blocks; micro-batches*",
+    reused="by blocks*; micro-batches*; prefetched*",
+)
+ON_TWO = "; ".join(name for name, case in CASES.items() if case.ranks is None)
+TWO_RANKS_MORE = cases(
+    exact=ON_TWO,
+    quantised=ON_TWO,
+    predicted="by blocks*; micro-batches; prefetched*; unused; activation checkpointing; not resharded",
+    reused="not resharded; activation checkpointing*; recomputed units*; unused*",
+)
+TWO_RANKS += [pytest.param(*one, marks=pytest.mark.full) for one in TWO_RANKS_MORE if one not in TWO_RANKS]
+THREE_RANKS = cases(
+    exact="by blocks; columns; tied; unused; sums; modules together, in another order",
+    quantised="by blocks; columns",
+    predicted="by blocks; by blocks*",
+)
+FOUR_RANKS = cases(
+    exact="by blocks; two meshes; resharded among two",
+    quantised="two meshes; resharded among two",
+    predicted="by blocks*; two meshes, micro-batches*; resharded among two, micro-batches*",
+    reused="two meshes, micro-batches*; resharded among two, micro-batches",
+)
+
+
+@pytest.mark.parametrize(("check", "name", "reuse"), TWO_RANKS)
 @on_ranks(2)
-def test_quantised_weights_are_the_same_on_all_ranks(name: str):
-    check_quantised(CASES[name])
+def test_two_ranks_train_as_they_should(check: str, name: str, reuse: str | None):
+    CHECKS[check](CASES[name], reuse)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["by blocks", "columns"])
+@pytest.mark.parametrize(("check", "name", "reuse"), THREE_RANKS)
 @on_ranks(3)
-def test_quantised_weights_are_the_same_on_three_ranks(name: str):
-    check_quantised(CASES[name])
+def test_three_ranks_train_as_they_should(check: str, name: str, reuse: str | None):
+    CHECKS[check](CASES[name], reuse)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["two meshes", "resharded among two"])
+@pytest.mark.parametrize(("check", "name", "reuse"), FOUR_RANKS)
 @on_ranks(4)
-def test_quantised_weights_are_the_same_on_four_ranks(name: str):
-    check_quantised(CASES[name])
+def test_four_ranks_train_as_they_should(check: str, name: str, reuse: str | None):
+    CHECKS[check](CASES[name], reuse)
+
+
+# --- weights that are quantised --------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -180,107 +237,7 @@ def test_bytes_are_those_of_codes_and_headers_and_at_first_of_comparisons():
     assert after.gradient_bytes - before.gradient_bytes == 2 * gradients
 
 
-# --- collectives that are predicted ----------------------------------------------------------------------------
-
-
-def interrupted(name: str, reuse: str | None) -> tuple[list[float], list[torch.Tensor], int]:
-    """Losses, shards and bytes of a run whose steps repeat, with all that a rank may do between them."""
-    case = CASES[name]
-    ours = train(case, 4, COARSE, reuse=reuse)
-
-    @torch.no_grad()
-    def evaluate(*steps: int) -> None:
-        ours.losses += [loss_of(ours.model, step).item() for step in steps]
-
-    evaluate(20)
-    go_on(ours, case, range(4, 7))
-    evaluate(21, 22)
-    with ours.state.exact_weights():
-        evaluate(23)
-    go_on(ours, case, range(7, 9))
-    if gc.rank() == 1:
-        with torch.no_grad():
-            ours.model.head.weight.to_local().mul_(2)  # new shards on one rank
-    go_on(ours, case, range(9, 12))
-    ours.model.load_state_dict({key: value.detach() * 0.5 for key, value in ours.model.state_dict().items()})
-    go_on(ours, case, range(12, 15))
-    statistics = ours.state.statistics()
-    return ours.losses, shards(ours.model), statistics.weight_bytes + statistics.gradient_bytes
-
-
-def check_predictions(name: str, reuse: str | None) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RequestOrder, "predicted", None)
-        compared = interrupted(name, reuse)
-    predicted = interrupted(name, reuse)
-    assert predicted[0] == compared[0]
-    assert same_bits(predicted[1], compared[1])
-    assert predicted[2] != compared[2]
-
-
-PREDICTED = [("by blocks", "codes"), ("micro-batches", None), ("prefetched", "codes"), ("unused", None)]
-PREDICTED += [("activation checkpointing", None), ("not resharded", None)]
-
-
-@pytest.mark.parametrize(
-    ("name", "reuse"),
-    [("by blocks", None), ("micro-batches", "codes")]
-    + [pytest.param(*each, marks=pytest.mark.full) for each in PREDICTED],
-)
-@on_ranks(2)
-def test_predicted_collectives_give_the_bits_of_compared_ones(name: str, reuse: str | None):
-    check_predictions(name, reuse)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("reuse", [None, "codes"])
-@on_ranks(3)
-def test_predicted_collectives_give_three_ranks_the_bits_of_compared_ones(reuse: str | None):
-    check_predictions("by blocks", reuse)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["by blocks", "two meshes, micro-batches", "resharded among two, micro-batches"]
-)
-@on_ranks(4)
-def test_predicted_collectives_give_four_ranks_the_bits_of_compared_ones(name: str):
-    check_predictions(name, "codes")
-
-
 # --- codes that are kept ---------------------------------------------------------------------------------------
-
-REUSED = ["by blocks", "micro-batches", "prefetched"]
-REUSED += [
-    pytest.param(name, marks=pytest.mark.full)
-    for name in ("not resharded", "activation checkpointing", "unused")
-]
-
-
-def check_reuse(name: str) -> None:
-    case = CASES[name]
-    ours, kept = train(case, compress=COARSE), train(case, compress=COARSE, reuse="codes")
-    assert kept.losses == ours.losses
-    assert same_bits(shards(kept.model), shards(ours.model))
-    once, twice = kept.state.statistics(), ours.state.statistics()
-    assert once.gathers == twice.gathers
-    assert (once.gradient_bytes - twice.gradient_bytes) % 56 == 0  # they compare at other times
-    if name not in ("not resharded", "resharded among two, micro-batches"):
-        assert once.reused > 0
-        assert once.weight_bytes < 0.75 * twice.weight_bytes
-
-
-@pytest.mark.parametrize("name", REUSED)
-@on_ranks(2)
-def test_with_codes_kept_training_is_the_same_and_backward_sends_nothing(name: str):
-    check_reuse(name)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["two meshes, micro-batches", "resharded among two, micro-batches"])
-@on_ranks(4)
-def test_with_codes_kept_four_ranks_train_the_same(name: str):
-    check_reuse(name)
 
 
 @on_ranks(2)

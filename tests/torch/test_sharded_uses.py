@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,22 +22,15 @@ from sharded_models import (
     shards,
     train,
 )
+from small_torch import shared_folder
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import gradcomp.torch as gc
 
 pytestmark = pytest.mark.full
 
 BLOCKS = CASES["by blocks"]
-
-
-def shared_folder() -> Path:
-    """A folder that rank 0 has made."""
-    found = [tempfile.mkdtemp(prefix="gradcomp-test-") if gc.rank() == 0 else ""]
-    dist.broadcast_object_list(found)
-    return Path(found[0])
 
 
 @on_ranks(4)
@@ -95,41 +85,6 @@ def test_a_model_made_on_the_meta_device_gets_its_values_afterwards():
         mine.to_local().detach().copy_(theirs.to_local().detach())
     assert loss_of(model, 0).item() == loss_of(source, 0).item()
     assert state.statistics().gathers == 3
-
-
-@on_ranks(2)
-def test_a_checkpointed_unit_recomputes_what_it_computed():
-    """Activation checkpointing around fully_shard: recomputation in backward gathers with the codes of forward."""
-    from torch.utils.checkpoint import checkpoint
-
-    class Outer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.net.embedding(tokens)
-            for block in self.net.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return self.net.head(self.net.norm(x))
-
-    def run(reuse: str | None) -> tuple[list[torch.Tensor], int]:
-        torch.manual_seed(0)
-        model = Outer()
-        mesh = init_device_mesh("cpu", (2,))
-        for block in model.net.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        state = gc.compress_fsdp(model, *COARSE, reuse=reuse)
-        for step in range(2):
-            loss_of(model, step).backward()
-        return [
-            p.grad.to_local() for p in model.parameters() if p.grad is not None
-        ], state.statistics().reused
-
-    (once, none), (kept, some) = run(None), run("codes")
-    assert none == 0 < some
-    assert all(torch.equal(a, b) for a, b in zip(once, kept, strict=True))
 
 
 @on_ranks(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batch import on_ranks
-from small_torch import assert_same_on_all_ranks, wrap
+from small_torch import assert_same_on_all_ranks, small, wrap
 
 import gradcomp.torch as gc
 
@@ -63,8 +63,8 @@ def test_two_ranks_one_without_rows():
     same_as_one_process((1,), torch.float64, 1e-9, momentum=None)
 
 
-@on_ranks(3)
-def test_three_ranks_without_weights_or_running_statistics():
+@on_ranks(4)
+def test_four_ranks_without_weights_or_running_statistics():
     same_as_one_process((6,), torch.float64, 1e-9, affine=False)
     same_as_one_process((3, 5), torch.float32, 2e-4, track_running_stats=False)
     same_as_one_process((3, 2, 2, 2), torch.float32, 2e-4)
@@ -95,7 +95,7 @@ def test_a_model_trains_alike_on_all_ranks():
     torch.manual_seed(0)
     convolution, linear = torch.nn.Conv2d(1, 8, 3), torch.nn.Linear(288, 3)
     model = torch.nn.Sequential(convolution, gc.SyncBatchNorm(8), torch.nn.ReLU(), torch.nn.Flatten(), linear)
-    optimizer = wrap(model, "quantize:bits=8")
+    optimizer = wrap(model, small("quantize:bits=8"))
     data = torch.Generator().manual_seed(gc.rank())
     for _ in range(4):
         optimizer.zero_grad()
