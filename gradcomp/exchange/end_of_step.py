@@ -66,13 +66,14 @@ class Discards:
     """Counts finished exchanges that were discarded in a row, and warns once."""
 
     def __init__(self) -> None:
-        self._in_a_row = 0
+        #: Set to 0 when an exchange is committed.
+        self.in_a_row = 0
         self._warned = False
 
     def count(self, *, speaks: bool) -> None:
         """Count a finite exchange with compression state that was discarded; warn if this rank ``speaks``."""
-        self._in_a_row += 1
-        if self._in_a_row < LIMIT or self._warned:
+        self.in_a_row += 1
+        if self.in_a_row < LIMIT or self._warned:
             return
         self._warned = True
         if speaks:
@@ -82,7 +83,3 @@ class Discards:
                 "optimizer's step(), not by hand, or compress without feedback",
                 LIMIT,
             )
-
-    def accepted(self) -> None:
-        """Begin to count anew, since an exchange was committed."""
-        self._in_a_row = 0

@@ -35,13 +35,14 @@ from gradcomp.exchange.fingerprint import (
     exchange_fingerprints,
 )
 from gradcomp.exchange.layout import Layout, Ordering
-from gradcomp.exchange.memory import Allocate, Times
+from gradcomp.exchange.memory import Allocate
 from gradcomp.exchange.plans import Plans, Switch
 from gradcomp.exchange.settings import Settings
-from gradcomp.exchange.step import StepExchange, StepResult, Waits, Workplace
+from gradcomp.exchange.step import StepExchange, StepResult, Waits
 from gradcomp.exchange.waiting import Number, Waiting, collective, until_complete
+from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE, READY, WAITING, HeaderId
+from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE
 from gradcomp.transport.base import AllReduce, Handle, Transport
 
 #: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
@@ -82,6 +83,8 @@ class Pipeline:
         self._compiler = PlanCompiler(
             self.layers, self.config, device, memory, transport.rank, topology, settings.network
         )
+        self.allocate = allocate
+        self.listener = settings.listener
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
@@ -106,17 +109,7 @@ class Pipeline:
         self.plans = Plans(self.layers, settings.schedule, controller)
         self._discards = Discards()
         self.advances = 0  # rounds completed, from which the watchdog sees progress
-        self._checksums = config.checksums and transport.checksums
-        self._workplace = Workplace(
-            device,
-            self.arrivals,
-            self.plans,
-            Times(self.trace, self.statistics),
-            allocate,
-            self.round_complete,
-            None if settings.listener is None else settings.listener.bucket_complete,
-            config.overlap,
-        )
+        self.checksums = config.checksums and transport.checksums
         self._exchange: StepExchange | None = None  # of the open step, or of the last one
         self._running: Waits | None = None
         self._awaited: Handle | None = None  # nothing can be done before this collective is complete
@@ -147,14 +140,9 @@ class Pipeline:
         return self.plans.controller
 
     @property
-    def keeps_state(self) -> bool:
-        """Return whether compressors keep residuals or fields; the same on all ranks."""
-        return bool(self.residuals.first.nbytes + self.fields.nbytes)
-
-    @property
     def predicted(self) -> npt.NDArray[np.float64]:
         """Return, by layer, the bytes that a rank sends per step in this layout, by formula, without headers."""
-        return self._laid_out.predicted
+        return self.laid_out.predicted
 
     @property
     def momenta(self) -> npt.NDArray[np.float64]:
@@ -162,7 +150,7 @@ class Pipeline:
 
         Rows of sparse gradients are exchanged another way, without momentum.
         """
-        momenta = self._laid_out.momenta.copy()
+        momenta = self.laid_out.momenta.copy()
         momenta[list(self.ordering.sparse)] = 0.0
         return momenta
 
@@ -182,28 +170,21 @@ class Pipeline:
         are compared over the ranks at the end of the exchange; all ranks pass them, or none. ``momenta`` is the
         optimizer's momentum, by layer; ConfigError is raised if a compressor needs it and it is None.
         """
-        if self.is_open:
+        if self._running is not None:
             raise StateError("an exchange is already open")
         if self.result is not None:
             self.discard()
-        self.lay_out()
-        if momenta is None and np.isnan(self._laid_out.momenta).any():
+        if self._stale:
+            self.lay_out()
+        self._compiled_plans.age(self.step)
+        if momenta is None and np.isnan(self.laid_out.momenta).any():
             raise ConfigError(
                 'momentum="optimizer" takes the factor of an optimizer, and none is known here: give a number instead'
             )
         self._digests = digests
-        self._exchange = StepExchange(
-            self._workplace,
-            self.transport,
-            self._laid_out,
-            replace(self._context(), momenta=momenta),
-            self.residuals,
-            (scale, learning_rate),
-            self.learning_rate,
-            fingerprint,
-            self.results,
-        )
-        self._running, self._awaited = self._run(self._exchange), None
+        context = self._context(momenta)
+        self._exchange = StepExchange(self, context, (scale, learning_rate), fingerprint)
+        self._running, self._awaited = self._exchange.run(), None
 
     def poll(self) -> Waiting:
         """Do what can be done without blocking; return what is missing."""
@@ -254,13 +235,14 @@ class Pipeline:
         ``outcome`` is what the other ranks are told; ``edited`` says that the means were changed after the
         exchange. It returns whether the step was accepted, which is the same on all ranks.
         """
-        if self.is_open or self.result is None:
+        if self._running is not None or self.result is None:
             raise StateError("there is no finished exchange to commit")
         assert self._exchange is not None, "its result is here"
         result, self.result = self.result, None
         self.outcome, self.notices = outcome, LATE * self._exchange.late | EDITED * edited
-        if result.finite:
-            self._discards.accepted()
+        finite = result.finite
+        if finite:
+            self._discards.in_a_row = 0
             begin = perf_counter()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
@@ -269,7 +251,7 @@ class Pipeline:
             self.plans.commit(self.laid_out_plan, result.present)
         else:
             self.statistics.skipped_steps += 1
-        return result.finite
+        return finite
 
     def discard(self) -> None:
         """Forget the finished step; the state stays what it was before."""
@@ -305,7 +287,6 @@ class Pipeline:
         """Make the next step's layout now, if the last step changed it; server-side errors move along."""
         if self._stale:
             self.layout = self._relayout()
-        self._compiled_plans.age(self.step)
 
     def restore(
         self,
@@ -345,24 +326,24 @@ class Pipeline:
 
     # -- the step, inside ---------------------------------------------------------------------------------------
 
-    def _run(self, exchange: StepExchange) -> Waits:
-        self.plans.follow(self.step, self.plan, self.ordering.cold | self.ordering.sparse)
-        while self.plans.overdue:
-            yield Waiting.BACKGROUND
-        own_state = self.outcome | self.notices & EDITED | (READY if self.plans.ready else WAITING)
-        yield from exchange.run(HeaderId(self._check, self.step, 0, self._checksums), own_state)
-        yield from self._finish(exchange)
-
-    def _context(self) -> StepContext:
+    def _context(self, momenta: npt.NDArray[np.float64] | None = None) -> StepContext:
         """Return the next step's context without the loss scale and the learning rate, which come later."""
-        return self._compiler.context(self.step, average=self._average, fields=self.fields, number=self.step)
+        draw = Draw(self.config.seed, self.step & 0xFFFFFFFF, self.transport.rank)
+        return StepContext(
+            draw,
+            self.transport.size,
+            average=self._average,
+            momenta=momenta,
+            fields=self.fields,
+            number=self.step,
+        )
 
     def round_complete(self, seconds: float) -> None:
         """Count a round that took ``seconds`` on the wire, of a step or between two."""
         self.advances += 1
         self.statistics.wire_seconds += seconds
 
-    def _finish(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
+    def end_step(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
         """Conclude the step, as every rank does from the same flags."""
         result, all_ready = exchange.result()
         self.results = result.results
@@ -370,7 +351,7 @@ class Pipeline:
             self.fingerprints = yield from exchange_fingerprints(
                 self.transport, len(self.layers), exchange.fingerprint
             )
-        if self._programs:
+        if self.laid_out.programs and self.plans.switch is not None:
             self.plans.check(self.step, all_ready, self.transport.rank)
         if self.step == self._order_step and self.config.reorder:
             arrived = self.arrivals.order
@@ -383,12 +364,12 @@ class Pipeline:
         if self.plans.sums is not None:
             yield from until_complete(self.plans.sums)
         completed, rate = self.arrivals.completed, exchange.learning_rate
-        plan = self.plans.next(self.step, all_ready, self.plan, self._laid_out, completed, rate)
+        plan = self.plans.next(self.step, all_ready, self.plan, self.laid_out, completed, rate)
         if plan is not None:
             self.plan, self._stale = plan, True
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
-        self.statistics.dense_bytes += self._laid_out.dense_bytes
+        self.statistics.dense_bytes += self.laid_out.dense_bytes
         every = self.config.statistics_every_steps
         if every and (self.step + 1) % every == 0:
             vector = self.statistics.vector()
@@ -411,8 +392,8 @@ class Pipeline:
         found = self._compiled_plans.get(
             key, self.step, lambda: self._compiler.compile(self.plan, order, cold)
         )
-        self._programs = found.programs
-        self._check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
+        #: What headers say of plan and layout.
+        self.header_check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
         self.residuals.grow(found.sizes)
         self.fields.arrange(found.fields)
         # A layer may hold a residual from an earlier plan. Its buffers are swapped only where this plan has feedback.
@@ -420,8 +401,10 @@ class Pipeline:
         self.residuals.own(found.ranges, self.transport.size)
         if self.plans.switch is not None and self.plans.switch.asked is None:
             self.fields.forget(MOMENTUM)  # another compressor has accumulated it
+        #: Whether compressors keep residuals or fields; the same on all ranks.
+        self.keeps_state = bool(self.residuals.first.nbytes + self.fields.nbytes)
         self.plans.laid_out(self.plan)
-        self._laid_out = found
+        self.laid_out = found
         self.laid_out_plan = self.plan
         self._stale = False
         if is_new:

@@ -247,7 +247,7 @@ def test_after_an_error_the_device_is_waited_for(gpu: Any, monkeypatch: Any) -> 
         monkeypatch.setattr(gpu.driver, "reached", soon)
         raise WireFormatError("rank 1 sent something else")
 
-    monkeypatch.setattr(first._exchange._scheduler._in_flight[0], "prepare", breaks)
+    monkeypatch.setattr(first._exchange._in_flight[0], "prepare", breaks)
     with pytest.raises(WireFormatError):
         first.poll()
     assert len(asked) == 4
