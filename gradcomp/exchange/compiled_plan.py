@@ -22,6 +22,7 @@ from gradcomp.exchange.arrivals import Arrivals
 from gradcomp.exchange.bucket import BucketProgram
 from gradcomp.exchange.layout import Layout, build_layout, compressors_of, fields_of
 from gradcomp.exchange.memory import Addresses, StepMemory
+from gradcomp.exchange.settings import Settings
 from gradcomp.kernels.codec import Draw, Table
 from gradcomp.kernels.cuda.mirrors import mirror, pinned
 from gradcomp.kernels.devices import Device
@@ -30,7 +31,6 @@ from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.costs import cheapest
 from gradcomp.reduce.header import PRESENT, BucketFlags, HeaderId
-from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Transport, host_allocator
 
 #: How many compiled plans are cached, and for how many steps after their last use: they hold buffers.
@@ -112,21 +112,16 @@ class PlanCompiler:
     """Compiles plans for one rank with its device, topology and reduction."""
 
     def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        config: Config,
-        device: Device,
-        memory: Memory,
-        rank: int,
-        topology: Topology,
-        network: Network | None,
+        self, layers: Sequence[LayerSpec], config: Config, transport: Transport, settings: Settings
     ) -> None:
-        self._layers, self._config, self._device, self._memory = layers, config, device, memory
-        self._topology, self._network = topology, network
+        self._layers, self._config, self._device = layers, config, settings.device
+        self._topology = topology = settings.topology or Topology.one_host(transport.size)
+        assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
+        self._network, self._rank = settings.network, transport.rank
+        self._memory = memory_on(settings.device, transport)
         self._scheme = parse(config.reduction)
-        if self._scheme.name == AUTO and network is None and len(topology.leaders) > 1:
+        if self._scheme.name == AUTO and settings.network is None and len(topology.leaders) > 1:
             raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
-        self._rank = rank
 
     def compile(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> CompiledPlan:
         """Compile ``plan`` for the layers that travel, in ``order``, those in ``cold`` last."""
@@ -143,7 +138,7 @@ class PlanCompiler:
             if program.reduction is not None:
                 first = len(ranges)
                 ranges += program.reduction.ranges
-                program.assign(range(first, len(ranges)))
+                program.reduction.assign(range(first, len(ranges)))
         pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
         travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
         position = np.zeros(len(layers), dtype=np.int64)

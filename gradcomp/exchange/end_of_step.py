@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
 from gradcomp.exchange.fingerprint import Digests
-from gradcomp.exchange.waiting import Waiting, collective
+from gradcomp.exchange.waiting import Waiting, collective, gather_rows
 from gradcomp.transport.base import AllGather, Transport
 
 logger = logging.getLogger("gradcomp")
@@ -40,20 +40,16 @@ def compare(
     """Gather every rank's digests of its parameters; the row of a rank without any holds zeros."""
     while not future.done():
         yield Waiting.BACKGROUND
-    table = np.zeros((transport.size, count), dtype="<u4")
+    row = np.zeros(count, dtype="<u4")
     numbers = future.result().numbers
-    table[transport.rank, : len(numbers)] = numbers
-    counts = [4 * count] * transport.size
-    yield from collective(AllGather(table.reshape(-1).view(np.uint8), counts), transport)
-    return table
+    row[: len(numbers)] = numbers
+    table = yield from gather_rows(row.view(np.uint8), transport)
+    return table.view("<u4")
 
 
 def check_same_plan(transport: Transport, digest: bytes, version: int) -> Generator[Waiting, None, None]:
     """Raise PlanMismatchError unless all ranks pass the same digest: message sizes follow from plans."""
-    digests = np.zeros((transport.size, len(digest)), dtype=np.uint8)
-    digests[transport.rank] = np.frombuffer(digest, dtype=np.uint8)
-    counts = [len(digest)] * transport.size
-    yield from collective(AllGather(digests.reshape(-1), counts), transport)
+    digests = yield from gather_rows(np.frombuffer(digest, dtype=np.uint8), transport)
     others = [rank for rank in range(transport.size) if digests[rank].tobytes() != digest]
     if others:
         raise PlanMismatchError(

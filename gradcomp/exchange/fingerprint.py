@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import StateError
-from gradcomp.exchange.waiting import Waiting, collective
-from gradcomp.transport.base import AllGather, Transport
+from gradcomp.exchange.waiting import Waiting, gather_rows
+from gradcomp.transport.base import Transport
 
 CRC32C = "crc32c"
 
@@ -127,15 +127,13 @@ def exchange_fingerprints(
 
     Wire: 4 bytes a layer and 4,104 more, from each rank.
     """
-    row = 8 + 4 * count + _SHOWN_BYTES
-    table = np.zeros((transport.size, row), dtype=np.uint8)
-    mine = table[transport.rank]
+    mine = np.zeros(8 + 4 * count + _SHOWN_BYTES, dtype=np.uint8)
     if len(own.layers):
         mine[:8].view("<u4")[:] = 1, own.results
         mine[8 : 8 + 4 * count].view("<u4")[:] = own.layers
         shown = own.scalars.encode("ascii", "replace")[:_SHOWN_BYTES]
         mine[8 + 4 * count :][: len(shown)] = np.frombuffer(shown, dtype=np.uint8)
-    yield from collective(AllGather(table.reshape(-1), [row] * transport.size), transport)
+    table = yield from gather_rows(mine, transport)
     head = table[:, :8].copy().view("<u4")
     texts = [bytes(shown[8 + 4 * count :]).rstrip(b"\0") for shown in table]
     return Fingerprints(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,11 @@ class Layout:
 
     buckets: tuple[Bucket, ...]
     buckets_of: tuple[tuple[int, ...], ...]  # layer number -> numbers of the buckets that hold its slices
+
+    @cached_property
+    def layer_counts(self) -> list[int]:
+        """Return the number of layers in each bucket."""
+        return [len(bucket.layers) for bucket in self.buckets]
 
     def residual_sizes(self, layers: Sequence[LayerSpec]) -> list[int]:
         """Return the elements of each layer's residual: its size if it travels with feedback, else 0."""
@@ -186,8 +192,9 @@ class Ordering:
         """
         streak, limit, before = self.streak, self._limit, (self.cold, self.sparse)
         streak[:] = np.where(present, np.maximum(streak, 0) + 1, np.minimum(streak, 0) - 1)
-        self.cold = frozenset(
-            {i for i in self.cold if streak[i] < limit} | set(np.flatnonzero(streak <= -limit).tolist())
-        )
+        cold = np.flatnonzero(streak <= -limit).tolist()
+        if self.cold:
+            cold += [i for i in self.cold if streak[i] < limit]
+        self.cold = frozenset(cold)
         self.sparse |= frozenset(np.flatnonzero(sparse).tolist())
         return (self.cold, self.sparse) != before

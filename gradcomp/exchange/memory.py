@@ -181,7 +181,7 @@ class StepMemory:
         if kind is None:
             end = perf_counter()
             self._statistics.codec_seconds += end - self._begin
-            self._trace.add(self._phase, self._context.number, self._bucket.number, self._begin, end)
+            self._trace.add((self._phase, self._context.number, self._bucket.number, self._begin, end))
 
 
 def _floats_at(bases: Addresses, table: Table) -> Addresses:

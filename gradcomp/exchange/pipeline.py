@@ -22,10 +22,9 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Residuals
-from gradcomp.core.topology import Topology
 from gradcomp.core.trace import WHOLE_STEP, Statistics, Trace
 from gradcomp.exchange.arrivals import Arrivals
-from gradcomp.exchange.compiled_plan import CompiledPlans, PlanCompiler, memory_on, rehearse
+from gradcomp.exchange.compiled_plan import CompiledPlans, PlanCompiler, rehearse
 from gradcomp.exchange.end_of_step import Discards, agree_on_order, check_same_plan, compare
 from gradcomp.exchange.fingerprint import (
     NOTHING,
@@ -77,12 +76,7 @@ class Pipeline:
         self.ordering = Ordering(len(layers), config.cold_after_steps)
         self.arrivals = Arrivals(self.layers)
         self.device = device = settings.device
-        topology = settings.topology or Topology.one_host(transport.size)
-        assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
-        memory = memory_on(device, transport)
-        self._compiler = PlanCompiler(
-            self.layers, self.config, device, memory, transport.rank, topology, settings.network
-        )
+        self._compiler = PlanCompiler(self.layers, self.config, transport, settings)
         self.allocate = allocate
         self.listener = settings.listener
         self.residuals = Residuals([0] * len(layers), device.zeros)
@@ -246,7 +240,7 @@ class Pipeline:
             begin = perf_counter()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
-            self.trace.add("feedback", result.step, WHOLE_STEP, begin, perf_counter())
+            self.trace.add(("feedback", result.step, WHOLE_STEP, begin, perf_counter()))
             self.learning_rate = self._exchange.learning_rate
             self.plans.commit(self.laid_out_plan, result.present)
         else:

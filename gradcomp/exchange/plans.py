@@ -155,9 +155,9 @@ class Plans:
         self._since = now - self._opened_at if self._opened_at else 0.0
         self._opened_at = now
         self.wire_seconds = np.zeros(buckets)
-        self.active = self.controller if self.decides(step) else None
-        self.observations = None
-        if self.active is not None:
+        self.active = self.observations = None
+        if self.controller is not None and self.decides(step):
+            self.active = self.controller
             self.observations = Observations(len(self._layers))
             self.active.begin(step)
 
@@ -181,11 +181,6 @@ class Plans:
         if switch.asked is None and not np.delete(switch.owing, list(behind)).any():
             plan = switch.plan(now)
             self.proposed = None if plan.assignments == now.assignments else plan
-
-    @property
-    def overdue(self) -> bool:
-        """Return whether the step has to wait for the controller's background work."""
-        return self.active is not None and self.active.overdue
 
     @property
     def ready(self) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.config import Config
 from gradcomp.core.errors import StateError, TransportError
 from gradcomp.core.journal import Journal, histogram
 from gradcomp.core.strings import printable
@@ -114,12 +113,6 @@ def _median(work: Callable[[], None]) -> float:
         work()
         seconds.append(perf_counter() - begin)
     return max(median(seconds[1:]), _LEAST)
-
-
-def comparison_is_due(config: Config, exchanges: int) -> bool:
-    """Return whether the exchange after so many compares parameters across ranks."""
-    every = config.fingerprint_every_steps
-    return 0 < exchanges <= config.fingerprint_steps or bool(every and exchanges and exchanges % every == 0)
 
 
 def different_parameters(

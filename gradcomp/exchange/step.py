@@ -171,8 +171,9 @@ class StepExchange:
         pipeline, programs, in_flight = self._pipeline, self._programs, self._in_flight
         late, overlap, transport = self._device.is_late, pipeline.config.overlap, pipeline.transport
         self._plans.follow(pipeline.step, pipeline.plan, pipeline.ordering.cold | pipeline.ordering.sparse)
-        while self._plans.overdue:
-            yield Waiting.BACKGROUND
+        if self._plans.active is not None:
+            while self._plans.active.overdue:
+                yield Waiting.BACKGROUND
         ready = READY if self._plans.ready else WAITING
         self._own_state = pipeline.outcome | pipeline.notices & EDITED | ready
         while not overlap and not self._arrivals.flushed:
@@ -229,8 +230,8 @@ class StepExchange:
         self._begun += 1
         arrivals.decide(bucket.layers)
         complete = arrivals.completed[number]
-        pipeline.trace.add("ready", pipeline.step, number, self._opened_at, complete)
-        pipeline.trace.add("queue", pipeline.step, number, complete, perf_counter())
+        pipeline.trace.add(("ready", pipeline.step, number, self._opened_at, complete))
+        pipeline.trace.add(("queue", pipeline.step, number, complete, perf_counter()))
         states = np.append(arrivals.states[bucket.layers], np.uint8(self._own_state | LATE * self.late))
         flags = BucketFlags(states, pipeline.transport.rank, self._fingerprint_value)
         self._flags.append((bucket.layers, flags))
@@ -310,6 +311,6 @@ class StepExchange:
 
     def _completed(self, bucket: int, begin: float, end: float) -> None:
         """Record a round that is complete."""
-        self._pipeline.trace.add("send", self._context.number, bucket, begin, end)
+        self._pipeline.trace.add(("send", self._context.number, bucket, begin, end))
         self._pipeline.round_complete(end - begin)
         self._plans.wire_seconds[bucket] += end - begin

@@ -227,7 +227,8 @@ class Progress(StepWatch):
         self._transport = transport
         self._listener = settings.listener
         self._advice = settings.advice
-        self._work: Callable[[], Waiting] | None = None
+        #: What was started between steps and nobody has waited for.
+        self.work: Callable[[], Waiting] | None = None
         self._begun = 0
         self._done = threading.Event()
         self._seen_advances = 0
@@ -250,34 +251,32 @@ class Progress(StepWatch):
 
     def wait(self) -> None:
         """Wait until the engine's thread says that it is done, or has ended."""
-        with self.watchdog.callers.waiting(self):
+        self.watchdog.callers.begin(self)
+        try:
             while not self._done.wait(_LIFE_SECONDS):
                 if not self._engine.alive and not self._done.is_set():
                     self.stop_with(
                         StateError("the engine's thread has ended: gradcomp was shut down meanwhile")
                     )
+        finally:
+            self.watchdog.callers.end()
 
     def wait_for(self, handle: Handle) -> None:
         """Wait for a collective between steps; the engine polls it as it does a step."""
-        self.start(lambda: _poll(handle))
+        self.start(lambda: Waiting.NOTHING if handle.poll() else Waiting.WIRE)
         self.finish()
-
-    @property
-    def busy(self) -> bool:
-        """Return whether something was started between steps that nobody has waited for."""
-        return self._work is not None
 
     def start(self, work: Callable[[], Waiting]) -> None:
         """Begin something between steps; the engine polls it as it does a step."""
         self.collectives += 1
         self.begin()
-        self._work = work
+        self.work = work
         self._engine.wake()
 
     def finish(self) -> None:
         """Wait for what :meth:`start` began; raise the error if there is one."""
         self.wait()
-        self._work = None
+        self.work = None
         if self.error is not None:
             raise self.error
 
@@ -328,7 +327,7 @@ class Progress(StepWatch):
         if self.verdict is not None:
             self._heed(self.verdict)
             return Waiting.NOTHING
-        work = self._work
+        work = self.work
         if self._done.is_set() or (not self.is_open and work is None):
             return Waiting.NOTHING
         # The arrays of what is under way stay until ``_done`` is set, whether the training thread waits already or not.
@@ -390,13 +389,15 @@ class Progress(StepWatch):
         if result.notices & EDITED:
             asked = self.watchdog.control, self.scope, self._member, ranks, result.step
             return different_means(*asked, self.pipeline.notices)
-        names = [layer.name for layer in self.pipeline.layers]
         table, self.pipeline.digest_table = self.pipeline.digest_table, None
-        if self.pipeline.fingerprints is not None:
-            return different_fingerprints(
-                self.pipeline.fingerprints, names, ranks, f"after step {result.step}"
-            )
-        return None if table is None else different_parameters(table, names, ranks, result.step)
+        fingerprints = self.pipeline.fingerprints
+        if table is None and fingerprints is None:
+            return None
+        names = [layer.name for layer in self.pipeline.layers]
+        if fingerprints is not None:
+            return different_fingerprints(fingerprints, names, ranks, f"after step {result.step}")
+        assert table is not None, "one of the two is there"
+        return different_parameters(table, names, ranks, result.step)
 
     def parted(self, number: int, outcome: int, when: str) -> StateError:
         """Return the error for ranks that did not do the same; ``number`` of the exchange is equal on all."""
@@ -424,7 +425,3 @@ class Progress(StepWatch):
         self.error, self.since = error, None
         if self._listener is not None:
             self._listener.failed(error)
-
-
-def _poll(handle: Handle) -> Waiting:
-    return Waiting.NOTHING if handle.poll() else Waiting.WIRE

@@ -97,7 +97,9 @@ def step(rank: int, exchanger: Exchanger) -> list[np.ndarray]:
     gradients = [np.full(layer.size, rank + 1.0, np.float32) for layer in LAYERS]
     exchanger.open()
     for i, gradient in enumerate(gradients):
-        exchanger.submit(Submission(i, gradient.ctypes.data, gradient.ctypes.data, gradient))
+        exchanger.pipeline.arrivals.submit(
+            Submission(i, gradient.ctypes.data, gradient.ctypes.data, gradient)
+        )
     exchanger.flush()
     exchanger.wait()
     exchanger.commit()
