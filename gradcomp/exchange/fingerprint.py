@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Generator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +64,19 @@ class Digests:
 
 #: The digests of a rank whose parameters are not compared.
 NO_SAY = Digests(CRC32C, {})
+
+
+def exchange_digests(
+    transport: Transport, count: int, future: Future[Digests]
+) -> Generator[Waiting, None, npt.NDArray[np.uint32]]:
+    """Gather every rank's digests of its parameters; the row of a rank without any holds zeros."""
+    while not future.done():
+        yield Waiting.BACKGROUND
+    row = np.zeros(count, dtype="<u4")
+    numbers = future.result().numbers
+    row[: len(numbers)] = numbers
+    table = yield from gather_rows(row.view(np.uint8), transport)
+    return table.view("<u4")
 
 
 @dataclass(frozen=True, eq=False)

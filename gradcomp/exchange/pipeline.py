@@ -6,6 +6,7 @@ pipelines over an in-process transport run N ranks in one thread.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,12 +26,12 @@ from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.trace import WHOLE_STEP, Statistics, Trace
 from gradcomp.exchange.arrivals import Arrivals
 from gradcomp.exchange.compiled_plan import CompiledPlans, PlanCompiler, rehearse
-from gradcomp.exchange.end_of_step import Discards, agree_on_order, check_same_plan, compare
 from gradcomp.exchange.fingerprint import (
     NOTHING,
     DeferredFingerprint,
     Digests,
     Fingerprints,
+    exchange_digests,
     exchange_fingerprints,
 )
 from gradcomp.exchange.layout import Layout, Ordering
@@ -44,6 +45,9 @@ from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE
 from gradcomp.transport.base import AllReduce, Handle, Transport
 
+logger = logging.getLogger("gradcomp")
+#: This many discarded exchanges in a row are no accident.
+_MOST_DISCARDS = 3
 #: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
 _LONGEST_FAREWELL_SECONDS = 5.0
 
@@ -101,7 +105,7 @@ class Pipeline:
         self._order_step = settings.order_step
         controller = settings.controller
         self.plans = Plans(self.layers, settings.schedule, controller)
-        self._discards = Discards()
+        self._discards, self._warned = 0, False  # finished exchanges that were discarded in a row
         self.advances = 0  # rounds completed, from which the watchdog sees progress
         self.checksums = config.checksums and transport.checksums
         self._exchange: StepExchange | None = None  # of the open step, or of the last one
@@ -236,7 +240,7 @@ class Pipeline:
         self.outcome, self.notices = outcome, LATE * self._exchange.late | EDITED * edited
         finite = result.finite
         if finite:
-            self._discards.in_a_row = 0
+            self._discards = 0
             begin = perf_counter()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
@@ -252,9 +256,23 @@ class Pipeline:
         if self.is_open:
             raise StateError("the exchange is still under way")
         if self.result is not None and self.result.finite and self.keeps_state:
-            self._discards.count(speaks=self.transport.rank == 0)
+            self._count_discard()
         self.result = None
         self.outcome, self.notices = DISCARDED, 0
+
+    def _count_discard(self) -> None:
+        """Warn once if several exchanges in a row, whose state was not kept, were discarded."""
+        self._discards += 1
+        if self._discards < _MOST_DISCARDS or self._warned:
+            return
+        self._warned = True
+        if self.transport.rank == 0:
+            logger.warning(
+                "the means of the last %d exchanges were never applied by step(), so their residuals and momentum were "
+                "not kept: without error feedback, what compression leaves out is lost. Update parameters with the "
+                "optimizer's step(), not by hand, or compress without feedback",
+                _MOST_DISCARDS,
+            )
 
     def propose(self, plan: Plan) -> None:
         """Vote for the next plan, which applies from the step after the one in which all ranks hold it.
@@ -348,13 +366,12 @@ class Pipeline:
         if self.laid_out.programs and self.plans.switch is not None:
             self.plans.check(self.step, all_ready, self.transport.rank)
         if self.step == self._order_step and self.config.reorder:
-            arrived = self.arrivals.order
-            order = yield from agree_on_order(self.transport, len(self.layers), arrived)
-            self._stale |= self.ordering.take(order)
+            is_new = yield from self.ordering.agree(self.transport, self.arrivals.order)
+            self._stale |= is_new
         self._stale |= self.ordering.seen(result.present, result.sparse)
         if all_ready:
             # Message sizes follow from the plan. Without one, the ranks are ready for their controllers' choices.
-            yield from check_same_plan(self.transport, self.plans.digest(), self.plan.version + 1)
+            yield from self.plans.compare(self.transport, self.plan.version + 1)
         if self.plans.sums is not None:
             yield from until_complete(self.plans.sums)
         completed, rate = self.arrivals.completed, exchange.learning_rate
@@ -370,7 +387,7 @@ class Pipeline:
             yield from collective(AllReduce(vector), self.transport)
             self.reduced_statistics = Statistics.mean(vector, self.transport.size)
         if self._digests is not None:
-            self.digest_table = yield from compare(self.transport, len(self.layers), self._digests)
+            self.digest_table = yield from exchange_digests(self.transport, len(self.layers), self._digests)
             self._digests = None
         self.arrivals.release()
         self.result = result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from gradcomp.core.plan import Assignment, Plan
 from gradcomp.exchange.compiled_plan import CompiledPlan, by_layer
 from gradcomp.exchange.layout import Mask, compressors_of
 from gradcomp.exchange.memory import StepMemory
+from gradcomp.exchange.waiting import Waiting, gather_rows
 from gradcomp.kernels.codec import Group
 from gradcomp.kernels.step import Observations
 from gradcomp.transport.base import AllReduce, Handle, Transport
@@ -215,7 +216,18 @@ class Plans:
                 "call it between the same two steps"
             )
 
-    def digest(self) -> bytes:
+    def compare(self, transport: Transport, version: int) -> Generator[Waiting, None, None]:
+        """Raise PlanMismatchError unless all ranks have the same next plan: message sizes follow from plans."""
+        digest = self._digest()
+        digests = yield from gather_rows(np.frombuffer(digest, dtype=np.uint8), transport)
+        others = [rank for rank in range(transport.size) if digests[rank].tobytes() != digest]
+        if others:
+            raise PlanMismatchError(
+                f"plan {version} of rank {transport.rank} differs from that of rank {', '.join(map(str, others))}; "
+                "set_compression() takes the same arguments on every rank, between the same two steps"
+            )
+
+    def _digest(self) -> bytes:
         """Return 32 bytes that ranks compare: of the proposed plan and all that are to follow; zeros without one."""
         if self.proposed is None:
             return bytes(32)

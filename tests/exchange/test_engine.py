@@ -353,9 +353,15 @@ def test_a_position_in_words():
 
 
 @pytest.mark.usefixtures("short_patience")
-def test_an_answer_that_is_nonsense_is_no_answer():
+@pytest.mark.parametrize(
+    "answer",
+    [b'{"not": "a position"}', b'[9, "", {"x": [' + b"9" * 5000 + b", 0, 0]}]"],
+    ids=["wrong", "long"],
+)
+def test_an_answer_that_is_nonsense_is_no_answer(answer: bytes):
     control = LocalControl()
-    control.publish("at/1", b'{"not": "a position"}')
+    control.publish("question", b"9" * 5000)
+    control.publish("at/1", answer)
     assert "no answer from rank 1" in culprits(control, (0, 0, 0))
 
 
