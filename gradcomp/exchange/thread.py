@@ -387,8 +387,7 @@ class Progress(StepWatch):
             return self.parted(result.step, self.pipeline.outcome, f"after step {result.step}")
         ranks = self.roster.ranks
         if result.notices & EDITED:
-            asked = self.watchdog.control, self.scope, self._member, ranks, result.step
-            return different_means(*asked, self.pipeline.notices)
+            return different_means(self, result.step, self.pipeline.notices)
         table, self.pipeline.digest_table = self.pipeline.digest_table, None
         fingerprints = self.pipeline.fingerprints
         if table is None and fingerprints is None:
@@ -396,14 +395,11 @@ class Progress(StepWatch):
         names = [layer.name for layer in self.pipeline.layers]
         if fingerprints is not None:
             return different_fingerprints(fingerprints, names, ranks, f"after step {result.step}")
-        assert table is not None, "one of the two is there"
-        return different_parameters(table, names, ranks, result.step)
+        return None if table is None else different_parameters(table, names, ranks, result.step)
 
     def parted(self, number: int, outcome: int, when: str) -> StateError:
         """Return the error for ranks that did not do the same; ``number`` of the exchange is equal on all."""
-        control, ranks = self.watchdog.control, self.roster.ranks
-        error = different_outcomes(control, self.scope, self._member, ranks, number, outcome, when)
-        return StateError(f"{error}{self._advice}")
+        return StateError(f"{different_outcomes(self, number, outcome, when)}{self._advice}")
 
     def drifted(self, found: Fingerprints) -> StateError:
         """Return the error for fingerprints that differ between steps."""
