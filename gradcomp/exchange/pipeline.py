@@ -110,7 +110,8 @@ class Pipeline:
         self.checksums = config.checksums and transport.checksums
         self._exchange: StepExchange | None = None  # of the open step, or of the last one
         self._running: Waits | None = None
-        self._awaited: Handle | None = None  # nothing can be done before this collective is complete
+        #: Until this collective is complete, :meth:`poll` can do nothing; the engine polls it alone meanwhile.
+        self.awaited: Handle | None = None
         self._stale = True
         self._compiled_plans = CompiledPlans()
         if controller is not None and controller.environment.first_step == 0:
@@ -182,28 +183,32 @@ class Pipeline:
         self._digests = digests
         context = self._context(momenta)
         self._exchange = StepExchange(self, context, (scale, learning_rate), fingerprint)
-        self._running, self._awaited = self._exchange.run(), None
+        self._running, self.awaited = self._exchange.run(), None
 
     def poll(self) -> Waiting:
         """Do what can be done without blocking; return what is missing."""
         if self._running is None:
             return Waiting.NOTHING
+        self.awaited = None
         try:
-            if self._awaited is None or self._awaited.poll():
-                self._awaited = None
-                waiting = next(self._running)
-                if isinstance(waiting, Waiting):
-                    return waiting
-                self._awaited = waiting
-            return Waiting.WIRE
+            waiting = next(self._running)
         except StopIteration:
             self._running = None
             return Waiting.NOTHING
         except BaseException:
-            self._running.close()  # which lets go of the step's arrays
-            self._awaited = None
-            self.abandon()
+            self.let_go()
             raise
+        if isinstance(waiting, Waiting):
+            return waiting
+        self.awaited = waiting
+        return Waiting.WIRE
+
+    def let_go(self) -> None:
+        """Let go of the arrays of an exchange that has failed; only the thread that polls may call it."""
+        if self._running is not None:
+            self._running.close()
+        self.awaited = None
+        self.abandon()
 
     def abandon(self) -> None:
         """Give up the open exchange, if there is one, and wait until the device no longer uses its memory.

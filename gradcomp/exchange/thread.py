@@ -331,15 +331,22 @@ class Progress(StepWatch):
         if self._done.is_set() or (not self.is_open and work is None):
             return Waiting.NOTHING
         # The arrays of what is under way stay until ``_done`` is set, whether the training thread waits already or not.
+        pipeline = self.pipeline
         try:
-            waiting = self.pipeline.poll() if work is None else work()
+            if work is not None:
+                waiting = work()
+            elif pipeline.awaited is None or pipeline.awaited.poll():
+                waiting = pipeline.poll()
+            else:
+                waiting = Waiting.WIRE
         except GradcompError as error:
+            pipeline.let_go()
             self._fail(error)
             return Waiting.NOTHING
         if waiting is not Waiting.WIRE:
             self.since = None
-        elif self.since is None or self.pipeline.advances != self._seen_advances:
-            self._seen_advances = self.pipeline.advances
+        elif self.since is None or pipeline.advances != self._seen_advances:
+            self._seen_advances = pipeline.advances
             self.since = monotonic()
         if waiting is Waiting.NOTHING:
             if work is None and (divergence := self._divergence()) is not None:
@@ -368,6 +375,7 @@ class Progress(StepWatch):
             self.publish_abort(f"{self.own_rank}: {problem}")
         with suppress(BaseException):
             self.stop_with(problem)
+            self.pipeline.let_go()
 
     def _fail(self, error: GradcompError) -> None:
         """Find out why something broke here, tell every rank, and raise in the training thread."""
