@@ -77,7 +77,7 @@ class Arrivals:
         self._reported = [False] * len(self._layers)
 
     def submit(self, submission: Submission, state: int = PRESENT) -> None:
-        """Report a layer's dense gradient; another ``state`` is that of a layer without one."""
+        """Report a layer's gradient; ``state`` is SPARSE or 0 if it has no dense one."""
         layer = submission.layer
         if self.flushed:
             raise StateError(f"layer {self._layers[layer].name!r} has a gradient after its step closed")

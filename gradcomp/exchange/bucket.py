@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Gather, Message, Reduce, Reply, Sum
 from gradcomp.exchange.fused import FusedGather, FusedSum, Replies, Round, finished
 from gradcomp.exchange.layout import Bucket
@@ -95,7 +97,8 @@ class BucketProgram:
             if is_pending:
                 yield from finished(call, binding, "compress" if messages else "decompress")
             for g, found in ends.items():
-                at.note(g, found)
+                if np.count_nonzero(found):
+                    at.note(g, found)
 
     def rehearse(
         self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags

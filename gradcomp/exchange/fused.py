@@ -52,8 +52,7 @@ class Round:
 
     def note(self, group: int, found: Bytes) -> None:
         """Mark the layers of the group's flagged segments as non-finite."""
-        if np.count_nonzero(found):
-            self.flags.states[self.bucket.header_index[group][found != 0]] |= NONFINITE
+        self.flags.states[self.bucket.header_index[group][found != 0]] |= NONFINITE
 
     def bind_sources(self, group: int) -> None:
         """Set the addresses of the group's gradients and residuals."""
