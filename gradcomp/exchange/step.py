@@ -145,10 +145,8 @@ class StepExchange:
         self._pipeline, self._context = pipeline, context
         self._programs = pipeline.laid_out.programs
         self._arrivals, self._plans, self._device = pipeline.arrivals, pipeline.plans, pipeline.device
-        self._unknown: tuple[Number | DeferredFingerprint, ...] = (
-            *numbers,
-            fingerprint,
-        )  # until they have come
+        #: Empty once all of them have come.
+        self._unknown: tuple[Number | DeferredFingerprint, ...] = (*numbers, fingerprint)
         self._header_id = HeaderId(pipeline.header_check, pipeline.step, 0, pipeline.checksums)
         self._own_state = 0
         self._flags: list[tuple[Sizes, BucketFlags]] = []  # of the buckets that have begun
