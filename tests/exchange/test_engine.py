@@ -249,6 +249,28 @@ def test_an_error_that_comes_while_a_step_is_opened_is_not_lost(ranks):
     assert ended.wait(10)
 
 
+class Breaks:
+    """A collective that fails after a while."""
+
+    polls = 0
+
+    def poll(self) -> bool:
+        self.polls += 1
+        if self.polls > 3:
+            raise TransportError("the wire broke")
+        return False
+
+
+def test_a_collective_that_fails_ends_the_step_and_lets_go_of_its_arrays(ranks, monkeypatch):
+    world = ranks()
+    first = world.exchangers[0]
+    monkeypatch.setattr(first._transport, "alltoallv", lambda *_: Breaks())
+    here, there = world.errors(step)
+    assert "the wire broke" in here
+    assert there.startswith("aborted: ")
+    assert first.pipeline._running.gi_frame is None  # the generator that held them was closed
+
+
 @pytest.mark.parametrize("between", [False, True], ids=["in a step", "between steps"])
 def test_a_late_rank_is_named_at_the_deadline(ranks, between: bool):
     def work(rank, exchanger):
