@@ -131,7 +131,7 @@ class ExchangeOf:
 
     def step(self) -> None:
         self.exchanger.open()
-        self.exchanger.submit(self.submission)
+        self.exchanger.pipeline.arrivals.submit(self.submission)
         self.exchanger.flush()
         self.exchanger.wait()
         self.exchanger.commit()

@@ -27,8 +27,8 @@ PHASES = ("ready", "queue", "compress", "send", "reduce", "decompress", "feedbac
 #: The bucket number of spans of a whole step.
 WHOLE_STEP = -1
 
-#: Called with (phase, step, bucket, begin, end) for every span.
-Listener = Callable[[str, int, int, float, float], None]
+#: A span as phase, step, bucket, begin and end.
+Row = tuple[str, int, int, float, float]
 
 #: Begins a named range of a profiler; returns a function that ends it, to be called on the same thread.
 Ranges = Callable[[str], Callable[[], object]]
@@ -63,19 +63,25 @@ class Span:
 
 
 class Trace:
-    """Keeps the last ``capacity`` spans; appending is cheap and thread-safe. ``listener`` is called with each."""
+    """Keeps the last ``capacity`` spans; appending is cheap and thread-safe."""
 
     def __init__(self, capacity: int, rank: int = 0) -> None:
-        self._spans: deque[tuple[str, int, int, float, float]] = deque(maxlen=capacity)
+        self._spans: deque[Row] = deque(maxlen=capacity)
+        #: Records a span. Every phase of a step comes here, so this is the queue's own method while nobody listens.
+        self.add: Callable[[Row], None] = self._spans.append
         self._rank = rank
         self._epoch = time.perf_counter()
-        self.listener: Listener | None = None
 
-    def add(self, name: str, step: int, bucket: int, begin: float, end: float) -> None:
-        self._spans.append((name, step, bucket, begin, end))
-        listener = self.listener
+    def listen(self, listener: Callable[..., None] | None) -> None:
+        """Pass the parts of every further span to ``listener``, or to nobody."""
+        self.add = self._spans.append
         if listener is not None:
-            listener(name, step, bucket, begin, end)
+
+            def add(row: Row) -> None:
+                self._spans.append(row)
+                listener(*row)
+
+            self.add = add
 
     def spans(self) -> tuple[Span, ...]:
         """Returns the recorded spans, oldest first."""
@@ -166,7 +172,7 @@ class Timeline:
                 self._events.put({**mark, "ts": (begin - self._epoch) * 1e6})
             self._events.put(span_event(self._rank, row, name, begin - self._epoch, end - begin, step=step))
 
-        trace.listener = add
+        trace.listen(add)
 
     def add_call(self, channel: str, name: str, called: float, begin: float, end: float) -> None:
         """Records one of the user's collectives in its channel's row: the wait for all ranks, and its work."""
@@ -181,7 +187,7 @@ class Timeline:
     def close(self) -> None:
         """Writes the remaining events, and closes the file. May be called again."""
         for trace in self._traces:
-            trace.listener = None
+            trace.listen(None)
         self._stopping.set()
         self._thread.join()
         if self._file >= 0:

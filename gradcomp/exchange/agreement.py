@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradcomp.control import ControllerRun, Environment
+from gradcomp.control import Controller, ControllerRun, Environment
 from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE, Config
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, WireFormatError
 from gradcomp.core.journal import Journal
@@ -19,7 +19,7 @@ from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.strings import printable
 from gradcomp.core.topology import Topology
-from gradcomp.exchange.settings import FIRST, Controlled, Settings
+from gradcomp.exchange.settings import FIRST, Settings
 from gradcomp.exchange.thread import in_background
 from gradcomp.transport.base import Handle, Transport, wait
 from gradcomp.version import __version__
@@ -134,14 +134,14 @@ def agree_on_settings(
         "hosts": list(topology.hosts),
         **settings.arguments,
     }
-    if settings.controlled is not None:
+    if settings.controlled_by is not None:
         shared["controller"] = settings.controller_text
     journal = _open_journal(transport, config, settings.name)
     try:
         agree(transport, describe(layers, plan, config, **shared), settings.problem, wait_for=wait_for)
         config = agree_on_slices(transport, config, settings.device.driver is not None, wait_for=wait_for)
         if config.deterministic:
-            _refuse_times(settings.controlled, config, topology)
+            _refuse_times(settings.controlled_by, config, topology)
         controller = _begin_controller(settings, layers, transport, topology, config)
     except GradcompError:
         if journal is not None:
@@ -150,13 +150,13 @@ def agree_on_settings(
     return config, replace(settings, topology=topology, controller=controller), journal
 
 
-def _refuse_times(controlled: Controlled | None, config: Config, topology: Topology) -> None:
+def _refuse_times(controller: Controller | None, config: Config, topology: Topology) -> None:
     """Raise ConfigError for what decides by measured times, since no two runs have these in common."""
     what = ""
     if config.reduction == AUTO and len(topology.leaders) > 1:
         what = "between hosts reduction=auto chooses by measured times: name a reduction"
-    if controlled is not None and controlled.controller.by_times:
-        what = f"{controlled.controller.to_string()} decides by measured times: choose another controller or objective"
+    if controller is not None and controller.by_times:
+        what = f"{controller.to_string()} decides by measured times: choose another controller or objective"
     if what:
         raise ConfigError(f"deterministic=True: {what}, or leave deterministic off")
 
@@ -165,30 +165,30 @@ def _begin_controller(
     settings: Settings, layers: Sequence[LayerSpec], transport: Transport, topology: Topology, config: Config
 ) -> ControllerRun | None:
     """Begin the controller, which refuses what it cannot do; return None if no layer is left to it."""
-    controlled, device = settings.controlled, settings.device
-    if controlled is None:
+    controller, device = settings.controlled_by, settings.device
+    if controller is None:
         return None
     environment = Environment(
         layers,
-        controlled.compressors,
+        settings.adjustable,
         transport.rank,
         topology,
         parse(config.reduction),
         config.seed,
-        controlled.first_step,
+        settings.adjustable_from,
         lambda work: in_background(device.bound(work)),
         config.slice_elements,
         device,
         config.deterministic,
     )
-    running = controlled.controller.begin(environment)
+    running = controller.begin(environment)
     if environment.controlled:
         return running
     if transport.rank == 0:
         logger.warning(
             "the controller %s has nothing to adjust, and does not run: no layer travels compressed (they are small, "
             "excluded or float64, or the compression is none)",
-            controlled.controller.name,
+            controller.name,
         )
     return None
 

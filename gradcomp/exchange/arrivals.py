@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ class Arrivals:
         self._missing: list[int] = []
         self._buckets_of: tuple[tuple[int, ...], ...] = ()
         self._reported: list[bool] = []
+        #: Called when a bucket becomes complete, other than by the flush.
+        self.bucket_complete: Callable[[], None] = lambda: None
 
     def open(self, layout: Layout) -> None:
         """Forget the last step and expect the layers of ``layout``."""
@@ -69,21 +71,40 @@ class Arrivals:
         self.order = []
         self.flushed = False
         self._keep = []
-        self._missing = [len(bucket.layers) for bucket in layout.buckets]
+        self._missing = layout.layer_counts.copy()
         self.completed = [0.0] * len(layout.buckets)
         self._buckets_of = layout.buckets_of
         self._reported = [False] * len(self._layers)
 
-    def submit(self, submission: Submission) -> bool:
-        """Report a layer's dense gradient; return whether a bucket became complete."""
-        return self._report(PRESENT, *submission)
+    def submit(self, submission: Submission, state: int = PRESENT) -> None:
+        """Report a layer's gradient; ``state`` is SPARSE or 0 if it has no dense one."""
+        layer = submission.layer
+        if self.flushed:
+            raise StateError(f"layer {self._layers[layer].name!r} has a gradient after its step closed")
+        if self._reported[layer]:
+            raise StateError(f"layer {self._layers[layer].name!r} was submitted twice in one step")
+        self._reported[layer] = True
+        self.states[layer] = state
+        self.gradients[layer], self.outputs[layer] = submission.gradient, submission.output
+        self.events[layer], self._doubtful[layer] = submission.event, submission.zero_is_absent
+        self._keep.append(submission.keep)
+        self.order.append(layer)
+        complete = False
+        for bucket in self._buckets_of[layer]:
+            if self._missing[bucket] == 1:
+                # The time is set before the count, because the engine's thread reads the count first.
+                self.completed[bucket] = perf_counter()
+                complete = True
+            self._missing[bucket] -= 1
+        if complete:
+            self.bucket_complete()
 
-    def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> bool:
-        """Report a layer without a dense gradient in this step; return whether a bucket became complete.
+    def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:
+        """Report a layer without a dense gradient in this step.
 
         ``output``: the address for the mean of the other ranks' gradients; 0: it is allocated if there is one.
         """
-        return self._report(SPARSE if sparse else 0, layer, 0, output)
+        self.submit(Submission(layer, 0, output), SPARSE if sparse else 0)
 
     def decide(self, layers: Sizes) -> None:
         """Mark those of ``layers`` as absent that have ``zero_is_absent`` and a gradient of zeros. All are ready."""
@@ -99,38 +120,12 @@ class Arrivals:
         self.gradients[absent] = 0
         self._doubtful[doubtful] = False
 
-    def _report(
-        self,
-        state: int,
-        layer: int,
-        gradient: int,
-        output: int,
-        keep: object = None,
-        event: object = None,
-        zero_is_absent: bool = False,
-    ) -> bool:
-        if self.flushed:
-            raise StateError(f"layer {self._layers[layer].name!r} has a gradient after its step closed")
-        if self._reported[layer]:
-            raise StateError(f"layer {self._layers[layer].name!r} was submitted twice in one step")
-        self._reported[layer] = True
-        self.states[layer], self.gradients[layer], self.outputs[layer] = state, gradient, output
-        self.events[layer], self._doubtful[layer] = event, zero_is_absent
-        self._keep.append(keep)
-        self.order.append(layer)
-        complete = False
-        for bucket in self._buckets_of[layer]:
-            if self._missing[bucket] == 1:
-                # The time is set before the count, because the engine's thread reads the count first.
-                self.completed[bucket] = perf_counter()
-                complete = True
-            self._missing[bucket] -= 1
-        return complete
-
     def flush(self) -> None:
         """Complete all buckets: no more layers will report in this step."""
         now = perf_counter()
-        self.completed = [at or now for at in self.completed]
+        for bucket, at in enumerate(self.completed):
+            if not at:
+                self.completed[bucket] = now
         self.flushed = True
 
     def ready(self, bucket: int) -> bool:

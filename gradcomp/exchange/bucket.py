@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Gather, Message, Reduce, Reply, Sum
-from gradcomp.exchange.fused import FusedGather, FusedSum, Program, Replies, Round, finished
+from gradcomp.exchange.fused import FusedGather, FusedSum, Replies, Round, finished
 from gradcomp.exchange.layout import Bucket
-from gradcomp.kernels.replayed_calls import Collected, Pending, Phase
+from gradcomp.kernels.replayed_calls import DONE, Collected, Pending, Phase
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import Binding, Part, Reduction
-from gradcomp.reduce.base import Framed, framed
+from gradcomp.reduce.base import Framed, Waits, framed
 from gradcomp.reduce.header import BucketFlags, HeaderId
 from gradcomp.transport.base import Allocator, Operation, host_allocator
-
-_Framed = Generator[Framed, None, Replies]
 
 #: Makes a bucket's reduction from its parts, its number of layers and its own number.
 MakeReduction = Callable[[Sequence[Part], int, int], Reduction]
@@ -58,42 +58,47 @@ class BucketProgram:
             ]
             self.reduction = make_reduction(parts, len(bucket.layers), bucket.number)
 
-    def assign(self, rows: Sequence[int]) -> None:
-        """Set the rows of the server-side error, in the order of the reduction's ranges."""
-        assert self.reduction is not None, "nothing else has ranges"
-        self.reduction.assign(rows)
-
     def run(
         self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> Generator[Framed, None, None]:
         """Exchange the bucket once: yield what to wait for, and go on when that is complete."""
-        exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
-        messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
+        exchanges, messages = self._begin(context)
         at = Round(self.bucket, 0, header_id, self._world, binding, flags)
-        call = self._phase(0).collecting()
-        with binding.span("compress"):
-            fused = self._write(messages, at, call)
-            call.start()
+        call: Pending = DONE
+        fused: list[_Fused] = []
+        if len(self._reduced) < len(messages):
+            call = collected = self._phase(0).collecting()
+            with binding.span("compress"):
+                fused = self._write(messages, at, collected)
+                collected.start()
         while messages:
-            programs: list[Program] = [each.run(given, at, call) for each, given in fused]
-            if at.number == 0 and self.reduction is not None:
-                programs.insert(0, self._reduce(self.reduction, at, context))
+            reduction = self.reduction if at.number == 0 else None
+            programs: list[Waits[Any]] = [] if reduction is None else [reduction.run(context, binding, flags)]
+            for each, given in fused:
+                programs.append(each.run(given, at, call))
             running = [framed(program, header_id, flags, binding, 2 * at.number) for program in programs]
-            replies = yield from (running[0] if len(running) == 1 else _lock_step(running))
+            results = [(yield from running[0])] if len(running) == 1 else (yield from _lock_step(running))
+            replies: Replies = {}
+            if reduction is not None:
+                for g, found in zip(self._reduced, results.pop(0), strict=True):
+                    replies[g] = Reply(found)
+            for result in results:
+                replies.update(result)
             # Kernels that decode the replies and those that fill the next messages are one call of a device.
-            call = self._phase(at.number + 1).collecting()
+            call = collected = self._phase(at.number + 1).collecting()
             with binding.span("decompress"):
-                messages, ends = _answer(exchanges, replies, call)
-                if not messages:
-                    call.start()
+                messages, ends = _answer(exchanges, replies, collected)
+                is_pending = not messages and collected.start()
             at = Round(self.bucket, at.number + 1, header_id, self._world, binding, flags)
             if messages:
                 with binding.span("compress"):
-                    fused = self._write(messages, at, call)
-                    call.start()
-            yield from finished(call, binding, "compress" if messages else "decompress")
+                    fused = self._write(messages, at, collected)
+                    is_pending = collected.start()
+            if is_pending:
+                yield from finished(call, binding, "compress" if messages else "decompress")
             for g, found in ends.items():
-                at.note(g, found)
+                if np.count_nonzero(found):
+                    at.note(g, found)
 
     def rehearse(
         self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
@@ -102,8 +107,7 @@ class BucketProgram:
 
         This goes on while only kernels look at results; a compressor that reads them on the host would find none.
         """
-        exchanges = [group.compressor.exchange(group, context.of(group)) for group in self.bucket.groups]
-        messages: dict[int, Message] = {g: next(exchange) for g, exchange in enumerate(exchanges)}
+        exchanges, messages = self._begin(context)
         at = Round(self.bucket, 0, header_id, self._world, binding, flags)
         call = self._phase(0).collecting()
         if self.reduction is not None and self.reduction.by_kernels:
@@ -142,15 +146,20 @@ class BucketProgram:
                 each.write(given, at)
         return fused
 
+    def _begin(self, context: StepContext) -> tuple[list[Exchange], dict[int, Message]]:
+        """Return the groups' exchanges and their first messages."""
+        exchanges: list[Exchange] = []
+        messages: dict[int, Message] = {}
+        for g, group in enumerate(self.bucket.groups):
+            exchanges.append(group.compressor.exchange(group, context.of(group)))
+            messages[g] = next(exchanges[g])
+        return exchanges, messages
+
     def _phase(self, number: int) -> Phase:
         """Return the device call of all groups before round ``number``."""
-        if number == len(self._phases):
+        while number >= len(self._phases):
             self._phases.append(Phase(self.bucket.device))
         return self._phases[number]
-
-    def _reduce(self, reduction: Reduction, at: Round, context: StepContext) -> Program:
-        results = yield from reduction.run(context, at.binding, at.flags)
-        return {g: Reply(found) for g, found in zip(self._reduced, results, strict=True)}
 
     # Buffers are allocated when messages of these sizes first occur.
 
@@ -200,32 +209,32 @@ def _answer(
     return messages, ends
 
 
-def _lock_step(programs: Sequence[_Framed]) -> _Framed:
-    """Run programs side by side and issue the operations of a round of all of them together.
+def _lock_step(programs: Sequence[Generator[Framed, None, Any]]) -> Generator[Framed, None, list[Any]]:
+    """Run programs side by side and issue the operations of a round of all of them together; return their results.
 
     Device calls are waited for before that: they are not rounds, which all ranks have in common.
     """
-    replies: Replies = {}
-    running = list(programs)
+    results: list[Any] = [None] * len(programs)
+    running = dict(enumerate(programs))
     while running:
-        rounds: dict[_Framed, list[Operation]] = {}
-        behind = running
+        rounds: dict[int, list[Operation]] = {}
+        behind = list(running)
         while behind:
-            calls: dict[_Framed, Pending] = {}
-            for program in behind:
+            calls: dict[int, Pending] = {}
+            for n in behind:
                 try:
-                    step = next(program)
+                    step = next(running[n])
                 except StopIteration as end:
-                    replies.update(end.value)
+                    results[n] = end.value
+                    del running[n]
                     continue
                 if isinstance(step, list):
-                    rounds[program] = step
+                    rounds[n] = step
                 else:
-                    calls[program] = step
+                    calls[n] = step
             yield from calls.values()
             behind = list(calls)
-        running = [program for program in running if program in rounds]
-        operations = [operation for program in running for operation in rounds[program]]
+        operations = [operation for n in running for operation in rounds[n]]
         if operations:
             yield operations
-    return replies
+    return results

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,8 @@ from gradcomp.core.trace import Statistics, Trace
 from gradcomp.exchange.arrivals import Arrivals
 from gradcomp.exchange.bucket import BucketProgram
 from gradcomp.exchange.layout import Layout, build_layout, compressors_of, fields_of
-from gradcomp.exchange.memory import Addresses, StepMemory, Times
+from gradcomp.exchange.memory import Addresses, StepMemory
+from gradcomp.exchange.settings import Settings
 from gradcomp.kernels.codec import Draw, Table
 from gradcomp.kernels.cuda.mirrors import mirror, pinned
 from gradcomp.kernels.devices import Device
@@ -31,7 +31,6 @@ from gradcomp.reduce import Part, Reduction, make
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.costs import cheapest
 from gradcomp.reduce.header import PRESENT, BucketFlags, HeaderId
-from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Transport, host_allocator
 
 #: How many compiled plans are cached, and for how many steps after their last use: they hold buffers.
@@ -41,7 +40,7 @@ _SOME_BYTES = 256
 _ADDRESSES = ("gradient", "residual", "next_residual", "output")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CompiledPlan:
     """Holds a plan's buckets, their programs and what follows from them; equal plans compile alike.
 
@@ -66,19 +65,15 @@ class CompiledPlan:
     predicted: npt.NDArray[np.float64]
     sent: npt.NDArray[np.float64]
     momenta: npt.NDArray[np.float64]
-
-
-@dataclass(eq=False)
-class _Cached:
-    plan: CompiledPlan
-    last_use: int
+    #: The last step in which the plan was in use.
+    last_use: int = 0
 
 
 class CompiledPlans:
     """Caches the last few compiled plans by what they were made from."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, _Cached] = {}  # the latest comes last
+        self._kept: dict[Hashable, CompiledPlan] = {}  # in the order of their last use
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -88,20 +83,20 @@ class CompiledPlans:
 
     def get(self, key: Hashable, step: int, make: Callable[[], CompiledPlan]) -> CompiledPlan:
         """Return the compiled plan of ``key``, which applies from ``step`` on; make it if it is not cached."""
-        found = self._kept.pop(key, None) or _Cached(make(), step)
+        found = self._kept.pop(key, None) or make()
         found.last_use = step
         while len(self._kept) >= _MOST:
             del self._kept[next(iter(self._kept))]
         self._kept[key] = found
-        return found.plan
+        return found
 
     def age(self, step: int) -> None:
         """Drop compiled plans that have not been in use for long; the latest one is in use."""
+        kept = self._kept
+        next(reversed(kept.values())).last_use = step
         # Every step comes here, and a key is as long as the model: keys are hashed only where some plan goes.
-        if self._kept:
-            next(reversed(self._kept.values())).last_use = step
-        if any(each.last_use < step - _STEPS for each in self._kept.values()):
-            self._kept = {key: each for key, each in self._kept.items() if each.last_use >= step - _STEPS}
+        if next(iter(kept.values())).last_use < step - _STEPS:
+            self._kept = {key: plan for key, plan in kept.items() if plan.last_use >= step - _STEPS}
 
 
 def by_layer(
@@ -117,32 +112,23 @@ class PlanCompiler:
     """Compiles plans for one rank with its device, topology and reduction."""
 
     def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        config: Config,
-        device: Device,
-        memory: Memory,
-        rank: int,
-        topology: Topology,
-        network: Network | None,
+        self, layers: Sequence[LayerSpec], config: Config, transport: Transport, settings: Settings
     ) -> None:
-        self._layers, self._config, self._device, self._memory = layers, config, device, memory
-        self._topology, self._network = topology, network
+        self._layers, self._config, self._device = layers, config, settings.device
+        self._topology = topology = settings.topology or Topology.one_host(transport.size)
+        assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
+        self._network, self._rank = settings.network, transport.rank
+        self._memory = memory_on(settings.device, transport)
         self._scheme = parse(config.reduction)
-        if self._scheme.name == AUTO and network is None and len(topology.leaders) > 1:
+        if self._scheme.name == AUTO and settings.network is None and len(topology.leaders) > 1:
             raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
-        self._rank = rank
-
-    def context(self, step: int, **known: Any) -> StepContext:
-        """Return the context of a step on this rank; ``known`` gives further fields of it."""
-        draw = Draw(self._config.seed, step & 0xFFFFFFFF, self._rank)
-        return StepContext(draw, self._topology.world, **known)
 
     def compile(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> CompiledPlan:
         """Compile ``plan`` for the layers that travel, in ``order``, those in ``cold`` last."""
         layers = self._layers
         layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
-        context, world = self.context(0), self._topology.world
+        world = self._topology.world
+        context = StepContext(Draw(self._config.seed, 0, self._rank), world)
         programs = [
             BucketProgram(bucket, self._rank, world, context, self._reduction, self._memory.messages)
             for bucket in layout.buckets
@@ -152,7 +138,7 @@ class PlanCompiler:
             if program.reduction is not None:
                 first = len(ranges)
                 ranges += program.reduction.ranges
-                program.assign(range(first, len(ranges)))
+                program.reduction.assign(range(first, len(ranges)))
         pairs = [(layer, b) for layer, numbers in enumerate(layout.buckets_of) for b in numbers]
         travels = tuple(np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
         position = np.zeros(len(layers), dtype=np.int64)
@@ -224,12 +210,13 @@ def rehearse(
     memory = device.driver.allocate(_SOME_BYTES)
     arrivals = Arrivals(layers, device)
     arrivals.gradients[:] = arrivals.outputs[:] = memory.address
-    times = Times(Trace(1), Statistics())
     with device.kernels.rehearsing():
         for program in programs:
             bucket = program.bucket
             flags = BucketFlags(np.full(len(bucket.layers) + 1, PRESENT, dtype=np.uint8))
-            binding = _Anywhere(bucket, context, flags, arrivals, residuals, lambda layer: 0, times)
+            binding = _Anywhere(
+                bucket, context, flags, arrivals, residuals, lambda layer: 0, Trace(1), Statistics()
+            )
             program.rehearse(HeaderId(0, 0, bucket.number, False), context, binding, flags)
             for group in bucket.groups:  # these addresses are freed now
                 for table in (group.table, group.inputs):

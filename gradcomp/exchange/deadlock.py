@@ -36,7 +36,7 @@ Key = tuple[str | None, int]
 _GRAPH_RUNNERS = ("tensorflow.python.eager", "torch.autograd")
 #: How many of the ranks that wait in one place are named.
 _MOST_SHOWN = 8
-_MOST = 10**15
+MOST = 10**15
 
 
 @dataclass(frozen=True)
@@ -102,26 +102,26 @@ class Snapshot:
         found = None
         if need is not None:
             scope, members, number, key, where = need
-            ranks = tuple(_number(rank) for rank in members)
+            ranks = tuple(whole_number(rank) for rank in members)
             found = Need(
-                str(scope), ranks, _number(number), None if key is None else _key(key), printable(where)
+                str(scope), ranks, whole_number(number), None if key is None else _key(key), printable(where)
             )
         told = {
-            str(scope): Begun(_number(number), tuple(_key(key) for key in keys))
+            str(scope): Begun(whole_number(number), tuple(_key(key) for key in keys))
             for scope, (number, keys) in begun.items()
         }
-        return Snapshot(_number(calls), found, told, left is True)
+        return Snapshot(whole_number(calls), found, told, left is True)
 
 
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MOST:
+def whole_number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MOST:
         raise ValueError(f"{value!r:.80} is not a count")
     return value
 
 
 def _key(value: Any) -> Key:
     name, before = value
-    return None if name is None else str(name), _number(before)
+    return None if name is None else str(name), whole_number(before)
 
 
 def deadlock(snapshots: Mapping[int, Snapshot], names: Callable[[list[int]], str] = str) -> str | None:

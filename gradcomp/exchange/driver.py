@@ -221,7 +221,7 @@ class Means:
 class StepDriver:
     """Takes one exchanger through its steps.
 
-    ``exchanger``: None in a world of one, where :meth:`before_step` is all that is called. ``shapes``: those of the
+    ``exchanger``: None in a world of one, where no verb is called. ``shapes``: those of the
     gradients, by layer. ``divisor``: divides the sums of sparse gradients. ``agrees``: the ranks vote before a step is
     accepted. ``rank``: this rank's number in the job.
 
@@ -245,7 +245,7 @@ class StepDriver:
         self.attached = exchanger is not None
         if exchanger is not None:
             self.exchanger = exchanger
-        #: Reads and replaces the compression state.
+        #: Reads and replaces the compression state. In a world of one a step calls its ``before_step`` and no verb.
         self.checkpoint_manager = checkpoint_manager
         checkpoint_manager.finish_step = self.rest
         self._adapter = adapter
@@ -293,16 +293,12 @@ class StepDriver:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def before_step(self) -> None:
-        """Raise StateError if a checkpoint was loaded without its model. ``open`` calls it; a world of one must."""
-        self.checkpoint_manager.before_step()
-
     def open(
         self, scale: Number = 1.0, learning_rate: Number = 0.0, momenta: npt.NDArray[np.float64] | None = None
     ) -> None:
         """Begin a step, with the arguments of :meth:`gradcomp.exchange.exchanger.Exchanger.open`."""
         after = self._after(Verb.OPEN)
-        self.before_step()
+        self.checkpoint_manager.before_step()
         self.exchanger.open(scale, learning_rate, momenta)
         self._rows = {}
         self.phase = after
@@ -311,13 +307,15 @@ class StepDriver:
         """Hand in a dense gradient that is ready."""
         if self.phase not in _TAKES_GRADIENTS:
             raise self.late(submission.layer)
-        self.exchanger.submit(submission)
+        if self.exchanger.recorder is not None:
+            self.exchanger.recorder.take(submission)
+        self.exchanger.pipeline.arrivals.submit(submission)
 
     def submit_rows(self, layer: int, rows: Callable[[], tuple[Array, Array]]) -> None:
         """Hand in a sparse gradient; ``rows`` is called for its row numbers and values when the step is waited for."""
         if self.phase not in _TAKES_GRADIENTS:
             raise self.late(layer)
-        self.exchanger.submit_absent(layer, sparse=True)
+        self.exchanger.pipeline.arrivals.submit_absent(layer, sparse=True)
         self._rows[layer] = rows
 
     def flush(self, *, late: bool = False) -> None:

@@ -23,7 +23,7 @@ from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.fingerprint import NOTHING, DeferredFingerprint
 from gradcomp.exchange.memory import Allocate
 from gradcomp.exchange.pipeline import Pipeline
-from gradcomp.exchange.reports import PlanLog, comparison_is_due, measure, shift
+from gradcomp.exchange.reports import PlanLog, measure, shift
 from gradcomp.exchange.request_group import RequestGroup, RequestOrder, Run
 from gradcomp.exchange.requests import Array, PreparedRequest, Request, SharedMemory
 from gradcomp.exchange.settings import Settings
@@ -34,7 +34,7 @@ from gradcomp.exchange.watchdog import Watchdog
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.base import Memory
 from gradcomp.reduce.header import APPLIED
-from gradcomp.transport.base import Handle, Transport
+from gradcomp.transport.base import Transport
 
 
 class Recorder(Protocol):
@@ -83,6 +83,7 @@ class Exchanger:
             settings = replace(settings, network=measure(transport, topology, wait_for))
         #: Between steps the training thread may read and change it.
         self.pipeline = Pipeline(layers, plan, transport, config, allocate, settings)
+        self.pipeline.arrivals.bucket_complete = engine.wake
         self._engine = engine
         self._transport = transport
         self._digests = settings.digests
@@ -92,7 +93,7 @@ class Exchanger:
         self._exchanges = 0  # begun so far; the same on all ranks, whatever their outcomes
         #: Called before each exchange but the first, with the number of those before it; it may use collectives.
         self.before_exchange: Callable[[int], None] | None = None
-        #: Looks at gradients; all ranks have one, or none.
+        #: Looks at gradients, which the step driver shows it; all ranks have one, or none.
         self.recorder: Recorder | None = None
         self.closed = False
         self._aborted = False  # by this rank, which may leave the others in a collective
@@ -130,17 +131,18 @@ class Exchanger:
     ) -> None:
         """Begin an exchange; see :meth:`Pipeline.open`."""
         self._check()
-        controller = self.pipeline.controller
+        controller = self.pipeline.plans.controller
         if controller is not None and controller.wants_network:
             controller.hear(
                 measure(self._transport, controller.environment.topology, self._progress.wait_for)
             )
         if self._exchanges and self.before_exchange is not None:
             self.before_exchange(self._exchanges)
-        due = comparison_is_due(self._config, self._exchanges)
         fingerprint: DeferredFingerprint = NOTHING
         if self._fingerprint is not None and self._exchanges:
             fingerprint = self._fingerprint(self.pipeline.step)
+        begun, every = self._exchanges, self._config.fingerprint_every_steps
+        due = 0 < begun <= self._config.fingerprint_steps or (every and begun and begun % every == 0)
         digests = self._digests() if self._digests and due else None
         self.pipeline.open(scale, learning_rate, digests, fingerprint, momenta)
         self._exchanges += 1
@@ -149,18 +151,6 @@ class Exchanger:
             self.recorder.begin(self.pipeline.step)
         self._progress.begin()
         self._progress.is_open = True
-
-    def submit(self, submission: Submission) -> None:
-        """Hand in a gradient that is ready; one thread at a time may call this."""
-        if self.recorder is not None:
-            self.recorder.take(submission)
-        if self.pipeline.arrivals.submit(submission):
-            self._engine.wake()
-
-    def submit_absent(self, layer: int, *, sparse: bool = False, output: int = 0) -> None:
-        """Report a layer without a dense gradient in this step; a mean of other ranks goes to ``output``."""
-        if self.pipeline.arrivals.submit_absent(layer, sparse=sparse, output=output):
-            self._engine.wake()
 
     def flush(self, *, late: bool = False) -> None:
         """End the submissions of this step; see :meth:`Pipeline.flush`."""
@@ -264,12 +254,19 @@ class Exchanger:
 
     def part(self) -> None:
         """End in good order: a rank that ends between backward and ``step()`` votes against the step."""
-        if self._progress.busy:
+        if self._progress.work is not None:
             self.abort(f"rank {self._transport.rank} ended while a group of requests was under way")
             return
         if self.owes_vote and self.error is None:
             self.owes_vote = False
-            self._leave_with(self._transport.allreduce(np.zeros(1, dtype=np.float32)), "all ranks to vote")
+            vote = self._transport.allreduce(np.zeros(1, dtype=np.float32))
+            self._progress.collectives += 1
+            done = self._progress.watchdog.hold(
+                lambda: self.error is not None or vote.poll(),
+                self._config,
+                lambda: f"shutdown: {self._progress.own_rank} waits for all ranks to vote",
+            )
+            self._aborted |= not done or self.error is not None  # it may never end
 
     def vote(self, yes: bool) -> bool:
         """Return whether all ranks say yes. Collective, between steps, blocking. Wire: one number."""
@@ -285,17 +282,6 @@ class Exchanger:
             )
         return bool(votes[0] == self._transport.size)
 
-    def _leave_with(self, handle: Handle, whom: str) -> bool:
-        """Wait for a collective of the program's end; return whether it was complete before the deadline."""
-        self._progress.collectives += 1
-        done = self._progress.watchdog.hold(
-            lambda: self.error is not None or handle.poll(),
-            self._config,
-            lambda: f"shutdown: {self._progress.own_rank} waits for {whom}",
-        )
-        self._aborted |= not done or self.error is not None  # it may never end
-        return not self._aborted
-
     def probe(self, nbytes: int) -> float:
         """Return the median seconds in which every rank sends and receives ``nbytes``. Collective, between steps."""
         self._check()
@@ -303,7 +289,7 @@ class Exchanger:
 
     def leave(self) -> None:
         """Publish that this rank opens no further step, so that ranks that wait for one need not time out."""
-        if self.error is None and not self.closed and not self.is_open and not self._progress.busy:
+        if self.error is None and not self.closed and not self.is_open and self._progress.work is None:
             self._progress.depart()
 
     def abort(self, message: str) -> None:
@@ -321,7 +307,9 @@ class Exchanger:
         if self.recorder is not None:
             self.recorder.close()
         self._progress.end_service()
-        if self.error is None and not (self._aborted or self.pipeline.is_open or self._progress.busy):
+        if self.error is None and not (
+            self._aborted or self.pipeline.is_open or self._progress.work is not None
+        ):
             self._transport.close()
         else:
             self._transport.abandon()
@@ -332,7 +320,7 @@ class Exchanger:
             raise error
         if self.closed:
             raise StateError("the exchanger is closed")
-        if self._progress.busy:
+        if self._progress.work is not None:
             raise StateError(
                 "a group of requests, or another collective between steps, is under way and was not waited for"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Generator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import StateError
-from gradcomp.exchange.waiting import Waiting, collective
-from gradcomp.transport.base import AllGather, Transport
+from gradcomp.exchange.waiting import Waiting, gather_rows
+from gradcomp.transport.base import Transport
 
 CRC32C = "crc32c"
 
@@ -63,6 +64,19 @@ class Digests:
 
 #: The digests of a rank whose parameters are not compared.
 NO_SAY = Digests(CRC32C, {})
+
+
+def exchange_digests(
+    transport: Transport, count: int, future: Future[Digests]
+) -> Generator[Waiting, None, npt.NDArray[np.uint32]]:
+    """Gather every rank's digests of its parameters; the row of a rank without any holds zeros."""
+    while not future.done():
+        yield Waiting.BACKGROUND
+    row = np.zeros(count, dtype="<u4")
+    numbers = future.result().numbers
+    row[: len(numbers)] = numbers
+    table = yield from gather_rows(row.view(np.uint8), transport)
+    return table.view("<u4")
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,15 +141,13 @@ def exchange_fingerprints(
 
     Wire: 4 bytes a layer and 4,104 more, from each rank.
     """
-    row = 8 + 4 * count + _SHOWN_BYTES
-    table = np.zeros((transport.size, row), dtype=np.uint8)
-    mine = table[transport.rank]
+    mine = np.zeros(8 + 4 * count + _SHOWN_BYTES, dtype=np.uint8)
     if len(own.layers):
         mine[:8].view("<u4")[:] = 1, own.results
         mine[8 : 8 + 4 * count].view("<u4")[:] = own.layers
         shown = own.scalars.encode("ascii", "replace")[:_SHOWN_BYTES]
         mine[8 + 4 * count :][: len(shown)] = np.frombuffer(shown, dtype=np.uint8)
-    yield from collective(AllGather(table.reshape(-1), [row] * transport.size), transport)
+    table = yield from gather_rows(mine, transport)
     head = table[:, :8].copy().view("<u4")
     texts = [bytes(shown[8 + 4 * count :]).rstrip(b"\0") for shown in table]
     return Fingerprints(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gradcomp.compress.messages import Broadcast, Gather, Reply, Sum
 from gradcomp.core.errors import ConfigError
 from gradcomp.exchange.layout import Bucket
-from gradcomp.exchange.variable_gather import VariableGather, gathered
+from gradcomp.exchange.variable_gather import VariableGather, gathered, split
 from gradcomp.kernels.cuda.mirrors import fill
 from gradcomp.kernels.replayed_calls import Pending, Phase
 from gradcomp.reduce.base import Binding, Waits
@@ -52,8 +52,7 @@ class Round:
 
     def note(self, group: int, found: Bytes) -> None:
         """Mark the layers of the group's flagged segments as non-finite."""
-        if np.count_nonzero(found):
-            self.flags.states[self.bucket.header_index[group][found != 0]] |= NONFINITE
+        self.flags.states[self.bucket.header_index[group][found != 0]] |= NONFINITE
 
     def bind_sources(self, group: int) -> None:
         """Set the addresses of the group's gradients and residuals."""
@@ -219,7 +218,7 @@ class FusedGather:
             at.note(g, found)
         if self._in_place:
             yield self._move
-            return self.replies(messages, at)
+            return self._replies(messages, self._payloads, at)
         sizes = self._most_by_rank(messages)
         if self._announced is not None:
             own = [space[: self._used[g]] for g, space in self._space.items()]
@@ -229,17 +228,12 @@ class FusedGather:
             payloads = self._views(buffer, sizes)
         return self._replies(messages, payloads, at)
 
-    def replies(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Replies:
-        """Return the groups' replies from payloads that were written where they travel."""
-        assert self._in_place, "they are nowhere else"
-        return self._replies(messages, self._payloads, at)
-
     def rehearse(self, messages: Mapping[int, Gather | Broadcast], at: Round) -> Replies:
         """Return replies as if all ranks had sent what this one wrote in a rehearsal."""
         for _ in self._write_selected(messages, at):
             pass
         if self._in_place:
-            return self.replies(messages, at)
+            return self._replies(messages, self._payloads, at)
         payloads = [[self._space[g][: self._used[g]] for _ in range(self._world)] for g in messages]
         return self._replies(messages, payloads, at)
 
@@ -258,11 +252,7 @@ class FusedGather:
 
     def _views(self, buffer: Bytes, sizes: npt.NDArray[np.int64]) -> list[list[Bytes]]:
         """Return, for every group, views of the payloads of all ranks."""
-        bounds = self._bounds(sizes)
-        return [
-            [buffer[a : a + n] for a, n in zip(begins, lengths, strict=True)]
-            for begins, lengths in zip(bounds.T.tolist(), sizes.T.tolist(), strict=True)
-        ]
+        return split([buffer[begin:] for begin in self._bounds(sizes)[:, 0].tolist()], sizes)
 
     def _most_by_rank(self, messages: Mapping[int, Gather | Broadcast]) -> npt.NDArray[np.int64]:
         """The most bytes of every rank's payload of every group: none if another broadcasts."""

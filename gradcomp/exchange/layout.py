@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +12,14 @@ import numpy.typing as npt
 from gradcomp.compress import Compressor, Identity
 from gradcomp.compress.groups import Piece, by_family, group_of, pack
 from gradcomp.compress.policy import assigned
-from gradcomp.core.errors import ConfigError
+from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Begin
+from gradcomp.exchange.waiting import Waiting, collective
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.devices import HOST, Device
+from gradcomp.transport.base import AllGather, Transport
 
 Mask = npt.NDArray[np.bool_]
 
@@ -56,6 +59,11 @@ class Layout:
 
     buckets: tuple[Bucket, ...]
     buckets_of: tuple[tuple[int, ...], ...]  # layer number -> numbers of the buckets that hold its slices
+
+    @cached_property
+    def layer_counts(self) -> list[int]:
+        """Return the number of layers in each bucket."""
+        return [len(bucket.layers) for bucket in self.buckets]
 
     def residual_sizes(self, layers: Sequence[LayerSpec]) -> list[int]:
         """Return the elements of each layer's residual: its size if it travels with feedback, else 0."""
@@ -172,11 +180,17 @@ class Ordering:
         self.order, self.cold, self.sparse = list(order), cold, sparse
         self.streak[:] = 0 if streak is None else streak
 
-    def take(self, order: list[int]) -> bool:
-        """Set the order; return whether it is another one."""
-        changed = order != self.order
-        self.order = order
-        return changed
+    def agree(self, transport: Transport, arrived: Sequence[int]) -> Generator[Waiting, None, bool]:
+        """Adopt the order of arrival of rank 0, its other layers behind; return whether it is another one."""
+        order = np.zeros(len(self.order), dtype="<i4")
+        if transport.rank == 0:
+            order[:] = [*arrived, *sorted(set(self.order) - set(arrived))]
+        counts = [order.nbytes * (rank == 0) for rank in range(transport.size)]
+        yield from collective(AllGather(order.view(np.uint8), counts), transport)
+        if not np.array_equal(np.sort(order), np.arange(len(order))):
+            raise WireFormatError("rank 0 sent an order that is not a permutation of the layers")
+        before, self.order = self.order, order.tolist()
+        return self.order != before
 
     def seen(self, present: Mask, sparse: Mask) -> bool:
         """Record which layers were present in a step, or sparse; return whether that changes the layout.
@@ -186,8 +200,9 @@ class Ordering:
         """
         streak, limit, before = self.streak, self._limit, (self.cold, self.sparse)
         streak[:] = np.where(present, np.maximum(streak, 0) + 1, np.minimum(streak, 0) - 1)
-        self.cold = frozenset(
-            {i for i in self.cold if streak[i] < limit} | set(np.flatnonzero(streak <= -limit).tolist())
-        )
+        cold = np.flatnonzero(streak <= -limit).tolist()
+        if self.cold:
+            cold += [i for i in self.cold if streak[i] < limit]
+        self.cold = frozenset(cold)
         self.sparse |= frozenset(np.flatnonzero(sparse).tolist())
         return (self.cold, self.sparse) != before

@@ -60,14 +60,14 @@ class Watch(Wait, ABC):
         super().__init__(watchdog, config)
         self.roster = roster
         self.scope = scope
-        self._member = member
+        self.member = member
         self._abort = f"{scope}/{ABORT}"
         self._aborts = (self._abort, *aborts)
 
     @property
     def own_rank(self) -> str:
         """Return the words for this rank, by its number in the job."""
-        return f"rank {self.roster.ranks[self._member]}"
+        return f"rank {self.roster.ranks[self.member]}"
 
     @abstractmethod
     def ended(self, waited: float, why: str) -> str:
@@ -86,7 +86,7 @@ class Watch(Wait, ABC):
                 return TransportError(f"{self.aborted}{printable(abort)}")
         if waited > LEFT_GRACE_SECONDS:
             left = first_departure(self.watchdog, self.scope)
-            if left is not None and 0 <= left[0] < len(self.roster.ranks) and left[0] != self._member:
+            if left is not None and 0 <= left[0] < len(self.roster.ranks) and left[0] != self.member:
                 member, reached = left
                 if order(reached) < order(self.position):
                     return TransportError(self.ended(waited, self.absence(member, reached, LEFT)))
@@ -103,7 +103,7 @@ class Watch(Wait, ABC):
         control = self.watchdog.control
         position = self.position
         try:
-            others = [rank for member, rank in enumerate(self.roster.ranks) if member != self._member]
+            others = [rank for member, rank in enumerate(self.roster.ranks) if member != self.member]
             answers = self.watchdog.ask(others, lambda: control.lookup(self._abort) is not None)
             abort = control.lookup(self._abort)
         except TransportError as error:
@@ -111,7 +111,7 @@ class Watch(Wait, ABC):
         if abort is not None:
             return f"aborted by {printable(abort)}"
         ranks = self.roster.ranks
-        silent = [m for m, rank in enumerate(ranks) if rank not in answers and m != self._member]
+        silent = [m for m, rank in enumerate(ranks) if rank not in answers and m != self.member]
         parts = [f"no answer from {self.roster.names(silent)} (dead or stopped)"] if silent else []
         for member, rank in enumerate(ranks):
             if rank in answers:
@@ -126,7 +126,7 @@ class Watch(Wait, ABC):
 
     def depart(self) -> None:
         """Publish that this rank takes no further part; of several departures the earliest counts."""
-        publish_departure(self.watchdog, self.scope, self._member, self.position)
+        publish_departure(self.watchdog, self.scope, self.member, self.position)
 
 
 def first_departure(watchdog: Watchdog, scope: str) -> tuple[int, Position] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -37,7 +36,8 @@ class StepMemory:
         arrivals: Arrivals,
         residuals: Residuals,
         allocate: Allocate,
-        times: Times,
+        trace: Trace,
+        statistics: Statistics,
     ) -> None:
         self._bucket = bucket
         self._context = context
@@ -45,7 +45,8 @@ class StepMemory:
         self._arrivals = arrivals
         self._residuals = residuals
         self._allocate = allocate
-        self._span = _Span(times, context.number, bucket.number)
+        self._trace, self._statistics = trace, statistics
+        self._phase = ""  # of the span that is open
         self._outputs_ready = False
         self._prepared: dict[Group, Addresses] = {}
 
@@ -147,12 +148,11 @@ class StepMemory:
 
     def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
         """Set the addresses of the outputs; those of layers that no rank had are 0, and stay untouched."""
-        self._allocate_outputs()
+        if not self._outputs_ready:
+            self._allocate_outputs()
         table["output"] = self.place(self._arrivals.outputs[layers], table, offsets)
 
     def _allocate_outputs(self) -> None:
-        if self._outputs_ready:
-            return
         self._outputs_ready = True
         present = self._flags.present
         addresses = self._arrivals.outputs
@@ -163,31 +163,16 @@ class StepMemory:
         for layer in layers[present & (addresses[layers] == 0)].tolist():
             addresses[layer] = self._allocate(layer)
 
-    def span(self, name: str) -> _Span:
-        """Time codec work for the trace and the statistics. A bucket's spans do not overlap."""
-        self._span.name = name
-        return self._span
+    def span(self, name: str) -> StepMemory:
+        """Return the context that times codec work for the trace and the statistics, unless the block raises.
 
-
-@dataclass(frozen=True)
-class Times:
-    """Holds the records into which a step's times go."""
-
-    trace: Trace
-    statistics: Statistics
-
-
-class _Span:
-    """Times a block, unless the block raises."""
-
-    __slots__ = ("_begin", "_bucket", "_end_range", "_step", "_times", "name")
-
-    def __init__(self, times: Times, step: int, bucket: int) -> None:
-        self._times, self._step, self._bucket = times, step, bucket
-        self.name = ""
+        It is this object, since a bucket's spans do not overlap.
+        """
+        self._phase = name
+        return self
 
     def __enter__(self) -> None:
-        self._end_range = profiler.begin(self.name) if profiler.records() else None
+        self._end_range = profiler.begin(self._phase) if profiler.records() else None
         self._begin = perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -195,8 +180,8 @@ class _Span:
             self._end_range()
         if kind is None:
             end = perf_counter()
-            self._times.statistics.codec_seconds += end - self._begin
-            self._times.trace.add(self.name, self._step, self._bucket, self._begin, end)
+            self._statistics.codec_seconds += end - self._begin
+            self._trace.add((self._phase, self._context.number, self._bucket.number, self._begin, end))
 
 
 def _floats_at(bases: Addresses, table: Table) -> Addresses:

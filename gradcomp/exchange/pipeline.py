@@ -6,6 +6,7 @@ pipelines over an in-process transport run N ranks in one thread.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,28 +23,31 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Residuals
-from gradcomp.core.topology import Topology
 from gradcomp.core.trace import WHOLE_STEP, Statistics, Trace
 from gradcomp.exchange.arrivals import Arrivals
-from gradcomp.exchange.compiled_plan import CompiledPlans, PlanCompiler, memory_on, rehearse
-from gradcomp.exchange.end_of_step import Discards, agree_on_order, check_same_plan, compare
+from gradcomp.exchange.compiled_plan import CompiledPlans, PlanCompiler, rehearse
 from gradcomp.exchange.fingerprint import (
     NOTHING,
     DeferredFingerprint,
     Digests,
     Fingerprints,
+    exchange_digests,
     exchange_fingerprints,
 )
 from gradcomp.exchange.layout import Layout, Ordering
-from gradcomp.exchange.memory import Allocate, Times
+from gradcomp.exchange.memory import Allocate
 from gradcomp.exchange.plans import Plans, Switch
 from gradcomp.exchange.settings import Settings
-from gradcomp.exchange.step import StepExchange, StepResult, Waits, Workplace
+from gradcomp.exchange.step import StepExchange, StepResult, Waits
 from gradcomp.exchange.waiting import Number, Waiting, collective, until_complete
+from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE, READY, WAITING, HeaderId
+from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE
 from gradcomp.transport.base import AllReduce, Handle, Transport
 
+logger = logging.getLogger("gradcomp")
+#: This many discarded exchanges in a row are no accident.
+_MOST_DISCARDS = 3
 #: :meth:`Pipeline.abandon` waits this long for a device; the kernels of a bucket take far less.
 _LONGEST_FAREWELL_SECONDS = 5.0
 
@@ -76,12 +80,9 @@ class Pipeline:
         self.ordering = Ordering(len(layers), config.cold_after_steps)
         self.device = device = settings.device
         self.arrivals = Arrivals(self.layers, device)
-        topology = settings.topology or Topology.one_host(transport.size)
-        assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
-        memory = memory_on(device, transport)
-        self._compiler = PlanCompiler(
-            self.layers, self.config, device, memory, transport.rank, topology, settings.network
-        )
+        self._compiler = PlanCompiler(self.layers, self.config, transport, settings)
+        self.allocate = allocate
+        self.listener = settings.listener
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
@@ -104,22 +105,13 @@ class Pipeline:
         self._order_step = settings.order_step
         controller = settings.controller
         self.plans = Plans(self.layers, settings.schedule, controller)
-        self._discards = Discards()
+        self._discards, self._warned = 0, False  # finished exchanges that were discarded in a row
         self.advances = 0  # rounds completed, from which the watchdog sees progress
-        self._checksums = config.checksums and transport.checksums
-        self._workplace = Workplace(
-            device,
-            self.arrivals,
-            self.plans,
-            Times(self.trace, self.statistics),
-            allocate,
-            self.round_complete,
-            None if settings.listener is None else settings.listener.bucket_complete,
-            config.overlap,
-        )
+        self.checksums = config.checksums and transport.checksums
         self._exchange: StepExchange | None = None  # of the open step, or of the last one
         self._running: Waits | None = None
-        self._awaited: Handle | None = None  # nothing can be done before this collective is complete
+        #: Until this collective is complete, :meth:`poll` can do nothing; the engine polls it alone meanwhile.
+        self.awaited: Handle | None = None
         self._stale = True
         self._compiled_plans = CompiledPlans()
         if controller is not None and controller.environment.first_step == 0:
@@ -147,14 +139,9 @@ class Pipeline:
         return self.plans.controller
 
     @property
-    def keeps_state(self) -> bool:
-        """Return whether compressors keep residuals or fields; the same on all ranks."""
-        return bool(self.residuals.first.nbytes + self.fields.nbytes)
-
-    @property
     def predicted(self) -> npt.NDArray[np.float64]:
         """Return, by layer, the bytes that a rank sends per step in this layout, by formula, without headers."""
-        return self._laid_out.predicted
+        return self.laid_out.predicted
 
     @property
     def momenta(self) -> npt.NDArray[np.float64]:
@@ -162,7 +149,7 @@ class Pipeline:
 
         Rows of sparse gradients are exchanged another way, without momentum.
         """
-        momenta = self._laid_out.momenta.copy()
+        momenta = self.laid_out.momenta.copy()
         momenta[list(self.ordering.sparse)] = 0.0
         return momenta
 
@@ -182,49 +169,46 @@ class Pipeline:
         are compared over the ranks at the end of the exchange; all ranks pass them, or none. ``momenta`` is the
         optimizer's momentum, by layer; ConfigError is raised if a compressor needs it and it is None.
         """
-        if self.is_open:
+        if self._running is not None:
             raise StateError("an exchange is already open")
         if self.result is not None:
             self.discard()
-        self.lay_out()
-        if momenta is None and np.isnan(self._laid_out.momenta).any():
+        if self._stale:
+            self.lay_out()
+        self._compiled_plans.age(self.step)
+        if momenta is None and np.isnan(self.laid_out.momenta).any():
             raise ConfigError(
                 'momentum="optimizer" takes the factor of an optimizer, and none is known here: give a number instead'
             )
         self._digests = digests
-        self._exchange = StepExchange(
-            self._workplace,
-            self.transport,
-            self._laid_out,
-            replace(self._context(), momenta=momenta),
-            self.residuals,
-            (scale, learning_rate),
-            self.learning_rate,
-            fingerprint,
-            self.results,
-        )
-        self._running, self._awaited = self._run(self._exchange), None
+        context = self._context(momenta)
+        self._exchange = StepExchange(self, context, (scale, learning_rate), fingerprint)
+        self._running, self.awaited = self._exchange.run(), None
 
     def poll(self) -> Waiting:
         """Do what can be done without blocking; return what is missing."""
         if self._running is None:
             return Waiting.NOTHING
+        self.awaited = None
         try:
-            if self._awaited is None or self._awaited.poll():
-                self._awaited = None
-                waiting = next(self._running)
-                if isinstance(waiting, Waiting):
-                    return waiting
-                self._awaited = waiting
-            return Waiting.WIRE
+            waiting = next(self._running)
         except StopIteration:
             self._running = None
             return Waiting.NOTHING
         except BaseException:
-            self._running.close()  # which lets go of the step's arrays
-            self._awaited = None
-            self.abandon()
+            self.let_go()
             raise
+        if isinstance(waiting, Waiting):
+            return waiting
+        self.awaited = waiting
+        return Waiting.WIRE
+
+    def let_go(self) -> None:
+        """Let go of the arrays of an exchange that has failed; only the thread that polls may call it."""
+        if self._running is not None:
+            self._running.close()
+        self.awaited = None
+        self.abandon()
 
     def abandon(self) -> None:
         """Give up the open exchange, if there is one, and wait until the device no longer uses its memory.
@@ -254,31 +238,46 @@ class Pipeline:
         ``outcome`` is what the other ranks are told; ``edited`` says that the means were changed after the
         exchange. It returns whether the step was accepted, which is the same on all ranks.
         """
-        if self.is_open or self.result is None:
+        if self._running is not None or self.result is None:
             raise StateError("there is no finished exchange to commit")
         assert self._exchange is not None, "its result is here"
         result, self.result = self.result, None
         self.outcome, self.notices = outcome, LATE * self._exchange.late | EDITED * edited
-        if result.finite:
-            self._discards.accepted()
+        finite = result.finite
+        if finite:
+            self._discards = 0
             begin = perf_counter()
             self.residuals.commit(result.present & self._keeps_residual)
             self.fields.commit(result.present)
-            self.trace.add("feedback", result.step, WHOLE_STEP, begin, perf_counter())
+            self.trace.add(("feedback", result.step, WHOLE_STEP, begin, perf_counter()))
             self.learning_rate = self._exchange.learning_rate
             self.plans.commit(self.laid_out_plan, result.present)
         else:
             self.statistics.skipped_steps += 1
-        return result.finite
+        return finite
 
     def discard(self) -> None:
         """Forget the finished step; the state stays what it was before."""
         if self.is_open:
             raise StateError("the exchange is still under way")
         if self.result is not None and self.result.finite and self.keeps_state:
-            self._discards.count(speaks=self.transport.rank == 0)
+            self._count_discard()
         self.result = None
         self.outcome, self.notices = DISCARDED, 0
+
+    def _count_discard(self) -> None:
+        """Warn once if several exchanges in a row, whose state was not kept, were discarded."""
+        self._discards += 1
+        if self._discards < _MOST_DISCARDS or self._warned:
+            return
+        self._warned = True
+        if self.transport.rank == 0:
+            logger.warning(
+                "the means of the last %d exchanges were never applied by step(), so their residuals and momentum were "
+                "not kept: without error feedback, what compression leaves out is lost. Update parameters with the "
+                "optimizer's step(), not by hand, or compress without feedback",
+                _MOST_DISCARDS,
+            )
 
     def propose(self, plan: Plan) -> None:
         """Vote for the next plan, which applies from the step after the one in which all ranks hold it.
@@ -305,7 +304,6 @@ class Pipeline:
         """Make the next step's layout now, if the last step changed it; server-side errors move along."""
         if self._stale:
             self.layout = self._relayout()
-        self._compiled_plans.age(self.step)
 
     def restore(
         self,
@@ -345,24 +343,24 @@ class Pipeline:
 
     # -- the step, inside ---------------------------------------------------------------------------------------
 
-    def _run(self, exchange: StepExchange) -> Waits:
-        self.plans.follow(self.step, self.plan, self.ordering.cold | self.ordering.sparse)
-        while self.plans.overdue:
-            yield Waiting.BACKGROUND
-        own_state = self.outcome | self.notices & EDITED | (READY if self.plans.ready else WAITING)
-        yield from exchange.run(HeaderId(self._check, self.step, 0, self._checksums), own_state)
-        yield from self._finish(exchange)
-
-    def _context(self) -> StepContext:
+    def _context(self, momenta: npt.NDArray[np.float64] | None = None) -> StepContext:
         """Return the next step's context without the loss scale and the learning rate, which come later."""
-        return self._compiler.context(self.step, average=self._average, fields=self.fields, number=self.step)
+        draw = Draw(self.config.seed, self.step & 0xFFFFFFFF, self.transport.rank)
+        return StepContext(
+            draw,
+            self.transport.size,
+            average=self._average,
+            momenta=momenta,
+            fields=self.fields,
+            number=self.step,
+        )
 
     def round_complete(self, seconds: float) -> None:
         """Count a round that took ``seconds`` on the wire, of a step or between two."""
         self.advances += 1
         self.statistics.wire_seconds += seconds
 
-    def _finish(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
+    def end_step(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
         """Conclude the step, as every rank does from the same flags."""
         result, all_ready = exchange.result()
         self.results = result.results
@@ -370,32 +368,31 @@ class Pipeline:
             self.fingerprints = yield from exchange_fingerprints(
                 self.transport, len(self.layers), exchange.fingerprint
             )
-        if self._programs:
+        if self.laid_out.programs and self.plans.switch is not None:
             self.plans.check(self.step, all_ready, self.transport.rank)
         if self.step == self._order_step and self.config.reorder:
-            arrived = self.arrivals.order
-            order = yield from agree_on_order(self.transport, len(self.layers), arrived)
-            self._stale |= self.ordering.take(order)
+            is_new = yield from self.ordering.agree(self.transport, self.arrivals.order)
+            self._stale |= is_new
         self._stale |= self.ordering.seen(result.present, result.sparse)
         if all_ready:
             # Message sizes follow from the plan. Without one, the ranks are ready for their controllers' choices.
-            yield from check_same_plan(self.transport, self.plans.digest(), self.plan.version + 1)
+            yield from self.plans.compare(self.transport, self.plan.version + 1)
         if self.plans.sums is not None:
             yield from until_complete(self.plans.sums)
         completed, rate = self.arrivals.completed, exchange.learning_rate
-        plan = self.plans.next(self.step, all_ready, self.plan, self._laid_out, completed, rate)
+        plan = self.plans.next(self.step, all_ready, self.plan, self.laid_out, completed, rate)
         if plan is not None:
             self.plan, self._stale = plan, True
         self.statistics.steps += 1
         self.statistics.wire_bytes = self.transport.bytes_sent
-        self.statistics.dense_bytes += self._laid_out.dense_bytes
+        self.statistics.dense_bytes += self.laid_out.dense_bytes
         every = self.config.statistics_every_steps
         if every and (self.step + 1) % every == 0:
             vector = self.statistics.vector()
             yield from collective(AllReduce(vector), self.transport)
             self.reduced_statistics = Statistics.mean(vector, self.transport.size)
         if self._digests is not None:
-            self.digest_table = yield from compare(self.transport, len(self.layers), self._digests)
+            self.digest_table = yield from exchange_digests(self.transport, len(self.layers), self._digests)
             self._digests = None
         self.arrivals.release()
         self.result = result
@@ -411,8 +408,8 @@ class Pipeline:
         found = self._compiled_plans.get(
             key, self.step, lambda: self._compiler.compile(self.plan, order, cold)
         )
-        self._programs = found.programs
-        self._check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
+        #: What headers say of plan and layout.
+        self.header_check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
         self.residuals.grow(found.sizes)
         self.fields.arrange(found.fields)
         # A layer may hold a residual from an earlier plan. Its buffers are swapped only where this plan has feedback.
@@ -420,8 +417,10 @@ class Pipeline:
         self.residuals.own(found.ranges, self.transport.size)
         if self.plans.switch is not None and self.plans.switch.asked is None:
             self.fields.forget(MOMENTUM)  # another compressor has accumulated it
+        #: Whether compressors keep residuals or fields; the same on all ranks.
+        self.keeps_state = bool(self.residuals.first.nbytes + self.fields.nbytes)
         self.plans.laid_out(self.plan)
-        self._laid_out = found
+        self.laid_out = found
         self.laid_out_plan = self.plan
         self._stale = False
         if is_new:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from gradcomp.core.plan import Assignment, Plan
 from gradcomp.exchange.compiled_plan import CompiledPlan, by_layer
 from gradcomp.exchange.layout import Mask, compressors_of
 from gradcomp.exchange.memory import StepMemory
+from gradcomp.exchange.waiting import Waiting, gather_rows
 from gradcomp.kernels.codec import Group
 from gradcomp.kernels.step import Observations
 from gradcomp.transport.base import AllReduce, Handle, Transport
@@ -109,11 +110,13 @@ class Plans:
         self._layers = layers
         self._schedule = schedule
         self._due: Plan | None = None  # the schedule's plan that has not been proposed yet
-        self._active: ControllerRun | None = None  # the controller, in steps that it takes part in
+        #: The controller, in steps that it takes part in.
+        self.active: ControllerRun | None = None
         self._summed: Doubles | None = None
         self._opened_at = 0.0
         self._since = 0.0
-        self._wire = np.zeros(0)
+        #: By bucket, the seconds that its rounds took on the wire.
+        self.wire_seconds = np.zeros(0)
 
     def decides(self, step: int) -> bool:
         """Return whether the controller decides about plans from this step on."""
@@ -152,12 +155,12 @@ class Plans:
         """Begin a step of so many ``buckets`` at the time ``now``."""
         self._since = now - self._opened_at if self._opened_at else 0.0
         self._opened_at = now
-        self._wire = np.zeros(buckets)
-        self._active = self.controller if self.decides(step) else None
-        self.observations = None
-        if self._active is not None:
+        self.wire_seconds = np.zeros(buckets)
+        self.active = self.observations = None
+        if self.controller is not None and self.decides(step):
+            self.active = self.controller
             self.observations = Observations(len(self._layers))
-            self._active.begin(step)
+            self.active.begin(step)
 
     def follow(self, step: int, now: Plan, behind: Collection[int]) -> None:
         """Propose the plan that is to begin at the next step, as all ranks do in the same step.
@@ -181,38 +184,29 @@ class Plans:
             self.proposed = None if plan.assignments == now.assignments else plan
 
     @property
-    def overdue(self) -> bool:
-        """Return whether the step has to wait for the controller's background work."""
-        return self._active is not None and self._active.overdue
-
-    @property
     def ready(self) -> bool:
         """Return this rank's vote for the next plan."""
-        return self.proposed is not None or (self._active is not None and self._active.ready)
+        return self.proposed is not None or (self.active is not None and self.active.ready)
 
     def start(self, groups: Sequence[Group], memory: StepMemory, scale: float) -> None:
         """Let the controller look at the gradients of a bucket that is about to be encoded."""
-        if self._active is None or not self._active.accumulates:
+        if self.active is None or not self.active.accumulates:
             return
         for group in groups:
             table = group.table.copy()
             memory.gradients(table, group.layers)
             memory.residuals(table, group)
-            self._active.accumulate(table, group.layers, scale)
+            self.active.accumulate(table, group.layers, scale)
 
     def contribute(self, step: int, transport: Transport) -> None:
         """Begin to sum over ranks what the controller adds up: it travels beside the last buckets."""
-        if self._active is None:
+        if self.active is None:
             return
         assert self.observations is not None, "made when the step was opened"
-        self._active.observe(self.observations)
-        self._summed = self._active.contribution(step)
+        self.active.observe(self.observations)
+        self._summed = self.active.contribution(step)
         if self._summed is not None:
             self.sums = AllReduce(self._summed).issue(transport)
-
-    def round_complete(self, bucket: int, seconds: float) -> None:
-        """Count the seconds that a round of the bucket took on the wire."""
-        self._wire[bucket] += seconds
 
     def check(self, step: int, agreed: bool, rank: int) -> None:
         """Raise PlanMismatchError unless all ranks began to change the compression before the same step."""
@@ -222,7 +216,18 @@ class Plans:
                 "call it between the same two steps"
             )
 
-    def digest(self) -> bytes:
+    def compare(self, transport: Transport, version: int) -> Generator[Waiting, None, None]:
+        """Raise PlanMismatchError unless all ranks have the same next plan: message sizes follow from plans."""
+        digest = self._digest()
+        digests = yield from gather_rows(np.frombuffer(digest, dtype=np.uint8), transport)
+        others = [rank for rank in range(transport.size) if digests[rank].tobytes() != digest]
+        if others:
+            raise PlanMismatchError(
+                f"plan {version} of rank {transport.rank} differs from that of rank {', '.join(map(str, others))}; "
+                "set_compression() takes the same arguments on every rank, between the same two steps"
+            )
+
+    def _digest(self) -> bytes:
         """Return 32 bytes that ranks compare: of the proposed plan and all that are to follow; zeros without one."""
         if self.proposed is None:
             return bytes(32)
@@ -258,21 +263,21 @@ class Plans:
         sums, self._summed, self.sums = self._summed, None, None
         if self.controller is None:
             return plan
-        if self._active is None:
+        if self.active is None:
             # Choices that it made before its first step apply from that step on.
             chosen = self.decides(step + 1) and bool(self.controller.choices)
         else:
-            wire = by_layer(laid_out.travels, self._wire, len(self._layers))
+            wire = by_layer(laid_out.travels, self.wire_seconds, len(self._layers))
             ready, position = np.array(ready_at) - self._opened_at, laid_out.position
-            chosen = self._active.finish(
+            chosen = self.active.finish(
                 Step(step, agreed, sums, self._since, wire, laid_out.sent, ready, position, rate)
             )
         return self.controller.plan(plan or now) if chosen else plan
 
     def commit(self, plan: Plan, present: Mask) -> None:
         """Accept the step, which was laid out by ``plan``, for the layers that were ``present``."""
-        if self._active is not None:
-            self._active.commit(present)
+        if self.active is not None:
+            self.active.commit(present)
         if self.switch is not None and self.switch.asked is None and plan.version >= self.switch.begun:
             self.switch.owing &= ~present  # they sent what they held
 

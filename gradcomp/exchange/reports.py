@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.core.config import Config
 from gradcomp.core.errors import StateError, TransportError
 from gradcomp.core.journal import Journal, histogram
 from gradcomp.core.strings import printable
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.fingerprint import Fingerprints
+from gradcomp.exchange.members import Watch
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.exchange.requests import REPEATED
 from gradcomp.kernels.codec import Codec, Draw
@@ -26,7 +26,6 @@ from gradcomp.kernels.segments import FLOAT32, MINMAX, SEGMENT
 from gradcomp.reduce.header import APPLIED, DISCARDED, EDITED, KEPT, LATE
 from gradcomp.reduce.model import Network
 from gradcomp.transport.base import Handle, Transport, wait
-from gradcomp.transport.control import ControlChannel
 
 #: Messages of two sizes give latency and rate. The larger one takes 8 ms at 1 Gbit/s.
 PROBE_BYTES = (1 << 10, 1 << 20)
@@ -117,12 +116,6 @@ def _median(work: Callable[[], None]) -> float:
     return max(median(seconds[1:]), _LEAST)
 
 
-def comparison_is_due(config: Config, exchanges: int) -> bool:
-    """Return whether the exchange after so many compares parameters across ranks."""
-    every = config.fingerprint_every_steps
-    return 0 < exchanges <= config.fingerprint_steps or bool(every and exchanges and exchanges % every == 0)
-
-
 def different_parameters(
     table: npt.NDArray[np.uint32], names: Sequence[str], ranks: Sequence[int], steps: int
 ) -> StateError | None:
@@ -208,15 +201,13 @@ def _groups_of(text: str) -> list[dict[str, Any]]:
     return [g for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
 
 
-def different_outcomes(
-    control: ControlChannel, scope: str, own: int, ranks: Sequence[int], number: int, outcome: int, when: str
-) -> StateError:
+def different_outcomes(watch: Watch, number: int, outcome: int, when: str) -> StateError:
     """Return the error for a step whose means some ranks applied and others did not; it names them all.
 
-    All members, whose ranks in the job are ``ranks``, call it for the exchange of the same ``number``. Each
-    publishes what it did and waits up to five seconds for the others.
+    All members call it for the exchange of the same ``number``. Each publishes what it did and waits up to five seconds
+    for the others.
     """
-    parts = _in_words(_told(control, scope, own, ranks, number, outcome), ranks, _IN_WORDS)
+    parts = _in_words(_told(watch, number, outcome), watch.roster.ranks, _IN_WORDS)
     return StateError(
         f"{when} the ranks went different ways: {'; '.join(parts)}. Their parameters differ now: "
         "training cannot go on. A step must be skipped on all ranks or on none: decide it by a value that all "
@@ -224,14 +215,12 @@ def different_outcomes(
     )
 
 
-def different_means(
-    control: ControlChannel, scope: str, own: int, ranks: Sequence[int], step: int, notices: int
-) -> StateError:
+def different_means(watch: Watch, step: int, notices: int) -> StateError:
     """Return the error for means that some ranks changed before a late rank had them; it names them all.
 
     All members call it, as they call :func:`different_outcomes`.
     """
-    parts = _in_words(_told(control, scope, own, ranks, step, notices), ranks, _OF_MEANS)
+    parts = _in_words(_told(watch, step, notices), watch.roster.ranks, _OF_MEANS)
     return StateError(
         f"after step {step} the ranks applied different means: {'; '.join(parts)}. Their parameters differ now: "
         "training cannot go on. Where backward() reaches no parameter, the means come with step() only: on every rank, "
@@ -250,11 +239,10 @@ def _in_words(told: Mapping[int, int], ranks: Sequence[int], words: Mapping[int,
     return parts
 
 
-def _told(
-    control: ControlChannel, scope: str, own: int, ranks: Sequence[int], number: int, bits: int
-) -> Mapping[int, int]:
+def _told(watch: Watch, number: int, bits: int) -> Mapping[int, int]:
+    control, own = watch.watchdog.control, watch.member
     known = {str(bits).encode(): bits for bits in (*_IN_WORDS, *_OF_MEANS)}
-    keys = [f"{scope}/outcome/{number}/{member}" for member in range(len(ranks))]
+    keys = [f"{watch.scope}/outcome/{number}/{member}" for member in range(len(watch.roster.ranks))]
     told = {own: bits}
     deadline = monotonic() + ANSWER_SECONDS
     try:

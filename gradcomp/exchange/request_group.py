@@ -327,7 +327,7 @@ class RequestGroup:
 
     def _compare(self) -> Generator[Waiting, None, bool]:
         """Compare the group with the other ranks; return whether some rank has new inputs, or no codes of the last."""
-        changed = not all(run.unchanged and run.request.has_codes for run in self._runs)
+        changed = not all(run.unchanged and run.request.codes is not None for run in self._runs)
         lines = [f"{run.request.text}\nrun {run.request.number}" for run in self._runs]
         call = Call("requests", lines, changed, self._problem)
         transport = self._transport

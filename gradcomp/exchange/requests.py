@@ -273,7 +273,10 @@ class PreparedRequest:
         self.outcome = 0
         self.result: RequestResult | None = None
         self.bytes_sent = 0
-        self._flags: BucketFlags | None = None
+        #: The flags of the last run while all of its codes are there.
+        self.codes: BucketFlags | None = None
+        #: Whether some layer has a residual; the same on all ranks.
+        self.keeps_state = False
         self._seed, self._checksums, self._rank, self._world = seed, checksums, rank, world
         self._draw_rank = rank if draw_rank is None else draw_rank
         try:
@@ -309,18 +312,9 @@ class PreparedRequest:
         held = np.zeros(len(request.layers), dtype=np.bool_)
         for part in self._parts:
             held[part.group.layers] = part.group.feedback
+        self.keeps_state = bool(held.any())
         #: A residual for each layer, empty without feedback.
         self.residuals = DoubleBuffer((sizes * held).tolist())
-
-    @property
-    def keeps_state(self) -> bool:
-        """Return whether some layer has a residual; the same on all ranks."""
-        return any(part.group.feedback for part in self._parts)
-
-    @property
-    def has_codes(self) -> bool:
-        """Return whether all codes of the last run are still there."""
-        return self._flags is not None
 
     def objection(self, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> str | None:
         """Return why the request cannot be run with these arrays, or None if it can."""
@@ -361,7 +355,7 @@ class PreparedRequest:
         """
         if self.result is not None:
             self.discard()
-        self._flags = None  # the last codes are overwritten
+        self.codes = None  # the last codes are overwritten
         if outputs is None:
             outputs = [*map(np.empty, self.output_shapes, self._dtypes)]
         told = self.outcome if self.keeps_state else outcome
@@ -378,7 +372,7 @@ class PreparedRequest:
             for part, mine in zip(self._parts, found, strict=True):
                 flags.states[part.header_index[mine != 0]] |= NONFINITE
         self.number += 1
-        self._flags = flags
+        self.codes = flags
         outcomes = int(flags.states[-1]) & (APPLIED | DISCARDED | KEPT | REPEATED)
         different = bool(flags.notices & DIFFERENT)
         self.result = RequestResult(
@@ -414,12 +408,12 @@ class PreparedRequest:
 
     def decode_again(self, outputs: Sequence[Array]) -> None:
         """Decode the codes of the last all-gather to ``outputs`` once more, bit for bit; nothing is sent."""
-        if not isinstance(self._program, AllGather) or self._flags is None:
+        if not isinstance(self._program, AllGather) or self.codes is None:
             raise StateError(
                 f"{self.request.kind} {self.request.name!r}: there is no complete all-gather to decode again"
             )
         binding = self._binding(outputs, outputs)
-        for _ in self._program.gathered.decode(self._context(0), binding, self._flags):
+        for _ in self._program.gathered.decode(self._context(0), binding, self.codes):
             raise AssertionError("kernels on the host's memory are done when they return")
 
     def _context(self, number: int) -> StepContext:

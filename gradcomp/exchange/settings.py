@@ -35,25 +35,14 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True)
-class Controlled:
-    """Joins a controller with what it may change.
-
-    From step ``first_step`` on it may change ``compressors[i]`` of layer i, unless that is None.
-    """
-
-    controller: Controller
-    compressors: Sequence[Compressor | None]
-    first_step: int = 0
-
-
-@dataclass(frozen=True)
 class Settings:
     """Holds what may differ between exchangers; for the process's own settings see :class:`gradcomp.Config`.
 
     Equal on all ranks, which compare them: ``name``; ``average``, False for the sum over ranks in place of the mean;
     ``order_step``, in which rank 0's order of arrival becomes the order of the buckets; ``schedule(step, version)``,
     which returns the plan that begins then, or None; ``topology``, by default one host; the frontend's ``arguments``;
-    ``controlled``, from which the ranks make the running ``controller``; ``compression``, for logs; ``network``, the
+    ``controlled_by``, from which the ranks make the running ``controller``, which from step ``adjustable_from`` on may
+    change the compressor ``adjustable[i]`` of layer i, unless that is None; ``compression``, for logs; ``network``, the
     measured constants that ``reduction="auto"`` needs with several hosts.
 
     Each rank's own: ``device``, which holds gradients and means, and so the state; ``listener``; ``digests()`` and
@@ -68,7 +57,9 @@ class Settings:
     schedule: Schedule | None = None
     topology: Topology | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    controlled: Controlled | None = None
+    controlled_by: Controller | None = None
+    adjustable: Sequence[Compressor | None] = ()
+    adjustable_from: int = 0
     controller: ControllerRun | None = None
     compression: str = ""
     network: Network | None = None
@@ -83,4 +74,4 @@ class Settings:
     @property
     def controller_text(self) -> str:
         """Return the controller's name and arguments, for logs."""
-        return "none" if self.controlled is None else self.controlled.controller.to_string()
+        return "none" if self.controlled_by is None else self.controlled_by.to_string()

@@ -227,7 +227,8 @@ class Progress(StepWatch):
         self._transport = transport
         self._listener = settings.listener
         self._advice = settings.advice
-        self._work: Callable[[], Waiting] | None = None
+        #: What was started between steps and nobody has waited for.
+        self.work: Callable[[], Waiting] | None = None
         self._begun = 0
         self._done = threading.Event()
         self._seen_advances = 0
@@ -250,34 +251,32 @@ class Progress(StepWatch):
 
     def wait(self) -> None:
         """Wait until the engine's thread says that it is done, or has ended."""
-        with self.watchdog.callers.waiting(self):
+        self.watchdog.callers.begin(self)
+        try:
             while not self._done.wait(_LIFE_SECONDS):
                 if not self._engine.alive and not self._done.is_set():
                     self.stop_with(
                         StateError("the engine's thread has ended: gradcomp was shut down meanwhile")
                     )
+        finally:
+            self.watchdog.callers.end()
 
     def wait_for(self, handle: Handle) -> None:
         """Wait for a collective between steps; the engine polls it as it does a step."""
-        self.start(lambda: _poll(handle))
+        self.start(lambda: Waiting.NOTHING if handle.poll() else Waiting.WIRE)
         self.finish()
-
-    @property
-    def busy(self) -> bool:
-        """Return whether something was started between steps that nobody has waited for."""
-        return self._work is not None
 
     def start(self, work: Callable[[], Waiting]) -> None:
         """Begin something between steps; the engine polls it as it does a step."""
         self.collectives += 1
         self.begin()
-        self._work = work
+        self.work = work
         self._engine.wake()
 
     def finish(self) -> None:
         """Wait for what :meth:`start` began; raise the error if there is one."""
         self.wait()
-        self._work = None
+        self.work = None
         if self.error is not None:
             raise self.error
 
@@ -328,19 +327,26 @@ class Progress(StepWatch):
         if self.verdict is not None:
             self._heed(self.verdict)
             return Waiting.NOTHING
-        work = self._work
+        work = self.work
         if self._done.is_set() or (not self.is_open and work is None):
             return Waiting.NOTHING
         # The arrays of what is under way stay until ``_done`` is set, whether the training thread waits already or not.
+        pipeline = self.pipeline
         try:
-            waiting = self.pipeline.poll() if work is None else work()
+            if work is not None:
+                waiting = work()
+            elif pipeline.awaited is None or pipeline.awaited.poll():
+                waiting = pipeline.poll()
+            else:
+                waiting = Waiting.WIRE
         except GradcompError as error:
+            pipeline.let_go()
             self._fail(error)
             return Waiting.NOTHING
         if waiting is not Waiting.WIRE:
             self.since = None
-        elif self.since is None or self.pipeline.advances != self._seen_advances:
-            self._seen_advances = self.pipeline.advances
+        elif self.since is None or pipeline.advances != self._seen_advances:
+            self._seen_advances = pipeline.advances
             self.since = monotonic()
         if waiting is Waiting.NOTHING:
             if work is None and (divergence := self._divergence()) is not None:
@@ -369,6 +375,7 @@ class Progress(StepWatch):
             self.publish_abort(f"{self.own_rank}: {problem}")
         with suppress(BaseException):
             self.stop_with(problem)
+            self.pipeline.let_go()
 
     def _fail(self, error: GradcompError) -> None:
         """Find out why something broke here, tell every rank, and raise in the training thread."""
@@ -388,21 +395,19 @@ class Progress(StepWatch):
             return self.parted(result.step, self.pipeline.outcome, f"after step {result.step}")
         ranks = self.roster.ranks
         if result.notices & EDITED:
-            asked = self.watchdog.control, self.scope, self._member, ranks, result.step
-            return different_means(*asked, self.pipeline.notices)
-        names = [layer.name for layer in self.pipeline.layers]
+            return different_means(self, result.step, self.pipeline.notices)
         table, self.pipeline.digest_table = self.pipeline.digest_table, None
-        if self.pipeline.fingerprints is not None:
-            return different_fingerprints(
-                self.pipeline.fingerprints, names, ranks, f"after step {result.step}"
-            )
+        fingerprints = self.pipeline.fingerprints
+        if table is None and fingerprints is None:
+            return None
+        names = [layer.name for layer in self.pipeline.layers]
+        if fingerprints is not None:
+            return different_fingerprints(fingerprints, names, ranks, f"after step {result.step}")
         return None if table is None else different_parameters(table, names, ranks, result.step)
 
     def parted(self, number: int, outcome: int, when: str) -> StateError:
         """Return the error for ranks that did not do the same; ``number`` of the exchange is equal on all."""
-        control, ranks = self.watchdog.control, self.roster.ranks
-        error = different_outcomes(control, self.scope, self._member, ranks, number, outcome, when)
-        return StateError(f"{error}{self._advice}")
+        return StateError(f"{different_outcomes(self, number, outcome, when)}{self._advice}")
 
     def drifted(self, found: Fingerprints) -> StateError:
         """Return the error for fingerprints that differ between steps."""
@@ -424,7 +429,3 @@ class Progress(StepWatch):
         self.error, self.since = error, None
         if self._listener is not None:
             self._listener.failed(error)
-
-
-def _poll(handle: Handle) -> Waiting:
-    return Waiting.NOTHING if handle.poll() else Waiting.WIRE

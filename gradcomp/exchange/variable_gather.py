@@ -82,7 +82,7 @@ class VariableGather:
         if not rests.any():
             key = sizes.tobytes()
             if self._views is None or self._views[0] is not parts or self._views[1] != key:
-                self._views = parts, key, _split([part[told:] for part in parts], sizes)
+                self._views = parts, key, split([part[told:] for part in parts], sizes)
             return self._views[2]
         second = self._lay_out(1, rests)
         second.parts[self._rank][:] = mine[fits:]
@@ -91,7 +91,7 @@ class VariableGather:
         for rank in np.flatnonzero(rests).tolist():
             behind = second.parts[rank]
             payloads[rank] = np.concatenate((payloads[rank], behind)) if room[rank] else behind
-        return _split(payloads, sizes)
+        return split(payloads, sizes)
 
     def _lay_out(self, number: int, sizes: Sizes) -> _Laid:
         """Return the messages of a round with payloads of these sizes; equal sizes reuse the last messages."""
@@ -124,7 +124,7 @@ class VariableGather:
         return sizes
 
 
-def _split(payloads: Sequence[Bytes], sizes: Sizes) -> list[list[Bytes]]:
+def split(payloads: Sequence[Bytes], sizes: Sizes) -> list[list[Bytes]]:
     """Return, for every group, the payload of every rank; a rank's payloads lie one behind the other."""
     begins = np.cumsum(sizes, axis=1) - sizes
     return [

@@ -6,7 +6,9 @@ import enum
 from collections.abc import Generator
 from typing import Protocol
 
-from gradcomp.transport.base import Handle, Operation, Transport
+import numpy as np
+
+from gradcomp.transport.base import AllGather, Bytes, Handle, Operation, Transport
 
 
 class DeferredScalar(Protocol):
@@ -42,3 +44,11 @@ def until_complete(handle: Handle) -> Generator[Waiting, None, None]:
 def collective(operation: Operation, transport: Transport) -> Generator[Waiting, None, None]:
     """Issue a collective and wait for it."""
     yield from until_complete(operation.issue(transport))
+
+
+def gather_rows(row: Bytes, transport: Transport) -> Generator[Waiting, None, Bytes]:
+    """Return a table with every rank's ``row`` in rank order; the rows of all ranks have the same length."""
+    table = np.zeros((transport.size, len(row)), dtype=np.uint8)
+    table[transport.rank] = row
+    yield from collective(AllGather(table.reshape(-1), [len(row)] * transport.size), transport)
+    return table

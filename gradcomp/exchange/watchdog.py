@@ -34,7 +34,6 @@ QUESTION = "question"
 DEADLOCK = "deadlock"
 
 _MOST_ANSWER_BYTES = 1 << 16
-_MOST = 10**15
 
 logger = logging.getLogger("gradcomp")
 #: Seconds between looks while something waits, or nothing goes on.
@@ -102,16 +101,15 @@ class Answer:
             question, waits_for, positions, snapshot = json.loads(value)
             found = {str(scope): _position(at) for scope, at in positions.items()}
             account = None if snapshot is None else Snapshot.of_json(snapshot)
+            number = deadlock.whole_number(question)
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-        if type(question) is not int or not 0 <= question < _MOST or not isinstance(waits_for, str):
-            return None
-        return Answer(question, printable(waits_for), found, account)
+        return Answer(number, printable(waits_for), found, account) if isinstance(waits_for, str) else None
 
 
 def _position(at: Any) -> Position:
     step, bucket, round_number = at
-    if not all(type(number) is int and abs(number) < _MOST for number in at):
+    if not all(type(number) is int and abs(number) < deadlock.MOST for number in at):
         raise ValueError(f"{at!r:.80} is not a position")
     return step, bucket, round_number
 

@@ -20,7 +20,7 @@ from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.driver import Adapter, StepDriver
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.layout import compressors_of
-from gradcomp.exchange.settings import Controlled, Settings
+from gradcomp.exchange.settings import Settings
 from gradcomp.job.launch import Ranks
 from gradcomp.job.membership import meet
 from gradcomp.job.network import make_transport
@@ -142,9 +142,7 @@ def start(
     compared: dict[str, Any] = {name: getattr(arguments, name) for name in arguments.compared}
     if changing := [c.to_string() for c in policy.compressors if c.changes]:
         compared["schedule"] = changing  # later plans differ from the first
-    exchanger = controlled = None
-    if proposal.controller is not None:
-        controlled = Controlled(proposal.controller, policy.adjustable(proposal.layers), policy.last_change)
+    exchanger = None
     if transport is not None:
         exchanger = Exchanger(
             state.engine,
@@ -162,7 +160,9 @@ def start(
                 schedule=policy.scheduled(proposal.layers),
                 topology=state.topology.among(ranks),
                 arguments=compared,
-                controlled=controlled,
+                controlled_by=proposal.controller,
+                adjustable=policy.adjustable(proposal.layers),
+                adjustable_from=policy.last_change,
                 compression=policy.title,
                 device=device,
                 digests=adapter.begin_digests,

@@ -141,11 +141,11 @@ class Collected:
     def __exit__(self, *_: object) -> None:
         _thread.parts = None
 
-    def start(self) -> None:
-        """Starts the collected calls; follows the last block."""
+    def start(self) -> bool:
+        """Starts the collected calls; follows the last block. Returns whether :meth:`finish` has something to do."""
         parts, phase = self._parts, self._phase
         if not parts:
-            return
+            return False
         keys = [part.key for part in parts]
         given = [array for part in parts for array in part.arrays]
         found = phase.find(keys, given)
@@ -155,7 +155,7 @@ class Collected:
             for part in parts:
                 part.work()
             self._conclude()
-            return
+            return False
         try:
             if self._is_new:
                 with self._kernels.together(one.routine) as started:
@@ -167,6 +167,7 @@ class Collected:
         except ValueError:
             self._failed()
             raise
+        return True
 
     def done(self) -> bool:
         return self._call is None or self._call.done()

@@ -488,7 +488,7 @@ class HookState(CompressionState):
             )
         if self._driver.attached:
             return self._steps.hand_in(bucket)
-        self._driver.before_step()
+        self._driver.checkpoint_manager.before_step()
         future = future_of(bucket.buffer())
         future.set_result(bucket.buffer())
         return future

@@ -189,7 +189,7 @@ class Distributed(CompressionState, Adopted):
         """Accept the means and return True; return False if the ranks agreed to skip the step."""
         core = self._gradcomp
         if not core.driver.attached:
-            core.driver.before_step()
+            core.checkpoint_manager.before_step()
             self._opt_called = True
             return True
         self._check_step()

@@ -22,8 +22,8 @@ def written(trace: Trace, path) -> list[dict]:
 def test_a_trace_is_complete_events_in_microseconds(tmp_path):
     trace = Trace(10, rank=3)
     begin = trace._epoch + 1.0
-    trace.add("send", step=7, bucket=2, begin=begin, end=begin + 0.5)
-    trace.add("compress", step=7, bucket=2, begin=begin, end=begin)
+    trace.add(("send", 7, 2, begin, begin + 0.5))
+    trace.add(("compress", 7, 2, begin, begin))
     events = written(trace, tmp_path / "t.json")
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     spans = [e for e in events if e["ph"] == "X"]
@@ -41,7 +41,7 @@ def test_only_the_last_spans_are_kept(tmp_path):
     for capacity, kept in ((3, [6, 7, 8]), (0, [])):
         trace = Trace(capacity)
         for step in range(9):
-            trace.add("compress", step, 0, 0.0, 1.0)
+            trace.add(("compress", step, 0, 0.0, 1.0))
         assert [span.step for span in trace.spans()] == kept
         assert len(written(trace, path)) == len(kept) + bool(kept)
         assert list(tmp_path.iterdir()) == [path]  # nothing is left beside the file
@@ -55,7 +55,7 @@ def test_writing_while_another_thread_records(tmp_path):
         count = 0
         while not stop.is_set():
             count += 1
-            trace.add("send", 0, count % 97, 0.0, 1.0)
+            trace.add(("send", 0, count % 97, 0.0, 1.0))
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -91,13 +91,13 @@ def test_a_timeline_is_valid_after_every_write_and_holds_all(tmp_path):
     end = time.monotonic() + 1.3
     while time.monotonic() < end:
         for _ in range(50):
-            trace.add("send", counted, counted % 5, 0.0, 1.0)
+            trace.add(("send", counted, counted % 5, 0.0, 1.0))
             counted += 1
         events_of(path)
     timeline.close()
     spans = [e for e in events_of(path) if e["ph"] == "X"]
     assert [e["args"]["step"] for e in spans] == list(range(counted))
-    trace.add("send", 0, 0, 0.0, 1.0)  # nobody listens any more
+    trace.add(("send", 0, 0, 0.0, 1.0))  # nobody listens any more
     assert len(events_of(path)) == 1 + 5 + counted
 
 
@@ -109,7 +109,7 @@ def test_rows_are_buckets_of_an_exchanger(tmp_path):
         timeline.listen(trace)
     for trace in traces:
         for bucket in (0, WHOLE_STEP):
-            trace.add("feedback", 3, bucket, 0.0, 1.0)
+            trace.add(("feedback", 3, bucket, 0.0, 1.0))
     timeline.close()
     names = {e["tid"]: e["args"]["name"] for e in events_of(path) if e["name"] == "thread_name"}
     rows = [names[e["tid"]] for e in events_of(path) if e["ph"] == "X"]
@@ -122,7 +122,7 @@ def test_each_step_is_marked_once(tmp_path):
     timeline.listen(trace)
     for step in (0, 1):
         for bucket in (0, 1):
-            trace.add("ready", step, bucket, 0.0, 1.0)
+            trace.add(("ready", step, bucket, 0.0, 1.0))
     timeline.close()
     timeline.close()
     assert [e["name"] for e in events_of(path) if e["ph"] == "i"] == ["step 0", "step 1"]
@@ -132,7 +132,7 @@ def test_a_full_disk_ends_the_timeline_and_leaves_it_valid(tmp_path, monkeypatch
     path = tmp_path / "timeline.json"
     timeline, trace = Timeline(path, rank=0), Trace(0)
     timeline.listen(trace)
-    trace.add("send", 0, 0, 0.0, 1.0)
+    trace.add(("send", 0, 0, 0.0, 1.0))
     whole = os.pwrite
 
     def half(file: int, text: bytes, at: int) -> int:

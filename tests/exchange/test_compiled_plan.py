@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def test_means_and_state_are_those_of_layouts_made_anew(monkeypatch):
     kept = Simulation(LAYERS, PLANS[0], 3, seed=1, shuffle=True, delay=0.2, **SETTINGS)
     means = back_and_forth(kept)
     used = len(made)
-    monkeypatch.setattr(compiled_plan.CompiledPlans, "get", lambda self, key, step, make: make())
+    monkeypatch.setattr(compiled_plan, "_MOST", 1)
     anew = Simulation(LAYERS, PLANS[0], 3, seed=1, shuffle=True, delay=0.2, **SETTINGS)
     assert back_and_forth(anew) == means
     assert anew.state() == kept.state()
@@ -72,18 +73,22 @@ def test_nothing_is_lost_when_second_residuals_go_and_come_back():
 
 def test_only_the_last_few_are_kept_and_those_in_force_of_late():
     kept = compiled_plan.CompiledPlans()
+
+    def plan_of(key: object, step: int, new: str = "") -> str:
+        return kept.get(key, step, lambda: SimpleNamespace(name=new)).name
+
     for key in range(20):
-        assert kept.get(key, 0, lambda key=key: key) == key
+        assert plan_of(key, 0, f"{key}") == f"{key}"
     assert len(kept) == 8
-    assert kept.get(12, 0, lambda: "new") == 12
-    assert kept.get(11, 0, lambda: "new") == "new"
-    kept.get("in force", 10, lambda: 2)
+    assert plan_of(12, 0) == "12"
+    assert plan_of(11, 0, "new") == "new"
+    plan_of("in force", 10, "last")
     kept.age(64)
     assert len(kept) == 8
     kept.age(65)
     assert len(kept) == 1
-    assert kept.get("in force", 200, lambda: "made") == 2
-    assert kept.get(11, 200, lambda: "made") == "made"
+    assert plan_of("in force", 200) == "last"
+    assert plan_of(11, 200, "made") == "made"
 
 
 def test_a_pipeline_lets_go_of_its_old_layout():

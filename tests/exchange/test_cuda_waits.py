@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exchange.test_devices import assert_same_step
 
 from gradcomp import (
     DGC,
@@ -109,10 +110,7 @@ def test_means_and_state_are_those_of_the_host_whenever_events_come(
         alone = Simulation(LAYERS, compressor, world, **settings)
         ranks = Simulation(LAYERS, compressor, world, devices=places, shuffle=True, **settings)
         for _ in range(2):
-            gradients = alone.gradients()
-            expected, found = alone.step(gradients), ranks.step(gradients, during=during)
-            for mine, theirs in zip(found.all_means(), expected.all_means(), strict=True):
-                assert mine.tobytes() == theirs.tobytes()
+            assert_same_step(ranks, alone, during=during)
         assert ranks.state() == alone.state()
 
 
@@ -130,9 +128,7 @@ def test_a_selection_of_any_size_is_that_of_the_host(compressor: Compressor, gpu
         gradients = alone.gradients()
         for layer in gradients[0]:
             layer[kept:] = 0
-        expected, found = alone.step(gradients), ranks.step(gradients)
-        for mine, theirs in zip(found.all_means(), expected.all_means(), strict=True):
-            assert mine.tobytes() == theirs.tobytes()
+        assert_same_step(ranks, alone, gradients)
     assert ranks.state() == alone.state()
 
 
@@ -147,9 +143,7 @@ def test_messages_of_one_size_may_hold_other_counts(gpu: Any) -> None:
         gradients = alone.gradients()
         for rank in gradients:
             rank[layer][20:] = 0
-        expected, found = alone.step(gradients), ranks.step(gradients)
-        for mine, theirs in zip(found.all_means(), expected.all_means(), strict=True):
-            assert mine.tobytes() == theirs.tobytes()
+        assert_same_step(ranks, alone, gradients)
 
 
 @pytest.mark.parametrize(
@@ -194,31 +188,18 @@ def test_buckets_of_more_and_of_fewer_rounds_begin_once(gpu: Any) -> None:
         assert [len(p._exchange._flags) for p in ranks.pipelines] == [3, 3]
 
 
-def test_a_device_that_fails_meanwhile_is_an_error_of_its_rank(gpu: Any, monkeypatch: Any) -> None:
-    ranks = ranks_of(gpu)
-    ranks.step()
-    hand_in(ranks, ranks.gradients())
-    gpu.driver.held = True
-    ranks.pipelines[0].poll()
-
-    def fails(event: Any) -> bool:
-        raise DeviceError("cuda:0 failed: an illegal memory access was encountered")
-
-    monkeypatch.setattr(gpu.driver, "reached", fails)
-    with pytest.raises(DeviceError, match="illegal memory access"):
-        ranks.pipelines[0].poll()
-
-
-def test_a_device_that_fails_between_selecting_and_encoding_is_an_error_of_its_rank(
-    gpu: Any, monkeypatch: Any
+@pytest.mark.parametrize(("compressor", "kernel"), [(FOUR_BITS, "encode"), (TopK(0.1), "encode_streams")])
+def test_a_device_that_fails_behind_a_kernel_is_an_error_of_its_rank(
+    compressor: Compressor, kernel: str, gpu: Any, monkeypatch: Any
 ) -> None:
-    ranks = ranks_of(gpu, TopK(0.1))
+    """Behind an encode, and between selecting and encoding."""
+    ranks = ranks_of(gpu, compressor)
     ranks.step()
     hand_in(ranks, ranks.gradients())
-    before, reached = encodes(gpu, "encode_streams"), gpu.driver.reached
+    before, reached = encodes(gpu, kernel), gpu.driver.reached
 
     def fails(event: Any) -> bool:
-        if encodes(gpu, "encode_streams") > before:
+        if encodes(gpu, kernel) > before:
             raise DeviceError("cuda:0 failed: an illegal memory access was encountered")
         return bool(reached(event))
 
@@ -247,7 +228,7 @@ def test_after_an_error_the_device_is_waited_for(gpu: Any, monkeypatch: Any) -> 
         monkeypatch.setattr(gpu.driver, "reached", soon)
         raise WireFormatError("rank 1 sent something else")
 
-    monkeypatch.setattr(first._exchange._scheduler._in_flight[0], "prepare", breaks)
+    monkeypatch.setattr(first._exchange._in_flight[0], "prepare", breaks)
     with pytest.raises(WireFormatError):
         first.poll()
     assert len(asked) == 4

@@ -97,7 +97,9 @@ def step(rank: int, exchanger: Exchanger) -> list[np.ndarray]:
     gradients = [np.full(layer.size, rank + 1.0, np.float32) for layer in LAYERS]
     exchanger.open()
     for i, gradient in enumerate(gradients):
-        exchanger.submit(Submission(i, gradient.ctypes.data, gradient.ctypes.data, gradient))
+        exchanger.pipeline.arrivals.submit(
+            Submission(i, gradient.ctypes.data, gradient.ctypes.data, gradient)
+        )
     exchanger.flush()
     exchanger.wait()
     exchanger.commit()
@@ -247,6 +249,28 @@ def test_an_error_that_comes_while_a_step_is_opened_is_not_lost(ranks):
     assert ended.wait(10)
 
 
+class Breaks:
+    """A collective that fails after a while."""
+
+    polls = 0
+
+    def poll(self) -> bool:
+        self.polls += 1
+        if self.polls > 3:
+            raise TransportError("the wire broke")
+        return False
+
+
+def test_a_collective_that_fails_ends_the_step_and_lets_go_of_its_arrays(ranks, monkeypatch):
+    world = ranks()
+    first = world.exchangers[0]
+    monkeypatch.setattr(first._transport, "alltoallv", lambda *_: Breaks())
+    here, there = world.errors(step)
+    assert "the wire broke" in here
+    assert there.startswith("aborted: ")
+    assert first.pipeline._running.gi_frame is None  # the generator that held them was closed
+
+
 @pytest.mark.parametrize("between", [False, True], ids=["in a step", "between steps"])
 def test_a_late_rank_is_named_at_the_deadline(ranks, between: bool):
     def work(rank, exchanger):
@@ -351,9 +375,15 @@ def test_a_position_in_words():
 
 
 @pytest.mark.usefixtures("short_patience")
-def test_an_answer_that_is_nonsense_is_no_answer():
+@pytest.mark.parametrize(
+    "answer",
+    [b'{"not": "a position"}', b'[9, "", {"x": [' + b"9" * 5000 + b", 0, 0]}]"],
+    ids=["wrong", "long"],
+)
+def test_an_answer_that_is_nonsense_is_no_answer(answer: bytes):
     control = LocalControl()
-    control.publish("at/1", b'{"not": "a position"}')
+    control.publish("question", b"9" * 5000)
+    control.publish("at/1", answer)
     assert "no answer from rank 1" in culprits(control, (0, 0, 0))
 
 

@@ -115,11 +115,14 @@ def test_fields_are_in_the_snapshot_as_copies(kind):
             assert np.array_equal(taken[field][name], value)
 
 
-def test_momentum_is_converted_to_the_unit_at_hand():
-    (old,), (new,) = (job(KINDS["top"], 1).pipelines for _ in range(2))
-    old.fields[MOMENTUM].set(0, np.full_like(old.fields[MOMENTUM].value(0), 3.0))
+def test_residuals_and_momentum_are_converted_to_the_unit_at_hand():
+    (old,), (new,) = (job(KINDS["quantised"], 1).pipelines for _ in range(2))
+    for state in (old.fields[MOMENTUM], old.residuals.first):
+        state.set(0, np.full_like(state.value(0), 3.0))
     restore(new, snapshot(old, unit=4.0), unit=2.0)
-    assert (new.fields[MOMENTUM].value(0) == 6.0).all()
+    for state in (new.fields[MOMENTUM], new.residuals.first):
+        assert state.value(0).size
+        assert (state.value(0) == 6.0).all()
 
 
 def test_fields_move_to_more_layers():

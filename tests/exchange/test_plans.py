@@ -22,7 +22,6 @@ from gradcomp import (
 )
 from gradcomp.compress import policy
 from gradcomp.exchange.layout import compressors_of
-from gradcomp.exchange.snapshot import inherit
 from gradcomp.testing.simulation import Simulation, plan_for
 
 LAYERS = [LayerSpec("a", (900,)), LayerSpec("b", (70,)), LayerSpec("c", (400,))]
@@ -166,21 +165,6 @@ def test_restore_goes_on_from_there_between_steps_only():
     pipeline.open()
     with pytest.raises(StateError):
         pipeline.restore(0, pipeline.plan, [0, 1, 2])
-
-
-@pytest.mark.parametrize("compressor", [BEFORE, Identity()], ids=["with feedback", "without"])
-def test_more_layers_inherit_what_is_owed(compressor):
-    old = Simulation(LAYERS, BEFORE, 3, slice_elements=300)
-    for _ in range(3):
-        old.step()
-    owed = [old.owed(layer) for layer in range(len(LAYERS))]
-    new = Simulation([LayerSpec("new", (50,)), *LAYERS[::-1]], compressor, 3, slice_elements=300)
-    for mine, theirs in zip(new.pipelines, old.pipelines, strict=True):
-        inherit(mine, theirs)
-    for layer, before in enumerate(owed):
-        np.testing.assert_allclose(new.owed(3 - layer), before, atol=1e-6)
-    assert [p.step for p in new.pipelines] == [3] * 3
-    new.step().all_means()
 
 
 def test_a_compressor_that_is_not_registered_is_refused():

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gradcomp import (
+    Cast,
+    Compressor,
     ConfigError,
     GradcompError,
+    Identity,
     LayerSpec,
     PlanMismatchError,
     Quantize,
@@ -418,11 +421,17 @@ def test_a_refusal_of_what_was_compared_is_an_error(kind: str):
         raise found[0]
 
 
-@examples(60)
+@examples(120)
 @given(
-    st.sampled_from(["first", "gradients"]), st.integers(0, HEADER + 40), st.binary(min_size=1, max_size=40)
+    st.sampled_from([REDUCE_SCATTER, ALL_GATHER]),
+    st.integers(0, HEADER + 40),
+    st.binary(min_size=1, max_size=40),
+    st.sampled_from([None, CODEC, Quantize(2, 16, "linf"), Cast("float16"), Identity()]),
 )
-def test_random_bytes_are_a_typed_error_or_numbers(name: str, at: int, noise: bytes):
+def test_random_bytes_are_a_typed_error_or_numbers(
+    kind: str, at: int, noise: bytes, compared: Compressor | None
+):
+    """In a request that was predicted, or that was compared and has this compressor."""
     refusal = FIXED.itemsize + len(LAYERS)
 
     def change(message: np.ndarray) -> np.ndarray:
@@ -430,4 +439,9 @@ def test_random_bytes_are_a_typed_error_or_numbers(name: str, at: int, noise: by
         message[refusal] &= ~np.uint8(DECLINED)
         return message
 
-    assert all(isinstance(one, list | GradcompError) for one in disturbed(name, change, 2))
+    if compared is None:
+        found = disturbed("first" if kind == ALL_GATHER else "gradients", change, 2)
+    else:
+        ranked = tampered(kind, overwritten(at, noise), compared)
+        found = ranked.attempt(inputs_of(ranked))
+    assert all(isinstance(one, list | GradcompError) for one in found)

@@ -30,8 +30,13 @@ class Exchanger:
         self.owes_vote = False
         self.says = True
         self.sparse_layers: list[int] = []
+        self.recorder = None
         self.pipeline = SimpleNamespace(
-            layers=LAYERS, ordering=SimpleNamespace(sparse=frozenset()), outcome=0, statistics=Statistics()
+            layers=LAYERS,
+            ordering=SimpleNamespace(sparse=frozenset()),
+            outcome=0,
+            statistics=Statistics(),
+            arrivals=self,
         )
         self.result = StepResult(1, *(np.zeros(3, dtype=bool) for _ in range(3)))
 
@@ -446,7 +451,7 @@ def test_a_world_of_one_looks_at_checkpoints_and_has_no_steps():
     checkpoint_manager: Any = CheckpointManager(calls)
     adapter: Any = Adapter(calls)
     driver = StepDriver(None, checkpoint_manager, adapter, [])
-    driver.before_step()
+    driver.checkpoint_manager.before_step()
     driver.rest()
     assert calls == ["before step"]
     assert not driver.attached

@@ -94,13 +94,13 @@ def inside(exchange: Exchange) -> Any:
 def seen_by(exchange: Exchange, look: Callable[[Submission], Any]) -> list[Any]:
     """What ``look`` finds in each submission from now on."""
     exchanger, seen = inside(exchange), []
-    submit = exchanger.submit
+    submit = exchanger.pipeline.arrivals.submit
 
     def watched(submission: Submission) -> None:
         seen.append(look(submission))
         submit(submission)
 
-    exchanger.submit = watched
+    exchanger.pipeline.arrivals.submit = watched
     return seen
 
 

@@ -287,7 +287,9 @@ def test_a_rank_that_stays_away_is_named_and_each_rank_ends_in_its_own_way():
         def step():
             gradient = np.full(1600, ours.rank + 1.0, np.float32)
             exchanger.open()
-            exchanger.submit(Submission(0, gradient.ctypes.data, gradient.ctypes.data, gradient))
+            exchanger.pipeline.arrivals.submit(
+                Submission(0, gradient.ctypes.data, gradient.ctypes.data, gradient)
+            )
             exchanger.flush()
             exchanger.wait()
             exchanger.commit()
