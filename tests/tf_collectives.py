@@ -73,6 +73,7 @@ def check(*modes: str) -> Callable[[Check], Check]:
     """Register a check, for both modes if none is named."""
 
     def register(function: Check) -> Check:
+        assert function.__name__ not in CHECKS
         CHECKS[function.__name__] = function, modes or MODES
         return function
 
@@ -99,18 +100,6 @@ def calling(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 def equal(left: Any, right: Any) -> None:
     collectives.same(np.asarray(left), np.asarray(tf.convert_to_tensor(right)))
-
-
-def gradient_of(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The gradient of the sum of what the function returns."""
-
-    def gradient(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tf.reduce_sum(function(x))
-        return tape.gradient(y, x)
-
-    return gradient
 
 
 def main(directory: str, inter_op_threads: str) -> None:

@@ -57,12 +57,13 @@ CHECKS: dict[str, Check] = {**ALONE, **collective_refusals.CHECKS}
 
 
 def check(function: Check) -> Check:
-    ALONE[function.__name__] = CHECKS[function.__name__] = function
-    return function
+    ALONE[function.__name__] = function
+    return check_of_several(function)
 
 
 def check_of_several(function: Check) -> Check:
     """Register a check that means nothing in a world of one."""
+    assert function.__name__ not in CHECKS
     CHECKS[function.__name__] = function
     return function
 
