@@ -36,7 +36,7 @@ def what_differs_under_one_call(c: Collectives) -> None:
             c(call, theirs if last else mine)
     for call in (gc.allreduce, gc.reducescatter, gc.allgather, gc.alltoall):
         with c.raises(PlanMismatchError, "float32", "float64"):
-            c(call, ones(6, dtype=np.float64 if last else np.float32))
+            c(call, ones(12, dtype=np.float64 if last else np.float32))
     with c.raises(PlanMismatchError, "'loss'", "'accuracy'"):
         c(partial(gc.allreduce, name="accuracy" if last else "loss"), ones(6))
     for call in (gc.allreduce, gc.reducescatter):
