@@ -28,12 +28,15 @@ PACKAGE = Path(str(importlib.import_module("gradcomp").__file__)).parent
 #: A run of tests that takes longer hangs.
 _MOST_SECONDS = 1800.0
 
-#: The tests of each part, those that compute before those that start ranks.
+#: The folders of tests that each part's changes run: its own first, those that start many ranks last.
 _TESTS = {
-    "pipeline": ("pipeline", "compress", "reduce", "control", "engine", "torch"),
-    "reduce": ("reduce", "pipeline", "compress", "control", "torch"),
-    "compress": ("compress", "reduce", "pipeline", "control", "torch"),
-    "engine": ("engine", "pipeline", "torch"),
+    "exchange": ("exchange", "compress", "reduce", "control", "job", "torch"),
+    "reduce": ("reduce", "exchange", "compress", "control", "torch"),
+    "compress": ("compress", "reduce", "exchange", "control", "torch"),
+    "control": ("control", "exchange", "torch"),
+    "job": ("job", "torch"),
+    "transport": ("transport", "exchange", "torch"),
+    "torch": ("torch",),
 }
 _COMPARISONS = {
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt,
@@ -97,8 +100,18 @@ def _in_code(change: Change) -> bool:
     )
 
 
+def absent_folders() -> list[str]:
+    """The folders of the package and of tests that the table names but that do not exist."""
+    named = {f"gradcomp/{part}" for part in _TESTS} | {
+        f"tests/{name}" for each in _TESTS.values() for name in each
+    }
+    return sorted(name for name in named if not (ROOT / name).is_dir())
+
+
 def drawn(seed: int, count: int) -> list[Change]:
     """Places of all parts: the kind of change is drawn first, for some kinds have many more places."""
+    if absent := absent_folders():
+        raise SystemExit(f"no such folders, mend _TESTS: {', '.join(absent)}")
     generator = random.Random(seed)
     by_kind: dict[str, list[Change]] = {}
     for part in _TESTS:

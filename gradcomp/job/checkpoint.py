@@ -70,10 +70,14 @@ def save_with(
         if type(keep) is not int or keep < 0:
             raise ConfigError(f"keep must be a whole number of at least 0, got {keep!r}")
         checkpoint_manager = checkpoint_manager_of(opt)
-        taken = _Taken(
-            checkpoint_manager.snapshot(), checkpoint_manager.digests(), parts(ranks.rank, ranks.size)
-        )
-        told = taken.told()
+        state, digests = checkpoint_manager.snapshot(), checkpoint_manager.digests()
+        taken = _Taken(state, digests, parts(ranks.rank, ranks.size))
+        shared = json.dumps(state.shared.to_plain(), sort_keys=True)
+        # What must be equal on all ranks.
+        told: dict[str, Any] = {
+            "shared": hashlib.sha256(shared.encode()).hexdigest(),
+            "digests": None if digests is None else list(digests.values.values()),
+        }
         if ranks.rank == 0:
             _refuse_another_model(path, taken.state)
             told |= {"name": checkpoint.new_name(path), "complete": checkpoint.complete(path)}
@@ -121,14 +125,6 @@ class _Taken:
         """Return the writers of the rank's files; the first file holds its compression state."""
         own = checkpoint.rank_name(self.state.rank, self.state.world)
         return {own: checkpoint.rank_writer(self.state), **self.parts}
-
-    def told(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
-        shared = json.dumps(self.state.shared.to_plain(), sort_keys=True)
-        return {
-            "shared": hashlib.sha256(shared.encode()).hexdigest(),
-            "digests": None if self.digests is None else list(self.digests.values.values()),
-        }
 
 
 def _compare(taken: _Taken, told: list[Any]) -> None:

@@ -18,8 +18,6 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.core.strings import printable
@@ -169,30 +167,18 @@ class SignedControl(ControlChannel):
         return None if found is None else self._seal.open(key, found)
 
 
-@dataclass(frozen=True)
-class _Greeting:
-    """Holds what a rank sends before the ranks have a key.
+def _greeting(rank: int, part: bytes) -> tuple[str, bool, str]:
+    """Return what a rank sent before the ranks have a key: a nonce, whether it was given a secret, and an offer.
 
-    ``offer``: the name of rank 0's host socket, empty without one.
+    The offer is the name of rank 0's host socket, empty without one.
     """
-
-    nonce: str
-    has_secret: bool
-    offer: str
-
-    @staticmethod
-    def parse(rank: int, part: bytes) -> _Greeting:
-        try:
-            nonce, has_secret, offer = json.loads(part)
-            if (
-                _NAME.fullmatch(nonce)
-                and type(has_secret) is bool
-                and (offer == "" or _NAME.fullmatch(offer))
-            ):
-                return _Greeting(nonce, has_secret, offer)
-        except (ValueError, TypeError):
-            pass
-        raise WireFormatError(f"rank {rank} began the agreement on a secret with {part!r:.80}")
+    try:
+        nonce, has_secret, offer = json.loads(part)
+        if _NAME.fullmatch(nonce) and type(has_secret) is bool and (offer == "" or _NAME.fullmatch(offer)):
+            return nonce, has_secret, offer
+    except (ValueError, TypeError):
+        pass
+    raise WireFormatError(f"rank {rank} began the agreement on a secret with {part!r:.80}")
 
 
 def agree_on_seal(group: Transport, one_host: bool, given: bytes) -> Seal | None:
@@ -215,11 +201,16 @@ def agree_on_seal(group: Transport, one_host: bool, given: bytes) -> Seal | None
             offer, made, problem = "", b"", f" ({error})"
     try:
         own = json.dumps([secrets.token_hex(16), bool(given), offer]).encode()
-        greetings = [_Greeting.parse(rank, part) for rank, part in enumerate(group.allgather_bytes(own))]
-        _check_all_or_none(greetings)
-        secret = given or made or _offered(greetings[0].offer)
-        context = ",".join(greeting.nonce for greeting in greetings).encode()
-        seal = Seal(secret, b"control:" + context) if secret else None
+        parts = group.allgather_bytes(own)
+        nonces, have_secret, offers = zip(*(_greeting(*each) for each in enumerate(parts)), strict=True)
+        if len(set(have_secret)) > 1:
+            without = ", ".join(str(rank) for rank, has_secret in enumerate(have_secret) if not has_secret)
+            raise ConfigError(
+                f"GRADCOMP_SECRET is set on some ranks, but not on rank {without}: "
+                "set it to the same text on all ranks"
+            )
+        secret = given or made or _offered(offers[0])
+        seal = Seal(secret, b"control:" + ",".join(nonces).encode()) if secret else None
         confirmations = group.allgather_bytes(b"" if seal is None else seal.confirmation())
     finally:
         if host_socket is not None:
@@ -240,15 +231,6 @@ def agree_on_seal(group: Transport, one_host: bool, given: bytes) -> Seal | None
             problem,
         )
     return None
-
-
-def _check_all_or_none(greetings: Sequence[_Greeting]) -> None:
-    without = [rank for rank, greeting in enumerate(greetings) if not greeting.has_secret]
-    if 0 < len(without) < len(greetings):
-        raise ConfigError(
-            f"GRADCOMP_SECRET is set on some ranks, but not on rank {', '.join(map(str, without))}: "
-            "set it to the same text on all ranks"
-        )
 
 
 def _offered(name: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -57,8 +58,9 @@ class Runtime:
     seal: Seal | None = None
     #: Records what exchangers do, as long as a timeline is being recorded.
     timeline: Timeline | None = None
-    _names: dict[Ranks, int] = field(default_factory=dict)
-    _meetings: dict[Ranks, int] = field(default_factory=dict)
+    #: How many exchangers were named, and how many meetings were held, among these ranks.
+    _names: Counter[Ranks] = field(default_factory=Counter)
+    _meetings: Counter[Ranks] = field(default_factory=Counter)
     #: Locks under which channels are made: several threads may need one at once.
     channel_locks: dict[Ranks, threading.Lock] = field(default_factory=dict)
 
@@ -108,19 +110,18 @@ class Runtime:
 
     def name(self, ranks: Ranks) -> str:
         """Return a new name for an exchanger among ``ranks``, the same on all of them."""
-        number = self._names.get(ranks, 0)
-        self._names[ranks] = number + 1
-        return f"{self.key(ranks)}-{number}"
+        self._names[ranks] += 1
+        return f"{self.key(ranks)}-{self._names[ranks] - 1}"
 
     def next_meeting(self, ranks: Ranks) -> str:
         """Return a new name for a meeting of ``ranks``, the same on all of them."""
         meeting = self.meeting_to_come(ranks)
-        self._meetings[ranks] = self._meetings.get(ranks, 0) + 1
+        self._meetings[ranks] += 1
         return meeting
 
     def meeting_to_come(self, ranks: Ranks) -> str:
         """Return the name that the next meeting of ``ranks`` will have; other ranks may wait there already."""
-        return f"{self.key(ranks)}-{self._meetings.get(ranks, 0)}"
+        return f"{self.key(ranks)}-{self._meetings[ranks]}"
 
     def roster(self, ranks: Ranks) -> Roster:
         return Roster(ranks, tuple(self.hosts[rank] for rank in ranks) if self.hosts else ())

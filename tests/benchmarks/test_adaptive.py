@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from adaptive import evaluate
-from adaptive_plot import layer_kilobytes
 from adaptive_rows import DEFAULT, FAMILIES, TASKS, arms
 
 from gradcomp.compress import from_string
@@ -50,19 +49,6 @@ def test_a_sweep_compares_each_level_with_itself_as_reference(task):
     ]
     if task == "resnet":
         assert [row["fewer"] for row in evaluate(task, runs)] == [1.0, 2.5]
-
-
-def test_kilobytes_of_layers_are_averaged_over_plans():
-    family = "powersgd:warm_start=true,alternate=false,feedback=true"
-    plans = [
-        [1, [["embedding.weight", family, 4], ["output.weight", family, 4], ["output.bias", "none", None]]],
-        [51, [["embedding.weight", family, 2], ["output.weight", family, 4], ["output.bias", "none", None]]],
-    ]
-    found = layer_kilobytes("lstm", {"plans": plans, "steps": 100})
-    assert list(found) == ["output.weight", "embedding.weight"]
-    # Between two ranks a sum sends as many bytes as it has.
-    assert found["output.weight"] == pytest.approx(4 * 4 * (4000 + 128) / 1e3)
-    assert found["embedding.weight"] == pytest.approx(3 * 4 * (4000 + 128) / 1e3)
 
 
 def run(row: str, seed: int, metric: float, sent: float, **more):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from links_plot import curves
 from sharded_convergence import summary
 
 
@@ -41,16 +40,3 @@ def test_rows_are_compared_seed_by_seed():
     assert row[:3] == ["w8g8", "2.0200, 4.1200, 1.0000", "+2.00 ± 1.00"]
     assert single[2] == "+10.00"
     assert summary(runs("w8g8", s0=2.0))[0][2] is None
-
-
-def test_step_times_are_shown_at_measured_rates():
-    def file(rate, **seconds):
-        rows = {row: {"seconds": value} for row, value in seconds.items()}
-        return {"benchmark": "sharded", "ranks": 2, "link": {"bytes_per_second": rate}, "rows": rows}
-
-    files = [file(125e6, plain=0.7, w8g8=0.3), file(1.25e6, plain=50.0)]
-    found = curves(files)
-    assert found["plain"] == [(pytest.approx(10), 50e3, 0, 0), (pytest.approx(1000), 700, 0, 0)]
-    assert found["w8g8"] == [(pytest.approx(1000), 300, 0, 0)]
-    step = {"step_seconds": 0.4, "quartiles_seconds": [0.375, 0.5]}
-    assert curves([{**file(125e6), "rows": {"ddp": step}}])["ddp"][0][1:] == pytest.approx((400, 25, 100))

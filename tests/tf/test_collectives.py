@@ -1,6 +1,6 @@
 """TensorFlow's collectives: Horovod's meanings, and a typed error on every rank where there is no meaning.
 
-All checks of a world run in one job, see ``tf_collective_checks``: two and three ranks met through torch.distributed,
+All checks of a world run in one job, see ``tf_collectives``: two and three ranks met through torch.distributed,
 with one thread for ops, and two through MPI. Three check in tf.function only what can be checked there.
 """
 
@@ -21,8 +21,9 @@ pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp
 
 import numpy as np
 import tensorflow as tf
-import tf_horovod_checks  # noqa: F401 - adds its checks
-from tf_collective_checks import CHECKS
+import tf_collective_checks  # noqa: F401 - adds its checks
+import tf_horovod_checks  # noqa: F401 - the same
+from tf_collectives import CHECKS
 
 import gradcomp.tf as gc
 from gradcomp.tf.objects import decode, encode
@@ -35,7 +36,11 @@ CASES = [
     for name, (_, modes) in CHECKS.items()
     for mode in (modes if job[1] == 2 else modes[-1:])
 ]
-PROGRAM = "import sys\nimport tf_horovod_checks\nfrom tf_collective_checks import main\nmain(*sys.argv[1:])"
+PROGRAM = """
+import sys, tf_collective_checks, tf_horovod_checks
+from tf_collectives import main
+main(*sys.argv[1:])
+"""
 
 
 @functools.cache

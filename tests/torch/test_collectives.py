@@ -1,6 +1,6 @@
 """The user's collectives: Horovod's meanings, and a typed error on every rank where there is no meaning.
 
-All checks of a world run in one job, see ``collective_checks`` and ``horovod_checks``; faults get jobs of their own.
+All checks of a world run in one job, see ``collective_checks`` and ``torch_collectives``; faults get jobs of their own.
 """
 
 from __future__ import annotations
@@ -11,42 +11,48 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import collective_checks
-import horovod_checks
 import preloaded
 import pytest
 import torch
+import torch_collective_checks  # noqa: F401 - adds its checks
+import torch_state_checks  # noqa: F401 - the same
 from launching import Finished, run_ranks
+from torch_collectives import ALONE, CHECKS
 
 import gradcomp.torch as gc
 
+PROGRAM = """
+import torch_collective_checks, torch_state_checks
+from torch_collectives import main
+main()
+"""
+
 
 @functools.cache
-def outcomes(module: str, world: int) -> list[dict[str, str]]:
-    """What a job of this world finds that runs all checks of a module."""
-    program = f"from {module} import main\nmain()"
-    results = run_ranks(program, world, timeout=110, imported=preloaded.TORCH)
+def outcomes(world: int) -> list[dict[str, str]]:
+    """What a job of this world finds that runs all checks."""
+    results = run_ranks(PROGRAM, world, timeout=110, imported=preloaded.TORCH)
     for result in results:
         assert result.returncode == 0, result.stderr
     return [json.loads(result.stdout) for result in results]
 
 
-def assert_right(module: str, name: str, world: int) -> None:
-    found = [outcome[name] for outcome in outcomes(module, world)]
+def assert_right(name: str, world: int) -> None:
+    found = [outcome[name] for outcome in outcomes(world)]
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("name", collective_checks.CHECKS)
+@pytest.mark.parametrize("name", CHECKS)
 def test_in_a_world(name: str, world: int) -> None:
-    assert_right("collective_checks", name, world)
+    assert_right(name, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", horovod_checks.CHECKS)
-def test_horovods_values_gradients_names_and_errors_in_a_world(name: str, world: int) -> None:
-    assert_right("horovod_checks", name, world)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ALONE)
+def test_alone(name: str) -> None:
+    assert_right(name, 1)
 
 
 # --------------------------------------------------------------------------------------------- world of one
