@@ -57,10 +57,16 @@ def select(
     )
 
 
-def is_top(p: np.ndarray, indices: Sequence[int]) -> bool:
-    """Whether these are the largest of their number, ties by lower index, ascending."""
-    order = np.argsort(-np.abs(p), kind="stable")[: len(indices)]
-    return sorted(order.tolist()) == list(indices)
+def largest(p: np.ndarray, count: int) -> np.ndarray:
+    """Returns the indices of the largest magnitudes, ascending; of equal ones the first are taken."""
+    return np.sort(np.argsort(-np.abs(p), kind="stable")[:count])
+
+
+def only_largest(p: np.ndarray, count: int) -> np.ndarray:
+    """Returns p with zeros in place of all but the largest magnitudes."""
+    kept, at = np.zeros_like(p), largest(p, count)
+    kept[at] = p[at]
+    return kept
 
 
 def samples(size: int, seed: int = 0) -> dict[str, np.ndarray]:
