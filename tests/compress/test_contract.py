@@ -35,9 +35,11 @@ def over_rows(check: Check) -> Callable[..., None]:
 globals().update({f"test_{name}": over_rows(check) for name, check in CHECKS.items()})
 
 
-def test_every_registered_compressor_has_a_row():
+def test_every_registered_compressor_is_public_and_has_a_row():
     # A benchmark that was imported here may have registered its own.
     ours = {kind for kind in registered().values() if kind.__module__.startswith("gradcomp.")}
+    assert len(ours) >= 29
+    assert {getattr(gradcomp, name) for name in gradcomp.__all__} >= ours
     assert {type(row.compressor) for row in ROWS.values()} >= ours
 
 
