@@ -48,6 +48,14 @@ def test_repr_evaluates_to_the_configuration(row: Row):
     assert eval(repr(row.compressor), vars(gradcomp)) == row.compressor
 
 
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_residual_is_kept_where_it_is_asked_for_and_else_where_the_mean_is_biased(row: Row):
+    traits = row.compressor.traits
+    if hasattr(row.compressor, "feedback") and not traits.learns:
+        asked = row.compressor.feedback
+        assert traits.keeps_residual == (not row.unbiased if asked is None else asked)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 1000.0])
 def test_identity_is_the_allreduce_divided_by_n(world: int, scale: float):

@@ -155,10 +155,3 @@ def test_a_summand_of_a_layer_that_is_not_finite_is_nan(kind):
     summands = [np.frombuffer(rank.transport.sent[0][1], np.float32)[:5] for rank in ranks.ranks]
     assert np.isfinite(summands[0]).all()
     assert np.isnan(summands[1]).all()
-
-
-@random_kinds
-def test_feedback_is_on_unless_scaled(kind):
-    assert kind().traits.keeps_residual
-    assert not kind(scaled=True).traits.keeps_residual
-    assert not kind(feedback=False).traits.keeps_residual

@@ -19,7 +19,7 @@ from gradcomp import (
     TopK,
     Warmup,
 )
-from gradcomp.compress import as_policy, at_level
+from gradcomp.compress import TwoLevelSelection, as_policy, at_level
 from gradcomp.testing.simulation import Simulation
 
 EXACT = Cast("float32")
@@ -74,15 +74,12 @@ def test_plan_of_a_small_cnn():
     }
 
 
-def test_without_compression_everything_is_an_exact_sum():
+@pytest.mark.parametrize("overrides", [{}, {"head.*": "none"}, {"conv2.weight": Quantize(4)}])
+def test_what_is_not_compressed_is_an_exact_sum(overrides):
     assert Policy().default == Identity()
-    assert set(chosen(Policy()).values()) == {"none"}
-    assert set(chosen(Policy(overrides={"head.*": "none"})).values()) == {"none"}
-
-
-def test_one_compressed_layer_leaves_the_others_exact():
-    got = chosen(Policy(overrides={"conv2.weight": Quantize(4)}))
-    assert {name for name, text in got.items() if text != "none"} == {"conv2.weight"}
+    got = chosen(Policy(overrides=overrides))
+    compressed = {name for name in overrides if overrides[name] != "none"}
+    assert {name for name, text in got.items() if text != "none"} == compressed
 
 
 @pytest.mark.parametrize(
@@ -147,31 +144,42 @@ MODEL = [
 ]
 
 
+SUM, HALF, KEEPING = Identity(), Cast("bfloat16"), Cast("bfloat16", feedback=True)
+
+
 @pytest.mark.parametrize(
-    ("default", "exact"),
+    ("default", "exact", "bf16"),
     [
-        (TOP, Identity()),
-        (Warmup(TOP, 2), Identity()),
-        (Warmup(Quantize(4), 2), Cast("float32")),
-        (Warmup(MomentumCorrection(TOP, 0.8), 2), MomentumCorrection(Identity(), 0.8)),
-        (MomentumCorrection(Warmup(Quantize(4), 2), 0.8), MomentumCorrection(Identity(), 0.8)),
-        (LocalClip(DensitySchedule(MomentumCorrection(TOP))), LocalClip(MomentumCorrection(Identity()))),
+        (TOP, SUM, KEEPING),
+        (TopK(0.05, feedback=False), SUM, HALF),
+        (TwoLevelSelection(TOP), SUM, KEEPING),
+        (Quantize(4), EXACT, HALF),
+        (Quantize(4, rounding="nearest"), EXACT, KEEPING),
+        (Warmup(TOP, 2), SUM, KEEPING),
+        (Warmup(Quantize(4), 2), EXACT, HALF),
+        (MomentumCorrection(TOP, 0.8), MomentumCorrection(SUM, 0.8), MomentumCorrection(KEEPING, 0.8)),
+        (Warmup(MomentumCorrection(TOP, 0.8), 2), MomentumCorrection(SUM, 0.8), MomentumCorrection(KEEPING, 0.8)),
+        (MomentumCorrection(Warmup(Quantize(4), 2), 0.8), MomentumCorrection(SUM, 0.8), MomentumCorrection(HALF, 0.8)),
+        (LocalClip(DensitySchedule(MomentumCorrection(TOP))), LocalClip(MomentumCorrection(SUM)),
+         LocalClip(MomentumCorrection(KEEPING))),
     ],
-)
-def test_what_is_excluded_keeps_momentum_and_clipping_in_all_steps(default, exact):
-    policy = Policy(default, overrides={"head": "none"})
-    reasons = {"w.bias": "bias", "head": "override 'head'", "double": "float64"}
-    assert policy.excluded(MODEL) == reasons
-    for layer in MODEL[:3]:
-        chosen, reason = policy.choose(layer)
-        assert reason == reasons.get(layer.name)
-        assert chosen == (exact if reason else default)
-    assert policy.choose(MODEL[3]) == (Identity(), "float64")
-    begins = policy.scheduled(MODEL)
-    plans = [policy.plan(MODEL)] + [plan for step in range(9) if (plan := begins(step, 1))]
-    for plan in plans:
-        assert {plan.by_layer[n].compressor for n in ("w.bias", "head")} == {exact.family_string()}
-    assert [step for step in range(999) if begins(step, 1)] == sorted(default.changes)
+)  # fmt: skip
+def test_what_is_excluded_keeps_momentum_and_clipping_in_all_steps(default, exact, bf16):
+    for setting, rest in (("float32", exact), ("bf16", bf16)):
+        policy = Policy(default, overrides={"head": "none"}, exact=setting)
+        assert policy.excluded(MODEL) == {"w.bias": "bias", "head": "override 'head'", "double": "float64"}
+        found, reasons = zip(*map(policy.choose, MODEL), strict=True)
+        assert reasons == (None, "bias", "override 'head'", "float64")
+        head = found[2]  # the user said so
+        assert found == (default, rest, head, SUM)
+        assert head.traits.exact
+        assert setting == "bf16" or head == exact
+        assert [c is not None for c in policy.adjustable(MODEL)] == [True, False, False, False]
+        begins = policy.scheduled(MODEL)
+        for plan in (policy.plan(MODEL), *filter(None, (begins(step, 1) for step in range(9)))):
+            of_rest = [plan.by_layer[name].compressor for name in ("w.bias", "head")]
+            assert of_rest == [rest.family_string(), head.family_string()]
+        assert [step for step in range(999) if begins(step, 1)] == sorted(default.changes)
 
 
 @pytest.mark.parametrize("kind", [TopK(1.0), Quantize(8, 64)])
@@ -193,26 +201,6 @@ def test_layers_that_are_excluded_have_the_same_momentum(kind):
 
 
 # --- excluded layers in bfloat16 --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("default", "rest"),
-    [
-        (TOP, Cast("bfloat16", feedback=True)),
-        (TopK(0.05, feedback=False), Cast("bfloat16")),
-        (Quantize(4), Cast("bfloat16")),
-        (Quantize(4, rounding="nearest"), Cast("bfloat16", feedback=True)),
-        (Warmup(TOP, 2), Cast("bfloat16", feedback=True)),
-        (MomentumCorrection(TOP, 0.8), MomentumCorrection(Cast("bfloat16", feedback=True), 0.8)),
-    ],
-)
-def test_excluded_layers_in_bfloat16(default, rest):
-    policy = Policy(default, overrides={"head": "none"}, exact="bf16")
-    assert policy.choose(MODEL[1]) == (rest, "bias")
-    assert policy.choose(MODEL[2])[0].traits.exact  # the user said so
-    assert policy.choose(MODEL[3]) == (Identity(), "float64")
-    assert [c is not None for c in policy.adjustable(MODEL)] == [True, False, False, False]
-    assert policy.excluded(MODEL) == Policy(default, overrides={"head": "none"}).excluded(MODEL)
 
 
 def test_bfloat16_is_for_layers_that_are_excluded():

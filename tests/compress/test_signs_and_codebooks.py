@@ -18,7 +18,7 @@ from gradcomp import (
     TernGrad,
 )
 from gradcomp.kernels.segments import SEGMENT
-from gradcomp.testing.simulation import Simulation
+from gradcomp.testing.simulation import Simulation, same_bytes
 
 LAYERS = [LayerSpec("w", (1000,))]
 
@@ -95,16 +95,6 @@ def test_terngrad_sends_nothing_or_the_largest_magnitude():
     assert (np.sign(applied) * np.sign(gradient).reshape(10, 100) >= 0).all()
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-def test_nuqsgd_sends_powers_of_two(bits: int):
-    (gradient,) = normal(1)
-    applied = mean(NUQSGD(bits, 1000, "linf", rounding="nearest", feedback=False), [gradient])
-    levels = np.abs(applied[applied != 0]) / np.abs(gradient).max()
-    exponents = np.log2(levels.astype(np.float64))
-    np.testing.assert_allclose(exponents, np.rint(exponents), atol=1e-5)
-    assert exponents.min() >= 1 - (2 ** (bits - 1) - 1) - 1e-5
-
-
 def test_nuqsgd_uses_all_levels_of_eight_bits():
     layer = [LayerSpec("w", (127,))]
     gradient = np.ldexp(np.float32(1), -np.arange(127)).astype(np.float32)
@@ -112,13 +102,11 @@ def test_nuqsgd_uses_all_levels_of_eight_bits():
     np.testing.assert_array_equal(ranks.step([[gradient]]).mean(0), gradient)
 
 
-@pytest.mark.parametrize("bits", range(2, 6))
+@pytest.mark.parametrize("bits", range(2, 9))
 def test_nuqsgd_is_a_codebook_of_powers_of_two(bits: int):
     gradients = normal(3)
-    levels = tuple(2.0**-i for i in reversed(range(2 ** (bits - 1) - 1)))
-    assert (
-        mean(NUQSGD(bits, 100), gradients).tobytes() == mean(Codebook(levels, 100, "l2"), gradients).tobytes()
-    )
+    powers = Codebook(tuple(2.0**-i for i in reversed(range(2 ** (bits - 1) - 1))), 100, "l2")
+    assert same_bytes(mean(NUQSGD(bits, 100), gradients), mean(powers, gradients))
 
 
 def test_even_levels_are_quantize():
