@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from gradcomp import Cast, Compressor, Identity, LayerSpec, OneBit, Quantize, ScaledSign
+from gradcomp import NUQSGD, Cast, Compressor, Identity, LayerSpec, OneBit, Quantize, ScaledSign
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.layout import build_layout
 from gradcomp.kernels.codec import Codec, Draw
@@ -61,6 +61,7 @@ with_residuals = st.sampled_from(
         Quantize(3, 50, rounding="nearest", decay=0.5),
         Cast("float16", feedback=True),
         Cast("bfloat16", feedback=True),
+        NUQSGD(5, 40, "linf", feedback=True),
         OneBit(40),
         ScaledSign(24),
         ScaledSign(None),

@@ -15,6 +15,7 @@ from tiers import examples
 from gradcomp import (
     Cast,
     GradcompError,
+    Identity,
     LayerSpec,
     PlanMismatchError,
     Quantize,
@@ -22,8 +23,9 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.core.topology import Topology
-from gradcomp.reduce.header import PRESENT, READY, ByteHeader
-from gradcomp.testing.simulation import Simulation, same_bytes
+from gradcomp.reduce.header import NONFINITE, PRESENT, READY, ByteHeader
+from gradcomp.testing.recording import payload_of
+from gradcomp.testing.simulation import DTYPES, Simulation, same_bytes
 
 LAYERS = [LayerSpec("a", (300,)), LayerSpec("b", (100,))]
 HEADER = ByteHeader.size(len(LAYERS))
@@ -133,6 +135,7 @@ HEADER_FIELDS = {
     "bucket": 12,
     "chunk": 14,
     "sender": 22,
+    "a state that does not exist": 32,
 }
 
 
@@ -144,38 +147,30 @@ def test_a_wrong_header_is_noticed_where_it_arrives(reduction: str, field: str):
         one_noticed(errors, receiver, kind)
 
 
-@every_reduction
-def test_states_that_do_not_exist_are_refused(reduction: str):
-    for receiver, errors in attempts(reduction, overwritten(32, lambda byte: byte | 8)):
-        one_noticed(errors, receiver, WireFormatError)
+#: The first round of results. What leaders forward in round 3 of two levels are their own messages of round 2.
+RESULTS = {
+    "sra": 1,
+    "ring": WORLD - 1,
+    "tree": 2,
+    "gather": 1,
+    "parameter_server:servers=2": 1,
+    "hierarchical": 2,
+}
 
 
-@pytest.mark.parametrize(
-    ("reduction", "first_round"),
-    [("sra", 1), ("ring", WORLD - 1), ("parameter_server:servers=2", 1), ("hierarchical", 2)],
-)
-def test_results_that_disagree_on_the_ranks_are_refused(reduction: str, first_round: int):
+@pytest.mark.parametrize("reduction", [r for r in RESULTS if r not in ("tree", "gather")])  # several results
+def test_results_that_disagree_on_the_ranks_are_refused(reduction: str):
     """Nobody holds the next plan; one result says that somebody does."""
     change = overwritten(32 + len(LAYERS), lambda byte: byte | READY)
-    for receiver, errors in attempts(reduction, change, first_round):
+    for receiver, errors in attempts(reduction, change, RESULTS[reduction]):
         one_noticed(errors, receiver, WireFormatError)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "first_round"),
-    [
-        ("sra", 1),
-        ("ring", WORLD - 1),
-        ("tree", 2),
-        ("gather", 1),
-        ("parameter_server:servers=2", 1),
-        ("hierarchical", 2),  # what leaders forward in round 3 are their own messages of round 2
-    ],
-)
-def test_a_result_without_a_layer_that_the_receiver_sent_is_refused(reduction: str, first_round: int):
+@pytest.mark.parametrize("reduction", RESULTS)
+def test_a_result_without_a_layer_that_the_receiver_sent_is_refused(reduction: str):
     """Else the receiver would take the layer for absent, and step on its own gradient."""
     change = overwritten(32, lambda byte: byte & ~np.uint8(PRESENT))
-    for receiver, errors in attempts(reduction, change, first_round):
+    for receiver, errors in attempts(reduction, change, RESULTS[reduction]):
         assert isinstance(errors[receiver], WireFormatError), errors
         assert "lacks states" in str(errors[receiver])
 
@@ -305,3 +300,63 @@ def test_random_bytes_on_the_way_to_the_sum_are_one_mean_for_all(reduction: str,
     verdicts = [p.result.nonfinite.tolist() for p in ranks.pipelines]
     assert verdicts == [verdicts[0]] * WORLD
     all_that_passes_for_finite_is(ranks)
+
+
+# --- what is possible, and wrong: under scatter-reduce-allgather --------------------------------------------
+
+
+def with_change(compressor, at: int, data: bytes) -> Simulation:
+    """Ranks of which one sends other bytes at a place of its first message with a payload to an owner."""
+    wire = untouched("sra", compressor)
+    number = next(
+        n
+        for n in wire.messages()
+        if wire.ways[n][0] == 2 != wire.ways[n][1] and len(payload_of(wire.kept[n])) >= len(data)
+    )
+
+    def change(_: list[np.ndarray], message: np.ndarray) -> np.ndarray:
+        message[at : at + len(data)] = np.frombuffer(data, np.uint8)
+        return message
+
+    return simulate("sra", Wire(number, change), compressor)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "dtype"),
+    [
+        (Quantize(4, 50), "float32"),
+        (Quantize(4, 50, "l2"), "float32"),
+        (Cast("float32"), "float32"),
+        (Cast("float16"), "float32"),  # of the block's scale
+        (Cast("bfloat16"), "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+def test_a_scale_or_value_that_is_not_finite_is_flagged_on_every_rank(compressor, dtype: str, bad: float):
+    """The owner decodes it, so all ranks see its mean."""
+    ranks = with_change(compressor, HEADER, np.full(4, bad, DTYPES[dtype]).tobytes())
+    assert ranks.attempt() == [None] * WORLD
+    assert all(not p.result.finite for p in ranks.pipelines)
+    assert not any(p.commit() for p in ranks.pipelines)
+
+
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+def test_a_vote_that_reached_one_owner_only_reaches_all(layer: int):
+    ranks = with_change(BITS4, 32 + layer, bytes([PRESENT | NONFINITE]))
+    assert ranks.attempt() == [None] * WORLD
+    for pipeline in ranks.pipelines:
+        assert pipeline.result.nonfinite.tolist() == [i == layer for i in range(len(LAYERS))]
+    assert all(np.isnan(rank.outputs[layer]).all() for rank in ranks.ranks)
+
+
+def test_a_count_that_is_off_is_refused():
+    """An allreduce has no single sender; its header is checked in the sum."""
+    ranks = Simulation(LAYERS, Identity(), 3, reorder=False)
+
+    def spoil() -> None:
+        for fused in (s for p in ranks.pipelines for program in p._programs for s in program._sums.values()):
+            fused._counts[3] += 1
+
+    errors = ranks.attempt(during=spoil)
+    assert any(isinstance(error, PlanMismatchError) for error in errors)
+    assert all(error is not None for error in errors)
