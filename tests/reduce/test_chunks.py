@@ -43,26 +43,18 @@ def test_every_element_is_in_one_chunk_and_chunks_are_in_order(bucket, count: in
 
 @examples(100)
 @given(buckets(), counts)
-def test_every_segment_keeps_its_level_and_is_known_by_its_pieces(bucket, count: int):
+def test_every_segment_keeps_its_level_and_is_cut_at_quantisation_buckets(bucket, count: int):
     layers, parts = bucket
     for part, segments in zip(parts, Chunks(parts, len(layers), count).place(), strict=True):
-        whole = part.group.table[segments.cut_from]
+        table, whole = segments.table, part.group.table[segments.cut_from]
         for column in ("level", "bucket_size", "layer", "dtype"):
-            assert (segments.table[column] == whole[column]).all()
+            assert (table[column] == whole[column]).all()
         assert (segments.layers == part.group.layers[segments.cut_from]).all()
         assert (segments.header_index == part.header_index[segments.cut_from]).all()
         assert set(segments.cut_from.tolist()) == set(range(len(part.group.table)))  # empty ones, too
-
-
-@examples(100)
-@given(buckets(), counts)
-def test_borders_fall_on_quantisation_buckets(bucket, count: int):
-    layers, parts = bucket
-    for segments in Chunks(parts, len(layers), count).place():
-        ends = segments.table["start"] + segments.table["length"]
-        sizes = np.array([layers[i].size for i in segments.layers])
-        assert (segments.table["start"] % segments.table["bucket_size"] == 0).all()
-        assert ((ends % segments.table["bucket_size"] == 0) | (ends == sizes)).all()
+        ends, sizes = table["start"] + table["length"], np.array([layers[i].size for i in segments.layers])
+        assert (table["start"] % table["bucket_size"] == 0).all()
+        assert ((ends % table["bucket_size"] == 0) | (ends == sizes)).all()
 
 
 @examples(100)

@@ -99,6 +99,16 @@ class TestByteHeader:
     def test_steps_are_compared_modulo_two_to_the_32(self):
         header(HeaderId(1, 2**32 + 5, 0)).read(message(header_id=HeaderId(1, 2**32 + 5, 0)), CHUNK, SENDER)
 
+    def test_chunks_and_senders_of_large_worlds_are_told_apart(self):
+        made = ByteHeader(1, np.zeros(1024, np.int64))
+        made.identify(HEADER_ID, 0)
+        buffer = np.zeros(made.message_bytes[1023], np.uint8)
+        made.write(buffer, 1023, BucketFlags(STATES[-2:], 1022))
+        made.read(buffer, 1023, 1022)
+        for chunk, sender in ((1023 - 256, 1022), (1023, 1022 - 256)):
+            with pytest.raises(WireFormatError, match="instead of"):
+                made.read(buffer, chunk, sender)
+
     @given(st.binary(max_size=40))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
         with pytest.raises((WireFormatError, PlanMismatchError)):
