@@ -9,31 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from gradcomp import (
-    EF21,
-    Assignment,
-    Compressor,
-    ConfigError,
-    ErrorFeedback,
-    FixedPlan,
-    LayerSpec,
-    LocalClip,
-    MomentumCorrection,
-    Plan,
-    Quantize,
-    TopK,
-)
+import gradcomp as gc
 from gradcomp.compress.blocks import LEAST_BUCKETS, borders, count_for
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, Request
 from gradcomp.testing.simulation import Simulation, plan_for, same_bytes, true_mean
 
 LAYERS = [
-    LayerSpec("a", (33, 20)),
-    LayerSpec("b", (40, 7, 3), "float16"),
-    LayerSpec("c", (150,)),
-    LayerSpec("d", (2, 500)),
-    LayerSpec("e", (0, 8)),
+    gc.LayerSpec("a", (33, 20)),
+    gc.LayerSpec("b", (40, 7, 3), "float16"),
+    gc.LayerSpec("c", (150,)),
+    gc.LayerSpec("d", (2, 500)),
+    gc.LayerSpec("e", (0, 8)),
 ]
 SMALL = {"slice_elements": 200}  # slices end inside blocks
 
@@ -43,7 +30,7 @@ shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 @given(shapes, st.integers(2, 40), st.integers(1, 90))
 @examples(60)
 def test_blocks_are_rows_up_to_the_bucket_in_which_they_begin(shape, count, unit):
-    layer = LayerSpec("w", shape)
+    layer = gc.LayerSpec("w", shape)
     at = borders(layer, count, unit)
     rows = shape[0] if len(shape) > 1 else layer.size
     width = layer.size // rows
@@ -57,8 +44,8 @@ def test_blocks_are_rows_up_to_the_bucket_in_which_they_begin(shape, count, unit
 @given(shapes, st.integers(1, 256), st.sampled_from([1, 16, 33]))
 @examples(60)
 def test_blocks_of_a_controller_are_not_too_small(shape, most, size):
-    layer = LayerSpec("w", shape)
-    count = count_for(layer, Quantize(4, size), most)
+    layer = gc.LayerSpec("w", shape)
+    count = count_for(layer, gc.Quantize(4, size), most)
     assert 1 <= count <= most
     if len(shape) == 1:
         assert count == 1
@@ -68,7 +55,7 @@ def test_blocks_of_a_controller_are_not_too_small(shape, most, size):
         assert 0 not in np.diff(borders(layer, count, size))
 
 
-def means_of(compressor: Compressor, world: int, **settings):
+def means_of(compressor: gc.Compressor, world: int, **settings):
     """The means of three steps."""
     ranks = Simulation(LAYERS, compressor, world, **settings)
     return [ranks.step().all_means() for _ in range(3)]
@@ -80,15 +67,15 @@ def means_of(compressor: Compressor, world: int, **settings):
         (lambda c: c, {"reduction": "ring", **SMALL}),
         (lambda c: c, {"reduction": "all_to_all"}),
         (lambda c: c, {"reduction": "hierarchical", "topology": Topology([0, 0, 1])}),
-        (lambda c: MomentumCorrection(c, factor=0.5), SMALL),
-        (lambda c: LocalClip(c, max_norm=2.0), SMALL),
-        (ErrorFeedback, SMALL),
-        (EF21, {}),
+        (lambda c: gc.MomentumCorrection(c, factor=0.5), SMALL),
+        (lambda c: gc.LocalClip(c, max_norm=2.0), SMALL),
+        (gc.ErrorFeedback, SMALL),
+        (gc.EF21, {}),
     ],
 )
 def test_equal_levels_are_a_single_level_bit_for_bit(around, settings):
     blocks, single = (
-        means_of(around(Quantize(bits, 21, rounding="nearest", feedback=True)), 3, **settings)
+        means_of(around(gc.Quantize(bits, 21, rounding="nearest", feedback=True)), 3, **settings)
         for bits in ((4, 4, 4, 4, 4), 4)
     )
     for mine, theirs in zip(blocks, single, strict=True):
@@ -97,7 +84,9 @@ def test_equal_levels_are_a_single_level_bit_for_bit(around, settings):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
-    "compressor", [Quantize(4, 16), Quantize(4, 16, rounding="nearest"), Quantize(4, 16, "linf")], ids=str
+    "compressor",
+    [gc.Quantize(4, 16), gc.Quantize(4, 16, rounding="nearest"), gc.Quantize(4, 16, "linf")],
+    ids=str,
 )
 @pytest.mark.parametrize("settings", [{}, SMALL], ids=["whole", "slices"])
 def test_a_block_is_what_it_would_be_alone(world, compressor, settings):
@@ -119,9 +108,9 @@ def test_a_block_is_what_it_would_be_alone(world, compressor, settings):
 def test_feedback_telescopes_through_changes_to_blocks_and_back(world):
     """True means minus applied means are what is owed, whoever changes the plan."""
     first, *proposed = (
-        Quantize(bits, 16, rounding="nearest") for bits in (4, (2, 6), (5, 3, 4), (3, 3, 2, 6, 4), 3)
+        gc.Quantize(bits, 16, rounding="nearest") for bits in (4, (2, 6), (5, 3, 4), (3, 3, 2, 6, 4), 3)
     )
-    chosen = TopK(0.1), Quantize((2, 6, 3), 16, rounding="nearest"), TopK(0.1)
+    chosen = gc.TopK(0.1), gc.Quantize((2, 6, 3), 16, rounding="nearest"), gc.TopK(0.1)
     ranks, missing = Simulation(LAYERS, first, world, **SMALL), [np.zeros(layer.size) for layer in LAYERS]
     levels = set()
     for step in range(24):
@@ -150,7 +139,7 @@ def test_requests_between_steps_take_blocks(kind, world):
     )
     found = {}
     for bits in ((5, 5, 5), 5, (2, 7, 4), 2, 7, 4):
-        ranked = Ranked(Request.of(kind, layers, Quantize(bits, 16), borders=shards), world)
+        ranked = Ranked(Request.of(kind, layers, gc.Quantize(bits, 16), borders=shards), world)
         found[bits] = ranked.run(inputs_of(ranked))
     for number, layer in enumerate(layers):
         lengths = np.diff(borders(layer, 3, 16))
@@ -165,10 +154,10 @@ def test_requests_between_steps_take_blocks(kind, world):
 @pytest.mark.parametrize("allocate", ["bucket", "bytes"])
 @pytest.mark.parametrize("reduction", ["sra", "ring"])
 def test_bits_by_bucket_keep_the_error_of_each_block(allocate, reduction):
-    layers, gradients = [LayerSpec("a", (60, 96))], None
+    layers, gradients = [gc.LayerSpec("a", (60, 96))], None
     lost = {}
     for form in (None, allocate):
-        ranks = Simulation(layers, Quantize((2, 4, 6), 32, allocate=form), 3, reduction=reduction, **SMALL)
+        ranks = Simulation(layers, gc.Quantize((2, 4, 6), 32, allocate=form), 3, reduction=reduction, **SMALL)
         gradients = gradients or ranks.gradients()
         errors = ranks.step(gradients).mean(0) - np.mean([rank[0] for rank in gradients], axis=0)
         lost[form] = np.square(errors).reshape(3, -1).sum(axis=1)
@@ -177,28 +166,28 @@ def test_bits_by_bucket_keep_the_error_of_each_block(allocate, reduction):
 
 
 def test_a_fixed_plan_reads_blocks():
-    plan = plan_for(LAYERS, Quantize((2, 6, 3), 16))
+    plan = plan_for(LAYERS, gc.Quantize((2, 6, 3), 16))
     forms = {"*": "quantize:bits=2/6/3,bucket_size=16"}
     for source in (plan.to_json(), forms):
-        ranks = Simulation(LAYERS, Quantize(4, 16), 2, controller=FixedPlan(source))
+        ranks = Simulation(LAYERS, gc.Quantize(4, 16), 2, controller=gc.FixedPlan(source))
         for _ in range(3):
             ranks.step().all_means()
         assert {a.level for a in ranks.pipelines[0].plan.assignments} == {(2, 6, 3)}
-    with pytest.raises(ConfigError):
-        FixedPlan({"*": [2, 6, 3]})
+    with pytest.raises(gc.ConfigError):
+        gc.FixedPlan({"*": [2, 6, 3]})
 
 
 def test_plans_hold_blocks():
-    compressor = ErrorFeedback(Quantize((3, 4, 4, 2), 128, rounding="nearest"))
+    compressor = gc.ErrorFeedback(gc.Quantize((3, 4, 4, 2), 128, rounding="nearest"))
     assert compressor.family_string() == compressor.with_level(4).family_string()
-    plan = Plan(3, (Assignment("a", compressor.family_string(), compressor.level),))
+    plan = gc.Plan(3, (gc.Assignment("a", compressor.family_string(), compressor.level),))
     assert '",[3,4,4,2]]' in plan.to_json()
-    assert Plan.from_json(plan.to_json()) == plan
+    assert gc.Plan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("levels", [[0, 4], [4, 9], [10**30, 4]], ids=str)
 def test_a_plan_with_impossible_levels_is_refused(levels):
-    family = Quantize(4).family_string()
-    plan = Plan.from_json(f'{{"assignments":[["a","{family}",{levels}]],"version":1}}')
-    with pytest.raises(ConfigError):
-        Simulation([LayerSpec("a", (64, 64))], plan, 2)
+    family = gc.Quantize(4).family_string()
+    plan = gc.Plan.from_json(f'{{"assignments":[["a","{family}",{levels}]],"version":1}}')
+    with pytest.raises(gc.ConfigError):
+        Simulation([gc.LayerSpec("a", (64, 64))], plan, 2)

@@ -6,31 +6,19 @@ import numpy as np
 import pytest
 from compress.selecting import only_largest
 
-from gradcomp import (
-    EF21,
-    Compressor,
-    ErrorFeedback,
-    LayerSpec,
-    MomentumCorrection,
-    OneBit,
-    PowerSGD,
-    Quantize,
-    RandomK,
-    TopK,
-    Warmup,
-)
+import gradcomp as gc
 from gradcomp.testing.simulation import Simulation, true_mean
 
-LAYERS = [LayerSpec("matrix", (13, 17)), LayerSpec("bias", (29,))]
+LAYERS = [gc.LayerSpec("matrix", (13, 17)), gc.LayerSpec("bias", (29,))]
 every_world = pytest.mark.parametrize("world", [1, 2, 3])
 
 INNER = {
-    "topk": TopK(0.1),
-    "quantize": Quantize(4, 32, rounding="nearest"),
-    "drawn": Quantize(6, 32),
-    "one_bit": OneBit(64),
-    "random_k": RandomK(0.3),
-    "powersgd": PowerSGD(2),
+    "topk": gc.TopK(0.1),
+    "quantize": gc.Quantize(4, 32, rounding="nearest"),
+    "drawn": gc.Quantize(6, 32),
+    "one_bit": gc.OneBit(64),
+    "random_k": gc.RandomK(0.3),
+    "powersgd": gc.PowerSGD(2),
 }
 every_inner = pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 
@@ -43,7 +31,7 @@ def field(ranks: Simulation, rank: int, name: str, layer: int) -> np.ndarray:
 @pytest.mark.parametrize("momentum", [0.0, 0.75])
 def test_steps_are_those_of_the_paper(world: int, momentum: float):
     """v = m v + (1 - m) x; g_i += C(v - g_i); g += mean C(v - g_i): by the top k, in float64, with a discarded step."""
-    ranks = Simulation(LAYERS, EF21(TopK(0.4), momentum), world)
+    ranks = Simulation(LAYERS, gc.EF21(gc.TopK(0.4), momentum), world)
     v, own = ([[np.zeros(layer.size) for layer in LAYERS] for _ in range(world)] for _ in range(2))
     mean = [np.zeros(layer.size) for layer in LAYERS]
     for number in range(6):
@@ -68,7 +56,7 @@ def test_steps_are_those_of_the_paper(world: int, momentum: float):
 @every_inner
 def test_all_ranks_know_the_mean_of_what_each_is_known_by(inner, world: int):
     """Nothing is coded twice: else g would leave the mean of the g_i."""
-    ranks = Simulation(LAYERS, EF21(inner), world, slice_elements=96, shuffle=True)
+    ranks = Simulation(LAYERS, gc.EF21(inner), world, slice_elements=96, shuffle=True)
     for number in range(5):
         ranks.step(commit=number != 2)
         for layer in range(len(LAYERS)):
@@ -81,19 +69,19 @@ def test_all_ranks_know_the_mean_of_what_each_is_known_by(inner, world: int):
 def test_of_gradients_that_stand_still_nothing_is_lost(inner):
     """What error feedback does not give: with it every step still loses what it does not send."""
 
-    def errors(compressor: Compressor, steps: int) -> list[float]:
+    def errors(compressor: gc.Compressor, steps: int) -> list[float]:
         ranks = Simulation(LAYERS, compressor, 2)
         gradients = ranks.gradients()
         true = [true_mean(gradients, layer) for layer in range(len(LAYERS))]
         means = [ranks.step(gradients).all_means() for _ in range(steps)]
         return [max(float(np.abs(m - t).max()) for m, t in zip(mean, true, strict=True)) for mean in means]
 
-    lost = errors(EF21(inner), 61)
+    lost = errors(gc.EF21(inner), 61)
     assert lost[-1] < 0.02 * lost[0]
-    assert lost[-1] < 0.1 * min(errors(inner if inner.traits.keeps_residual else ErrorFeedback(inner), 60))
+    assert lost[-1] < 0.1 * min(errors(inner if inner.traits.keeps_residual else gc.ErrorFeedback(inner), 60))
 
 
 def test_wrappers_go_around():
-    ranks = Simulation(LAYERS, Warmup(MomentumCorrection(EF21(TopK(0.2)), 0.5, mask=False), 1), 2)
+    ranks = Simulation(LAYERS, gc.Warmup(gc.MomentumCorrection(gc.EF21(gc.TopK(0.2)), 0.5, mask=False), 1), 2)
     for _ in range(3):
         assert all(np.isfinite(mean).all() for mean in ranks.step().all_means())

@@ -9,14 +9,14 @@ import pytest
 from configurations import ROWS
 from tiers import every_value
 
-from gradcomp import NUQSGD, Compressor, ErrorFeedback, LayerSpec, Quantize, RandomK, Signum, TopK
+import gradcomp as gc
 from gradcomp.compress import from_string
 from gradcomp.compress.base import Coded
 from gradcomp.control.candidates import default_levels
 from gradcomp.control.distortion.round_trip import round_trip
 from gradcomp.testing.simulation import Simulation
 
-NOISE, CONSTANT = LAYERS = [LayerSpec("noise", (16, 32)), LayerSpec("constant", (16, 32))]
+NOISE, CONSTANT = LAYERS = [gc.LayerSpec("noise", (16, 32)), gc.LayerSpec("constant", (16, 32))]
 SIZE = NOISE.size
 STEPS = 300
 
@@ -37,7 +37,7 @@ DEFAULTS = (
 EVERY = [row.compressor for row in ROWS.values()] + [from_string(text) for text in DEFAULTS]
 
 
-def without_index_coding(compressor: Compressor) -> Compressor:
+def without_index_coding(compressor: gc.Compressor) -> gc.Compressor:
     """What differs in nothing that counts here is the same."""
     bare = compressor.bare()
     return replace(bare, indices="auto") if hasattr(bare, "indices") else bare
@@ -51,14 +51,14 @@ KEEPING = {
 BOUNDED = {b.to_string(): b for c in EVERY if (b := without_index_coding(c)).distortion(NOISE) is not None}
 
 
-def kept_alone(compressor: Compressor) -> Compressor:
+def kept_alone(compressor: gc.Compressor) -> gc.Compressor:
     """The compressor with its residual and decay, but without momentum and clipping."""
     bare, decay = without_index_coding(compressor), compressor.traits.residual_decay
     keeps = bare.traits.keeps_residual and bare.traits.residual_decay == decay
-    return bare if keeps else ErrorFeedback(bare, decay)
+    return bare if keeps else gc.ErrorFeedback(bare, decay)
 
 
-def of_what_kind(compressor: Compressor) -> tuple[object, ...]:
+def of_what_kind(compressor: gc.Compressor) -> tuple[object, ...]:
     bare = compressor.bare()
     codec = getattr(bare, "values", bare)
     return type(bare), type(codec), getattr(codec, "rounding", None), getattr(codec, "scaling", None)
@@ -67,7 +67,7 @@ def of_what_kind(compressor: Compressor) -> tuple[object, ...]:
 @pytest.mark.parametrize(
     "compressor", every_value(KEEPING.values(), of_what_kind), ids=[text for text, _ in KEEPING]
 )
-def test_residuals_stay_bounded_and_everything_is_sent(compressor: Compressor):
+def test_residuals_stay_bounded_and_everything_is_sent(compressor: gc.Compressor):
     distortion = without_index_coding(compressor).distortion(NOISE)
     in_time = min(STEPS, np.ceil(10 / max(distortion.delta, 0.01))) if distortion else STEPS
     generator = np.random.default_rng(5)
@@ -122,7 +122,7 @@ def vectors() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("compressor", BOUNDED.values(), ids=BOUNDED)
-def test_no_vector_exceeds_the_bounds(compressor: Compressor):
+def test_no_vector_exceeds_the_bounds(compressor: gc.Compressor):
     distortion = compressor.distortion(NOISE)
     for name, values in vectors().items():
         x = values.astype(np.float64)
@@ -143,28 +143,32 @@ def test_every_coded_compressor_says_what_it_is():
 # --- what is allowed ----------------------------------------------------------------------------------------
 
 
-SMALL = [RandomK(1.0, scaled=True), Quantize(4), NUQSGD(4), "fp16", "none"]
+SMALL = [gc.RandomK(1.0, scaled=True), gc.Quantize(4), gc.NUQSGD(4), "fp16", "none"]
 # Their errors may exceed what they code in sum, not in any element that is sent.
-LARGEST = [TopK(values=Quantize(4)), TopK(1.0, values=Quantize(3, 37, "linf")), TopK(values=Quantize(2))]
+LARGEST = [
+    gc.TopK(values=gc.Quantize(4)),
+    gc.TopK(1.0, values=gc.Quantize(3, 37, "linf")),
+    gc.TopK(values=gc.Quantize(2)),
+]
 
 
 @pytest.mark.parametrize("inner", SMALL + LARGEST)
 def test_feedback_around_a_small_variance_or_the_largest_elements_is_taken(inner):
-    assert ErrorFeedback(inner).traits.keeps_residual
+    assert gc.ErrorFeedback(inner).traits.keeps_residual
 
 
 @pytest.mark.parametrize(
     ("own", "levels"),
     [
-        (Quantize(5, scaling="l2", rounding="nearest"), [5, 6, 7, 8]),
-        (Quantize(4, rounding="nearest"), [2, 3, 4, 5, 6, 7, 8]),
-        (Quantize(2, rounding="nearest"), [1, 2, 3, 4]),
-        (Quantize(2, feedback=True), [2, 3, 4]),
-        (NUQSGD(4, rounding="nearest"), [4, 5, 6, 7, 8]),
+        (gc.Quantize(5, scaling="l2", rounding="nearest"), [5, 6, 7, 8]),
+        (gc.Quantize(4, rounding="nearest"), [2, 3, 4, 5, 6, 7, 8]),
+        (gc.Quantize(2, rounding="nearest"), [1, 2, 3, 4]),
+        (gc.Quantize(2, feedback=True), [2, 3, 4]),
+        (gc.NUQSGD(4, rounding="nearest"), [4, 5, 6, 7, 8]),
     ],
     ids=str,
 )
-def test_default_ranges_leave_out_what_would_be_refused(own: Compressor, levels: list[int]):
+def test_default_ranges_leave_out_what_would_be_refused(own: gc.Compressor, levels: list[int]):
     assert default_levels(own) == levels
 
 
@@ -173,7 +177,7 @@ def test_default_ranges_leave_out_what_would_be_refused(own: Compressor, levels:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_noise_and_silence_move_nothing_under_signum(world: int):
-    ranks = Simulation([LayerSpec("w", (2000,))], Signum(500), world)
+    ranks = Simulation([gc.LayerSpec("w", (2000,))], gc.Signum(500), world)
     total = np.zeros(2000)
     for _ in range(40):
         gradients = ranks.gradients()

@@ -123,22 +123,6 @@ def test_lemma_5_and_15_sparsity(bits: int) -> None:
         assert sent.sum() <= steps.sum() + 1e-3
 
 
-# --- lemma 4 -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [2, 3, 16])
-def test_lemma_4(k: int) -> None:
-    """E |Q(x) - x|^2 <= 1/k E |x* - x|^2, x* the nearest point of each lattice of steps k unit, or another point."""
-    x = normal(200)
-    _, value, unit = shifted(x, 6)
-    lost = ((value - x) ** 2).sum(axis=1).mean()
-    coarse = k * unit
-    r = SHIFTS[:, None].astype(np.float64) * coarse
-    nearest = coarse * np.rint((x - r) / coarse) + r
-    for point in (nearest, nearest + coarse * np.random.default_rng(0).integers(-1, 2, nearest.shape)):
-        assert lost <= ((point - x) ** 2).sum(axis=1).mean() / k
-
-
 # --- the draw -----------------------------------------------------------------------------------------------------
 
 

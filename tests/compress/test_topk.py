@@ -12,17 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from gradcomp import (
-    DGC,
-    Cast,
-    Compressor,
-    GlobalTopK,
-    LayerSpec,
-    RedSync,
-    TopK,
-    TwoLevelSelection,
-    WireFormatError,
-)
+import gradcomp as gc
 from gradcomp.exchange.layout import build_layout
 from gradcomp.kernels import selection
 from gradcomp.reduce.header import ByteHeader
@@ -30,8 +20,8 @@ from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation, plan_for, same_bytes, true_mean
 
 
-def layers_of(*sizes: int) -> list[LayerSpec]:
-    return [LayerSpec(f"layer{i}", (n,)) for i, n in enumerate(sizes)]
+def layers_of(*sizes: int) -> list[gc.LayerSpec]:
+    return [gc.LayerSpec(f"layer{i}", (n,)) for i, n in enumerate(sizes)]
 
 
 LAYERS = layers_of(4000, 0, 1, 600, 70)
@@ -59,7 +49,8 @@ def gradients(step: int, world: int) -> list[list[np.ndarray]]:
 )
 def test_the_mean_and_the_residuals_are_those_with_zeros(world: int, density: float, values: str):
     with_zeros, without = (
-        Simulation(LAYERS, TopK(density, values=Cast(values), zeros=zeros), world) for zeros in (True, False)
+        Simulation(LAYERS, gc.TopK(density, values=gc.Cast(values), zeros=zeros), world)
+        for zeros in (True, False)
     )
     for step in range(STEPS):
         given = gradients(step, world)
@@ -72,10 +63,15 @@ def test_the_mean_and_the_residuals_are_those_with_zeros(world: int, density: fl
 @every_world
 @pytest.mark.parametrize(
     "compressor",
-    [TopK(0.4), DGC(0.4, momentum_factor=0.0), RedSync(0.4), TwoLevelSelection(TopK(0.6), 0.4)],
-    ids=Compressor.to_string,
+    [
+        gc.TopK(0.4),
+        gc.DGC(0.4, momentum_factor=0.0),
+        gc.RedSync(0.4),
+        gc.TwoLevelSelection(gc.TopK(0.6), 0.4),
+    ],
+    ids=gc.Compressor.to_string,
 )
-def test_feedback_telescopes_over_layers_of_zeros(compressor: Compressor, world: int):
+def test_feedback_telescopes_over_layers_of_zeros(compressor: gc.Compressor, world: int):
     ranks = Simulation(LAYERS, compressor, world)
     missing = [np.zeros(layer.size) for layer in LAYERS]
     for step in range(STEPS):
@@ -87,10 +83,10 @@ def test_feedback_telescopes_over_layers_of_zeros(compressor: Compressor, world:
 
 @pytest.mark.parametrize(
     "compressor",
-    [TopK(0.4, indices="raw"), DGC(0.4, momentum_factor=0.0), TwoLevelSelection(TopK(0.6), 0.4)],
-    ids=Compressor.to_string,
+    [gc.TopK(0.4, indices="raw"), gc.DGC(0.4, momentum_factor=0.0), gc.TwoLevelSelection(gc.TopK(0.6), 0.4)],
+    ids=gc.Compressor.to_string,
 )
-def test_what_travels_is_k_elements_or_all_that_are_not_zero(compressor: Compressor):
+def test_what_travels_is_k_elements_or_all_that_are_not_zero(compressor: gc.Compressor):
     ranks = Simulation(LAYERS, compressor, 2, record=True, reorder=False)
     given = gradients(1, 2)
     ranks.step(given)
@@ -103,7 +99,7 @@ def test_what_travels_is_k_elements_or_all_that_are_not_zero(compressor: Compres
 
 
 def test_with_zeros_there_is_no_round_of_sizes_and_no_count():
-    ranks = Simulation(LAYERS, TopK(0.1, zeros=True, indices="raw"), 2, record=True, reorder=False)
+    ranks = Simulation(LAYERS, gc.TopK(0.1, zeros=True, indices="raw"), 2, record=True, reorder=False)
     ranks.step(gradients(0, 2))
     k = 400 + 0 + 1 + 60 + 7
     for rank in ranks.ranks:
@@ -118,9 +114,9 @@ def test_a_count_above_k_is_refused(count: int):
             struct.pack_into("<I", message, ByteHeader.size(1), count)
         return message
 
-    ranks = Simulation(layers_of(400), TopK(0.1), 2, tamper=tamper, reorder=False)
+    ranks = Simulation(layers_of(400), gc.TopK(0.1), 2, tamper=tamper, reorder=False)
     error = ranks.attempt()[0]
-    assert isinstance(error, WireFormatError)
+    assert isinstance(error, gc.WireFormatError)
     assert f"{count} elements, at most 40 are possible" in str(error)
 
 
@@ -130,7 +126,7 @@ MODEL = layers_of(30, 0, 1, 17, 52)
 TOTAL = 100
 
 
-def selected(compressor: GlobalTopK, values: np.ndarray) -> np.ndarray:
+def selected(compressor: gc.GlobalTopK, values: np.ndarray) -> np.ndarray:
     """The elements of the model, in the order in which rows travel, that one rank sends."""
     ranks = Simulation(MODEL, compressor, 1, reorder=False)
     rows = ranks.pipelines[0].layout.buckets[0].groups[0].layers.tolist()
@@ -153,13 +149,13 @@ any_values = st.lists(
 @examples(80)
 def test_exactly_the_k_largest_are_sent_and_of_equals_the_first(values, share: int):
     given = np.array(values, np.float32)
-    sent = selected(GlobalTopK(share / 1024, feedback=False), given)
+    sent = selected(gc.GlobalTopK(share / 1024, feedback=False), given)
     np.testing.assert_array_equal(sent, largest(given, max(1, round(share / 1024 * TOTAL))))
 
 
 @pytest.mark.parametrize(("value", "sent"), [(0.0, 0), (1.0, 10)])
 def test_of_equal_elements_no_more_than_k_travel(value: float, sent: int):
-    ranks = Simulation(MODEL, GlobalTopK(0.1, indices="raw"), 2, record=True, reorder=False)
+    ranks = Simulation(MODEL, gc.GlobalTopK(0.1, indices="raw"), 2, record=True, reorder=False)
     ranks.step([[np.full(layer.size, value, np.float32) for layer in MODEL]] * 2)
     data = ranks.ranks[0].transport.sent[-1][1]
     assert len(payload_of(data)) == 4 * len(MODEL) + 8 * sent
@@ -172,17 +168,17 @@ def test_the_selection_is_found_in_few_passes(monkeypatch):
     monkeypatch.setattr(selection, "tail", lambda *arguments: (passes.append(1), tail(*arguments)))
     values = np.full(TOTAL, 1e-45, np.float32)
     values[40] = 3e38
-    assert len(selected(GlobalTopK(0.05, feedback=False), values)) == 5
+    assert len(selected(gc.GlobalTopK(0.05, feedback=False), values)) == 5
     assert len(passes) <= 33
 
 
 def test_the_whole_model_is_one_bucket_whatever_the_slices():
-    ranks = Simulation(MODEL, GlobalTopK(0.1), 2, slice_elements=20)
+    ranks = Simulation(MODEL, gc.GlobalTopK(0.1), 2, slice_elements=20)
     assert len(ranks.pipelines[0].layout.buckets) == 1
 
 
 def test_densities_that_differ_add_up():
-    plan = plan_for(MODEL, GlobalTopK(0.1))
+    plan = plan_for(MODEL, gc.GlobalTopK(0.1))
     mixed = dataclasses.replace(
         plan, assignments=(*plan.assignments[:4], dataclasses.replace(plan.assignments[4], level=0.5))
     )
@@ -194,7 +190,7 @@ def test_densities_that_differ_add_up():
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.floats(1e-6, 1.0))
 @examples(60)
 def test_wire_bytes_shares_out_k(sizes, density: float):
-    layers, compressor = layers_of(*sizes), GlobalTopK(density, indices="raw")
+    layers, compressor = layers_of(*sizes), gc.GlobalTopK(density, indices="raw")
     plan = plan_for(layers, compressor)
     group = build_layout(layers, plan, range(len(layers)), frozenset(), 100).buckets[0].groups[0]
     k = min(sum(sizes), max(1, round(density * sum(sizes))))
@@ -202,7 +198,7 @@ def test_wire_bytes_shares_out_k(sizes, density: float):
 
 
 def test_a_layer_that_is_not_finite_does_not_spoil_the_choice_among_the_others():
-    ranks = Simulation(MODEL, GlobalTopK(0.1), 2)
+    ranks = Simulation(MODEL, gc.GlobalTopK(0.1), 2)
     gradients = ranks.gradients()
     gradients[0][4][:] = np.nan
     outcome = ranks.step(gradients)

@@ -6,18 +6,7 @@ import numpy as np
 import pytest
 from compress.selecting import largest, select
 
-from gradcomp import (
-    DGC,
-    ErrorFeedback,
-    Identity,
-    LayerSpec,
-    LocalClip,
-    MomentumCorrection,
-    Quantize,
-    RedSync,
-    SIDCo,
-    TopK,
-)
+import gradcomp as gc
 from gradcomp.compress import TwoLevelSelection
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.compress.sparse.two_level_selection import (
@@ -31,13 +20,13 @@ from gradcomp.kernels.step import Observations
 from gradcomp.testing.simulation import Simulation, plan_for, same_bytes
 
 LAYERS = [
-    LayerSpec("a", (40, 13)),
-    LayerSpec("none", (0,)),
-    LayerSpec("half", (300,), "float16"),
-    LayerSpec("brain", (60,), "bfloat16"),
-    LayerSpec("one", (1,)),
+    gc.LayerSpec("a", (40, 13)),
+    gc.LayerSpec("none", (0,)),
+    gc.LayerSpec("half", (300,), "float16"),
+    gc.LayerSpec("brain", (60,), "bfloat16"),
+    gc.LayerSpec("one", (1,)),
 ]
-INNER = [TopK(0.2), DGC(0.2, momentum_factor=0.0, sample=0.5), RedSync(0.2), SIDCo(0.2)]
+INNER = [gc.TopK(0.2), gc.DGC(0.2, momentum_factor=0.0, sample=0.5), gc.RedSync(0.2), gc.SIDCo(0.2)]
 by_send = pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
 by_name = pytest.mark.parametrize("inner", INNER, ids=lambda c: c.name)
 
@@ -64,12 +53,12 @@ def p_of(ranks: Simulation, gradients, rank: int, layer: int) -> np.ndarray:
 
 
 SAME = {
-    "candidate": (TopK(0.03), TwoLevelSelection(TopK(0.2), 0.03)),
+    "candidate": (gc.TopK(0.03), TwoLevelSelection(gc.TopK(0.2), 0.03)),
     "candidate, coded": (
-        TopK(0.03, values=Quantize(4, 32)),
-        TwoLevelSelection(TopK(0.2, values=Quantize(4, 32)), 0.03),
+        gc.TopK(0.03, values=gc.Quantize(4, 32)),
+        TwoLevelSelection(gc.TopK(0.2, values=gc.Quantize(4, 32)), 0.03),
     ),
-    "candidate beyond the density": (TopK(0.05), TwoLevelSelection(TopK(0.05), 0.5)),
+    "candidate beyond the density": (gc.TopK(0.05), TwoLevelSelection(gc.TopK(0.05), 0.5)),
     **{f"minimum of {inner.name}": (inner, TwoLevelSelection(inner, 0.03, "minimum")) for inner in INNER},
 }
 
@@ -116,7 +105,7 @@ def test_what_is_noted_are_squared_norms_without_loss_scale(inner, send: str):
 
 @by_name
 def test_the_candidate_is_the_largest_of_what_was_selected(inner):
-    spec = [LayerSpec("w", (500,))]
+    spec = [gc.LayerSpec("w", (500,))]
     ranks = Simulation(spec, TwoLevelSelection(inner, 0.03), 1)
     for step in range(4):
         gradients = ranks.gradients()
@@ -135,9 +124,9 @@ def test_fewer_than_the_candidate_wants_may_be_selected():
     # The sample sees even elements only, and its threshold lets half of what is wanted through.
     gradient = np.full(500, 1e-3, np.float32)
     gradient[::2] = 1 + np.arange(250)
-    inner = DGC(0.2, momentum_factor=0.0, sample=0.5)
+    inner = gc.DGC(0.2, momentum_factor=0.0, sample=0.5)
     few, all_of_them = (
-        Simulation([LayerSpec("w", (500,))], c, 2) for c in (TwoLevelSelection(inner, 0.18), inner)
+        Simulation([gc.LayerSpec("w", (500,))], c, 2) for c in (TwoLevelSelection(inner, 0.18), inner)
     )
     seen = watched(few)
     mean = few.step([[gradient], [gradient]]).mean(0)
@@ -148,14 +137,14 @@ def test_fewer_than_the_candidate_wants_may_be_selected():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_dense_is_the_allreduce_of_gradients_and_residuals(world: int):
-    layers = [LayerSpec("a", (40, 13)), LayerSpec("b", (77,))]
+    layers = [gc.LayerSpec("a", (40, 13)), gc.LayerSpec("b", (77,))]
     ranks, plain = (
-        Simulation(layers, TwoLevelSelection(TopK(0.1), 0.02), world),
-        Simulation(layers, Identity(), world),
+        Simulation(layers, TwoLevelSelection(gc.TopK(0.1), 0.02), world),
+        Simulation(layers, gc.Identity(), world),
     )
     ranks.step()
     for pipeline in ranks.pipelines:
-        pipeline.propose(plan_for(layers, TwoLevelSelection(TopK(0.1), 0.02, "dense"), 1))
+        pipeline.propose(plan_for(layers, TwoLevelSelection(gc.TopK(0.1), 0.02, "dense"), 1))
     ranks.step()
     gradients = ranks.gradients()
     p = [[p_of(ranks, gradients, r, i) for i in range(2)] for r in range(world)]
@@ -166,8 +155,8 @@ def test_dense_is_the_allreduce_of_gradients_and_residuals(world: int):
 
 @by_send
 def test_momentum_starts_again_where_it_was_sent(send: str):
-    spec = [LayerSpec("w", (200,))]
-    ranks = Simulation(spec, TwoLevelSelection(DGC(0.1, momentum_factor=0.5, sample=1.0), 0.02, send), 1)
+    spec = [gc.LayerSpec("w", (200,))]
+    ranks = Simulation(spec, TwoLevelSelection(gc.DGC(0.1, momentum_factor=0.5, sample=1.0), 0.02, send), 1)
     gradients = ranks.gradients()
     mean = ranks.step(gradients).mean(0)
     momentum = ranks.pipelines[0].fields[MOMENTUM].value(0)
@@ -176,19 +165,21 @@ def test_momentum_starts_again_where_it_was_sent(send: str):
 
 
 def test_without_the_mask_a_dense_step_is_one_of_momentum():
-    spec = [LayerSpec("w", (50,))]
-    plain = Simulation(spec, MomentumCorrection(Identity(), 0.5), 2)
-    ranks = Simulation(spec, TwoLevelSelection(DGC(0.1, momentum_factor=0.5, mask=False), 0.02, "dense"), 2)
+    spec = [gc.LayerSpec("w", (50,))]
+    plain = Simulation(spec, gc.MomentumCorrection(gc.Identity(), 0.5), 2)
+    ranks = Simulation(
+        spec, TwoLevelSelection(gc.DGC(0.1, momentum_factor=0.5, mask=False), 0.02, "dense"), 2
+    )
     for _ in range(3):
         assert same_bytes(ranks.step().mean(0), plain.step().mean(0))
 
 
 def test_nothing_is_selected_that_nobody_asked_for(monkeypatch):
-    monkeypatch.setattr(TopK, "select", lambda *_: pytest.fail("selected"))
-    ranks = Simulation(LAYERS, TwoLevelSelection(TopK(0.1), 0.02, "dense"), 2)
+    monkeypatch.setattr(gc.TopK, "select", lambda *_: pytest.fail("selected"))
+    ranks = Simulation(LAYERS, TwoLevelSelection(gc.TopK(0.1), 0.02, "dense"), 2)
     ranks.step()
     # At a factor of one there is nothing to select either.
-    everything = Simulation(LAYERS, TwoLevelSelection(TopK(1.0), 1.0, "dense"), 2)
+    everything = Simulation(LAYERS, TwoLevelSelection(gc.TopK(1.0), 1.0, "dense"), 2)
     seen = watched(everything)
     everything.step()
     for noted in seen:
@@ -197,7 +188,7 @@ def test_nothing_is_selected_that_nobody_asked_for(monkeypatch):
 
 
 def test_a_value_that_is_not_finite_shows_in_what_is_noted():
-    ranks = Simulation(LAYERS, TwoLevelSelection(TopK(0.2), 0.05), 2)
+    ranks = Simulation(LAYERS, TwoLevelSelection(gc.TopK(0.2), 0.05), 2)
     gradients, seen = ranks.gradients(), watched(ranks)
     gradients[1][0][7] = np.nan
     ranks.step(gradients)
@@ -210,15 +201,15 @@ def test_bytes_are_those_of_what_is_sent():
         group = Simulation(LAYERS[:1], compressor, 2).pipelines[0].layout.buckets[0].groups[0]
         return group.compressor.wire_bytes(group).tolist()
 
-    assert sent(TwoLevelSelection(TopK(0.2), 0.03)) == sent(TopK(0.03))
-    assert sent(TwoLevelSelection(TopK(0.2), 0.03, "minimum")) == sent(TopK(0.2))
-    assert sent(TwoLevelSelection(TopK(0.2), 0.03, "dense")) == [4 * 520]
+    assert sent(TwoLevelSelection(gc.TopK(0.2), 0.03)) == sent(gc.TopK(0.03))
+    assert sent(TwoLevelSelection(gc.TopK(0.2), 0.03, "minimum")) == sent(gc.TopK(0.2))
+    assert sent(TwoLevelSelection(gc.TopK(0.2), 0.03, "dense")) == [4 * 520]
 
 
 def test_it_goes_inside_of_wrappers():
-    wrapped = LocalClip(ErrorFeedback(TopK(0.5), decay=0.9), 2.0)
-    assert select_twice(wrapped, 0.1, 0.02, "minimum") == LocalClip(
-        ErrorFeedback(TwoLevelSelection(TopK(0.1), 0.02, "minimum"), decay=0.9), 2.0
+    wrapped = gc.LocalClip(gc.ErrorFeedback(gc.TopK(0.5), decay=0.9), 2.0)
+    assert select_twice(wrapped, 0.1, 0.02, "minimum") == gc.LocalClip(
+        gc.ErrorFeedback(TwoLevelSelection(gc.TopK(0.1), 0.02, "minimum"), decay=0.9), 2.0
     )
-    again = select_twice(TwoLevelSelection(TopK(0.5), 0.3, "dense"), 0.1, 0.02, "candidate")
-    assert again == TwoLevelSelection(TopK(0.1), 0.02)
+    again = select_twice(TwoLevelSelection(gc.TopK(0.5), 0.3, "dense"), 0.1, 0.02, "candidate")
+    assert again == TwoLevelSelection(gc.TopK(0.1), 0.02)
