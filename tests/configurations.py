@@ -1,4 +1,4 @@
-"""Every compressor configuration that the contract suite and the golden payloads run through: a newcomer adds a row."""
+"""Lists the configurations that the contract suite and the golden payloads cover. A new compressor adds a row."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def without_momentum(**settings) -> LGC:
 
 
 def nets_of(ranks: Simulation) -> np.ndarray:
-    """The weights of all ranks, which are the same, and the loss of their training."""
+    """Returns the weights and the loss of the nets, which must be the same on all ranks."""
     found = []
     for pipeline in ranks.pipelines:
         (name,) = (name for name in pipeline.fields.names if "lgc" in name)
@@ -63,7 +63,7 @@ def check_resumed(compressor: Compressor, stop: int) -> None:
 
 
 def owe_nothing(ranks: Simulation) -> None:
-    """Set the residuals of what is selected to zero."""
+    """Sets the residuals of the layers under selection to zero."""
     for pipeline in ranks.pipelines:
         for layer in SENT:
             pipeline.residuals.first.set(layer, np.zeros(LAYERS[layer].size, np.float32))

@@ -1,4 +1,4 @@
-"""What a sparse compressor selects, without a pipeline around it."""
+"""Runs the selection of a sparse compressor without a pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcomp.kernels.step import StepContext
 
 @dataclass
 class Selected:
-    """Of every layer: indices and values of the selection, p, and whether it was flagged; and the flat arrays."""
+    """Holds the selected indices and values, p and the flag of every layer, and the flat arrays of the selection."""
 
     indices: list[list[int]]
     values: list[list[float]]
@@ -32,7 +32,7 @@ def select(
     residuals: Sequence[np.ndarray] | None = None,
     step: int = 0,
 ) -> Selected:
-    """One group of float32 layers."""
+    """Selects from one group of float32 layers."""
     table = np.zeros(len(gradients), SEGMENT)
     p = [np.full(len(g), 777, np.float32) for g in gradients]
     table["length"] = [len(g) for g in gradients]
@@ -70,7 +70,7 @@ def only_largest(p: np.ndarray, count: int) -> np.ndarray:
 
 
 def samples(size: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Layers of very different distributions."""
+    """Returns layers of very different distributions."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal(size)
     drawn = {

@@ -1,4 +1,4 @@
-"""The autoencoder against PyTorch's layers, and that its arithmetic does not depend on an order of sums."""
+"""Compares the autoencoder with PyTorch's layers, and tests that no order of sums changes its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLERANCE = 1e-5
 
 
 def tensors(net: Autoencoder, weights: np.ndarray) -> list[torch.Tensor]:
-    """Leaves of the graph, in the shapes that PyTorch has: (out, in, 3), of deconvolutions (in, out, 3)."""
+    """Returns the leaves of the graph in PyTorch's shapes: (out, in, 3), and (in, out, 3) for deconvolutions."""
     parts = np.split(weights, np.cumsum([rows * columns for rows, columns in net.shapes])[:-1])
     found = []
     for i, (part, (rows, columns)) in enumerate(zip(parts, net.shapes, strict=True)):
@@ -190,7 +190,7 @@ def test_products_do_not_depend_on_the_order_of_their_sums(terms: int):
 @pytest.mark.parametrize("threads", [0, 1, 2])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 3000), (3000, 1), (129, 67), (700, 1100)])
 def test_products_in_blocks_are_the_products(rows: int, columns: int, threads: int, monkeypatch):
-    """The last is computed in one piece; all are where the BLAS has one thread."""
+    """The last product is computed in one piece, and so are all if the BLAS has one thread."""
     monkeypatch.setattr(autoencoder_module, "_threads", lambda: lambda: threads)
     generator = np.random.default_rng(rows)
     a = generator.integers(-9, 9, (rows, 130)).astype(np.float32)

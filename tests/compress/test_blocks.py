@@ -1,4 +1,4 @@
-"""Levels by block of rows: where blocks lie, what they send, and that equal ones are a single level."""
+"""Tests levels by block of rows: where blocks lie, what they send, and that equal levels act as one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_blocks_of_a_controller_are_not_too_small(shape, most, size):
 
 
 def means_of(compressor: gc.Compressor, world: int, **settings):
-    """The means of three steps."""
+    """Returns the means of three steps."""
     ranks = Simulation(LAYERS, compressor, world, **settings)
     return [ranks.step().all_means() for _ in range(3)]
 
@@ -90,7 +90,7 @@ def test_equal_levels_are_a_single_level_bit_for_bit(around, settings):
 )
 @pytest.mark.parametrize("settings", [{}, SMALL], ids=["whole", "slices"])
 def test_a_block_is_what_it_would_be_alone(world, compressor, settings):
-    """Three steps, with residuals where there are any: each block is that of a layer at its level."""
+    """In three steps, each block has the mean of a layer at its level, with and without residuals."""
     settings = {"reorder": False, **settings}  # second residuals that move change rounding
     levels = (2, 7, 4)
     mixed = means_of(compressor.with_level(levels), world, **settings)
@@ -106,7 +106,7 @@ def test_a_block_is_what_it_would_be_alone(world, compressor, settings):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_feedback_telescopes_through_changes_to_blocks_and_back(world):
-    """True means minus applied means are what is owed, whoever changes the plan."""
+    """The residuals hold the true means minus the applied means, however the plan is changed."""
     first, *proposed = (
         gc.Quantize(bits, 16, rounding="nearest") for bits in (4, (2, 6), (5, 3, 4), (3, 3, 2, 6, 4), 3)
     )

@@ -1,4 +1,4 @@
-"""Indices that one rank selects for all, under CLT-k and LGC: who leads, how long they stay, and leaders that lie."""
+"""Tests indices that one rank selects for all, under CLT-k and LGC: who leads, how long they stay, leaders that lie."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def ranks_of(kind: str, world: int = 2, **settings) -> Simulation:
 
 
 def broadcasts(ranks: Simulation, gradients=None) -> int:
-    """Messages of bytes in one more step, in which one rank sends more than a header and flags."""
+    """Takes a step and counts the messages of bytes in which one rank sends more than the others."""
     for rank in ranks.ranks:
         rank.transport.sent.clear()
     ranks.step(gradients).all_means()
@@ -148,7 +148,7 @@ def test_a_layer_without_gradients_in_the_first_step_is_selected_later(kind: str
 @pytest.mark.parametrize("kind", ["clt-k in every step", "clt-k", "phase 2", "phase 3"])
 @pytest.mark.parametrize("rank", range(2))
 def test_a_value_that_is_not_finite_is_seen_whether_its_rank_leads_or_not(kind: str, rank: int):
-    """Rank 1 leads the second step; where indices stay, there is no broadcast in it."""
+    """Rank 1 leads the second step. If indices stay, that step has no broadcast."""
     ranks = ranks_of(kind)
     ranks.step()
     before = ranks.state()

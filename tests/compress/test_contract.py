@@ -1,4 +1,4 @@
-"""What every compressor promises, for every configuration in ``configurations.ROWS``: see :mod:`gradcomp.testing`."""
+"""Runs the contract suite (:mod:`gradcomp.testing`) on every configuration in ``configurations.ROWS``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FURTHER = {"seed": [pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2
 
 
 def over_rows(check: Check) -> Callable[..., None]:
-    """The check as a test of every row that it applies to, with every argument."""
+    """Makes a test of a check: for every row to which it applies, with every argument."""
     run = check.run
     assert isinstance(run, FunctionType)
     test = FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, run.__closure__)

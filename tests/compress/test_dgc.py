@@ -27,7 +27,7 @@ def test_a_whole_sample_is_exact():
 
 
 def one_rank(g, u, e, factor, clip, world, compressor):
-    """(what is sent, new u, new e) of the equations in the docstring, exactly selected."""
+    """Returns what is sent, the new u and the new e by the equations in DGC's docstring, with an exact selection."""
     if clip is not None:
         norm = np.sqrt(np.square(g.astype(np.float64)).sum()) / world
         g = g * np.float32(min(1, clip / np.sqrt(world) / norm))

@@ -1,4 +1,4 @@
-"""RandomK and RandomBlock: where the indices from the shared seed lie, what they depend on, what is sent and stays."""
+"""Tests RandomK and RandomBlock: the indices that they draw from the shared seed, what is sent, and what is kept."""
 
 from __future__ import annotations
 

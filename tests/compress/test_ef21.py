@@ -1,4 +1,4 @@
-"""EF21: what the ranks know of each other's gradients, step by step."""
+"""Tests EF21: the estimates of each other's gradients that ranks keep, step by step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def field(ranks: Simulation, rank: int, name: str, layer: int) -> np.ndarray:
 @every_world
 @pytest.mark.parametrize("momentum", [0.0, 0.75])
 def test_steps_are_those_of_the_paper(world: int, momentum: float):
-    """v = m v + (1 - m) x; g_i += C(v - g_i); g += mean C(v - g_i): by the top k, in float64, with a discarded step."""
+    """v = m v + (1 - m) x; g_i += C(v - g_i); g += mean C(v - g_i), in float64. Some steps are discarded."""
     ranks = Simulation(LAYERS, gc.EF21(gc.TopK(0.4), momentum), world)
     v, own = ([[np.zeros(layer.size) for layer in LAYERS] for _ in range(world)] for _ in range(2))
     mean = [np.zeros(layer.size) for layer in LAYERS]
@@ -55,7 +55,7 @@ def test_steps_are_those_of_the_paper(world: int, momentum: float):
 @every_world
 @every_inner
 def test_all_ranks_know_the_mean_of_what_each_is_known_by(inner, world: int):
-    """Nothing is coded twice: else g would leave the mean of the g_i."""
+    """If anything were coded twice, g would not be the mean of the g_i."""
     ranks = Simulation(LAYERS, gc.EF21(inner), world, slice_elements=96, shuffle=True)
     for number in range(5):
         ranks.step(commit=number != 2)
@@ -67,7 +67,7 @@ def test_all_ranks_know_the_mean_of_what_each_is_known_by(inner, world: int):
 
 @every_inner
 def test_of_gradients_that_stand_still_nothing_is_lost(inner):
-    """What error feedback does not give: with it every step still loses what it does not send."""
+    """Under error feedback every step still lacks what it does not send."""
 
     def errors(compressor: gc.Compressor, steps: int) -> list[float]:
         ranks = Simulation(LAYERS, compressor, 2)

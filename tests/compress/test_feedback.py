@@ -1,4 +1,4 @@
-"""Error feedback around every codec: what is said of its error holds, residuals stay bounded, everything is sent."""
+"""Tests error feedback around every codec: declared bounds hold, residuals stay bounded, everything is sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVERY = [row.compressor for row in ROWS.values()] + [from_string(text) for text 
 
 
 def without_index_coding(compressor: gc.Compressor) -> gc.Compressor:
-    """What differs in nothing that counts here is the same."""
+    """Returns one form for all index codings and wrappers, which change nothing here."""
     bare = compressor.bare()
     return replace(bare, indices="auto") if hasattr(bare, "indices") else bare
 
@@ -52,7 +52,7 @@ BOUNDED = {b.to_string(): b for c in EVERY if (b := without_index_coding(c)).dis
 
 
 def kept_alone(compressor: gc.Compressor) -> gc.Compressor:
-    """The compressor with its residual and decay, but without momentum and clipping."""
+    """Returns the compressor with its residual and decay, but without momentum and clipping."""
     bare, decay = without_index_coding(compressor), compressor.traits.residual_decay
     keeps = bare.traits.keeps_residual and bare.traits.residual_decay == decay
     return bare if keeps else gc.ErrorFeedback(bare, decay)

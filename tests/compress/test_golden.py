@@ -1,6 +1,6 @@
-"""The bytes on the wire, pinned: two ranks, two layers, two steps for each configuration.
+"""Compares the bytes on the wire with files: two ranks, two layers and two steps of each configuration.
 
-``PYTHONPATH=tests python tests/compress/test_golden.py`` rewrites the files; see the text of the failure first.
+``PYTHONPATH=tests python tests/compress/test_golden.py`` rewrites the files; read the text of a failure first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHANGED = (
 
 
 def gradients(step: int) -> list[list[np.ndarray]]:
-    """Exact in float32, and without any library's random numbers."""
+    """Returns numbers that are exact in float32 and do not depend on a library's generator."""
 
     def one(rank: int, layer: int) -> np.ndarray:
         i = np.arange(LAYERS[layer].size, dtype=np.int64)
@@ -36,7 +36,7 @@ def gradients(step: int) -> list[list[np.ndarray]]:
 
 
 def messages(name: str) -> dict[str, bytes]:
-    """What each rank sends, by a title."""
+    """Returns what each rank sends, by a title."""
     ranks = Simulation(LAYERS, ROWS[name].compressor, 2, record=True, reorder=False)
     for step in range(2):
         ranks.step(gradients(step))
@@ -56,7 +56,7 @@ def to_text(sent: dict[str, bytes]) -> str:
 
 
 def sums_of(text: str) -> tuple[list[str], np.ndarray]:
-    """The titles of messages, which are all sums, and their floats."""
+    """Returns the titles of messages, all of which must be sums, and their floats."""
     blocks = [block.split("\n") for block in text.strip().split("\n\n")]
     assert all("allreduce" in title for title, *_ in blocks)
     lines = "".join(line for _, *lines in blocks for line in lines)

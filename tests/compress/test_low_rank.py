@@ -91,7 +91,7 @@ def test_many_ranks_are_one_rank_with_the_mean(compressor):
 
 @either_way
 def test_a_warm_start_finds_the_best_approximation(alternate: bool):
-    """Vogels et al. 2019, section 4.2: the same matrix again and again; without feedback, so that it stays the same."""
+    """Vogels et al. 2019, section 4.2. Without feedback every step compresses the same matrix."""
     gradient = np.random.default_rng(3).standard_normal(240).astype(np.float32)
     gradient += 2 * of_rank(2)
     norm = np.linalg.norm(gradient)
@@ -122,7 +122,7 @@ def test_the_residual_is_that_of_the_local_projection():
 
 
 def test_residuals_stay_bounded():
-    """The averaged form's grow without end; the local form's norm settles."""
+    """Residuals of the averaged form would grow without end."""
     ranks = Simulation([MATRIX], gc.PowerSGD(4), 4)
     norms = []
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Sparse selections and their payloads: what goes in comes out, sizes are known before, lies are refused; narrowing."""
+"""Tests sparse selections and their payloads: round trips, sizes that are known before, hostile bytes, narrowing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def form_of(lengths, limits, fixed: bool, indices: str, values: str = "float32")
 
 
 def drawn(form: SparseFormat, counts, seed: int = 0) -> Selection:
-    """A selection of so many elements of each row."""
+    """Returns a selection of ``counts[i]`` elements of row i."""
     generator = np.random.default_rng(seed)
     chosen = Selection.allocate(form.limits)
     chosen.counts[:] = counts
@@ -65,7 +65,7 @@ def decoded(form: SparseFormat, payload) -> Selection:
 
 @st.composite
 def rows(draw, most: int = 200):
-    """Lengths, limits and counts of a few rows: counts <= limits <= lengths."""
+    """Draws lengths, limits and counts of a few rows: counts <= limits <= lengths."""
     lengths = draw(st.lists(st.integers(0, most), min_size=1, max_size=4))
     limits = [draw(st.integers(0, n)) for n in lengths]
     return lengths, limits, [draw(st.integers(0, k)) for k in limits]
@@ -188,7 +188,7 @@ def test_impossible_indices_are_refused(fixed: bool, indices: tuple[int, int], m
 
 
 def with_stream(stream: bytes, fixed: bool = True) -> tuple[SparseFormat, bytes]:
-    """A payload of two indices below 40 and one below 3, whose deflated differences are replaced."""
+    """Returns a payload of two indices below 40 and one below 3, whose deflated differences are ``stream``."""
     form = form_of([40, 3], [2, 1], fixed, "deflate")
     payload = encoded(form, drawn(form, [2, 1]))[0].tobytes()
     values = 3 * 4 + (0 if fixed else 8)

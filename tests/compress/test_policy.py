@@ -1,4 +1,4 @@
-"""Which layer gets which compressor, and why."""
+"""Tests which compressor a policy gives each layer, and the reason that it reports."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_what_is_excluded_keeps_momentum_and_clipping_in_all_steps(default, exac
 
 @pytest.mark.parametrize("kind", [gc.TopK(1.0), gc.Quantize(8, 64)])
 def test_layers_that_are_excluded_have_the_same_momentum(kind):
-    """The optimizer has none: what is not compressed would train without."""
+    """The optimizer has no momentum, so without it excluded layers would train without any."""
     layers = [
         gc.LayerSpec("w", (40,)),
         gc.LayerSpec("b", (5,), kind="bias"),

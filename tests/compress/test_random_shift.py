@@ -1,4 +1,4 @@
-"""Random shifts (Markov 2024, chapter 5 and appendix C.5): what the thesis proves of them, asked of the codec.
+"""Tests what the thesis proves of random shifts (Markov 2024, chapter 5 and appendix C.5) on the codec.
 
 Expectations are exact but for their grid: a bucket is encoded with each of many shifts, evenly spread.
 """
@@ -25,7 +25,7 @@ def normal(size: int, seed: int = 0) -> Any:
 
 
 def every_code(x: Any, bits: int, u: Any, codec: int) -> tuple[Doubles, Doubles, float]:
-    """Codes and values (draws, elements) of a bucket for every draw, and its unit."""
+    """Returns codes and values (draws, elements) of a bucket for every draw, and its unit."""
     c = np.tile(x.astype(np.float32), (len(u), 1))
     with np.errstate(all="ignore"):
         record, code = QUANTISER[codec].quantise(c, np.repeat(u[:, None], len(x), axis=1), Level(bits))
@@ -38,7 +38,7 @@ def shifted(x: Any, bits: int) -> tuple[Doubles, Doubles, float]:
 
 
 def flipped(x: Any, bits: int) -> tuple[Doubles, Doubles, float]:
-    """Definition 12: by flipping a coin for each value."""
+    """Definition 12 flips a coin for each value."""
     return every_code(x, bits, SHIFTS + np.float32(0.5), segments.MINMAX)
 
 
@@ -62,7 +62,7 @@ def test_values_are_the_nearest_of_the_shifted_lattice(bits: int) -> None:
 
 
 def test_few_units_of_the_last_place_apart() -> None:
-    """Where float32 cannot tell the shift, ends lose what it rounds, and no code wraps."""
+    """If float32 cannot represent the shift, the error grows by its rounding, and no code overflows."""
     x = np.float32(2.0**20) + np.arange(0, 300, dtype=np.float32) * np.float32(0.125)
     for size in (2, 3, 200, 257, 300):
         _, value, unit = shifted(x[:size], 8)
@@ -90,7 +90,7 @@ def test_what_decodes_beyond_float32_is_flagged_by_its_encoder() -> None:
 
 @bits_of
 def test_lemma_5_and_15_mean_and_variance_of_the_codes(bits: int) -> None:
-    """The mean is that of all values, the least and the largest too; and of codes without the shift."""
+    """The mean is exact for all values, also the least and the largest, and for codes without the shift."""
     x = normal(200)
     for code, value, unit in (shifted(x, bits), flipped(x, bits)):
         sent = float(x.min()) + code * unit
@@ -103,7 +103,7 @@ def test_lemma_5_and_15_mean_and_variance_of_the_codes(bits: int) -> None:
 
 @bits_of
 def test_values_have_the_variance_of_a_uniform_error(bits: int) -> None:
-    """With the shift added back, which the proof of lemma 5 leaves out: unit^2 / 12, half of a coin's mean."""
+    """With the shift added back, which the proof of lemma 5 omits, the variance is half that of coins."""
     x = normal(200)
     _, value, unit = shifted(x, bits)
     np.testing.assert_allclose(((value - x) ** 2).mean(axis=0), unit**2 / 12, rtol=5e-3)

@@ -1,4 +1,4 @@
-"""String forms of compressors, also in one another: what they accept, and what they say about the rest."""
+"""Tests string forms of compressors, also nested: what is accepted, and what errors say about the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sign and codebook compressors say of themselves, beyond what every compressor promises."""
+"""Tests the properties of sign and codebook compressors beyond the contract of all compressors."""
 
 from __future__ import annotations
 

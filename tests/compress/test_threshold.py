@@ -1,4 +1,4 @@
-"""The compressors that send what reaches a threshold: what they have in common, and each one's own equations."""
+"""Tests the compressors that select by a threshold: what they have in common, and the equations of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TopK and GlobalTopK: k elements of each layer, or of the whole model, or as many as are not zero."""
+"""Tests TopK and GlobalTopK: k elements of each layer, or of the model, unless fewer are not zero."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ every_world = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
 def gradients(step: int, world: int) -> list[list[np.ndarray]]:
-    """An embedding's, of which each rank has some rows; nothing; something; few values; what only one rank has."""
+    """Returns gradients of an embedding with few rows, of empty and small layers, and of one that a single rank has."""
     rng = np.random.default_rng(step)
 
     def of(rank: int) -> list[np.ndarray]:
@@ -127,7 +127,7 @@ TOTAL = 100
 
 
 def selected(compressor: gc.GlobalTopK, values: np.ndarray) -> np.ndarray:
-    """The elements of the model, in the order in which rows travel, that one rank sends."""
+    """Returns the indices that one rank sends, in the order of the model's rows in the payload."""
     ranks = Simulation(MODEL, compressor, 1, reorder=False)
     rows = ranks.pipelines[0].layout.buckets[0].groups[0].layers.tolist()
     cuts = np.cumsum([MODEL[i].size for i in rows])[:-1]
@@ -162,7 +162,7 @@ def test_of_equal_elements_no_more_than_k_travel(value: float, sent: int):
 
 
 def test_the_selection_is_found_in_few_passes(monkeypatch):
-    """One huge element and very many tiny ones: a bisection of the magnitudes themselves would not end."""
+    """With one huge element and many tiny ones, a bisection of the magnitudes themselves would not end."""
     passes = []
     tail = selection.tail
     monkeypatch.setattr(selection, "tail", lambda *arguments: (passes.append(1), tail(*arguments)))

@@ -1,4 +1,4 @@
-"""Two densities in one step: what is selected, sent, kept and noted."""
+"""Tests selection at two densities in one step: what is selected, sent, kept and observed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ by_name = pytest.mark.parametrize("inner", INNER, ids=lambda c: c.name)
 
 
 def watched(ranks: Simulation) -> list[Observations]:
-    """Let every rank's compressors note what they see of the next step."""
+    """Returns every rank's observations, which its compressors fill in the next step."""
     found = []
     for pipeline in ranks.pipelines:
         seen = Observations(len(ranks.layers))
@@ -66,7 +66,7 @@ SAME = {
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("one", "two"), SAME.values(), ids=SAME)
 def test_what_is_sent_is_what_another_compressor_selects(world: int, one, two):
-    """Of an exact top-k the candidate is the exact top-k; the minimum is the inner compressor."""
+    """The candidate within an exact top-k is an exact top-k. The minimum is what the inner compressor sends."""
     direct, twice = (Simulation(LAYERS, c, world, shuffle=True, delay=0.3) for c in (one, two))
     for _ in range(5):
         gradients = direct.gradients()

@@ -1,4 +1,4 @@
-"""Every message of every reduction cut short, changed, replayed or never sent: typed errors, and nobody hangs."""
+"""Cuts, changes, replays and omits every message of every reduction: errors are typed, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Wire:
         return changed
 
     def messages(self, first_round: int = 0) -> list[int]:
-        """Numbers of the messages from this round on: an owner's own message to nobody is none."""
+        """Returns the numbers of the messages from this round on, without the empty ones of a rank to itself."""
         return [n for n, message in enumerate(self.kept) if len(message) and message[3] >= first_round]
 
 
 def simulate(
     reduction: str, wire: Wire | None = None, compressor=BITS4, *, checksums: bool = False, **options
 ):
-    """Without checksums, what is behind them has to hold by itself."""
+    """Simulates ranks, by default without checksums, so that all other checks are reached."""
     settings = {
         "reduction": reduction,
         "topology": HOSTS,
@@ -74,7 +74,7 @@ def simulate(
 
 @functools.cache
 def untouched(reduction: str, compressor=BITS4, checksums: bool = False) -> Wire:
-    """The messages of a step that nobody changed."""
+    """Returns the messages of an unchanged step."""
     wire = Wire()
     simulate(reduction, wire, compressor, checksums=checksums).step()
     return wire
@@ -89,7 +89,7 @@ def overwritten(at: int, operate: Callable[[np.ndarray], object]) -> Change:
 
 
 def attempts(reduction: str, change: Change, first_round: int = 0) -> Iterator[tuple[int, list]]:
-    """Change one message after the other: its receiver, and every rank's error."""
+    """Changes one message after the other; yields its receiver and every rank's error."""
     wire = untouched(reduction)
     numbers = wire.messages(first_round)
     assert numbers
@@ -102,7 +102,7 @@ def all_have_left(errors: list[Exception | None]) -> None:
 
 
 def one_noticed(errors: list[Exception | None], who: int, kind: type) -> None:
-    """The receiver says what is wrong; the others lose it, or were done already."""
+    """The receiver reports the fault; the others lose it, or had finished before."""
     assert type(errors[who]) is kind, errors
     others = errors[:who] + errors[who + 1 :]
     assert all(error is None or isinstance(error, TransportError | kind) for error in others), errors
@@ -160,7 +160,7 @@ RESULTS = {
 
 @pytest.mark.parametrize("reduction", [r for r in RESULTS if r not in ("tree", "gather")])  # several results
 def test_results_that_disagree_on_the_ranks_are_refused(reduction: str):
-    """Nobody holds the next plan; one result says that somebody does."""
+    """No rank has the next plan, but one result says that a rank has it."""
     change = overwritten(32 + len(LAYERS), lambda byte: byte | READY)
     for receiver, errors in attempts(reduction, change, RESULTS[reduction]):
         one_noticed(errors, receiver, WireFormatError)
@@ -168,7 +168,7 @@ def test_results_that_disagree_on_the_ranks_are_refused(reduction: str):
 
 @pytest.mark.parametrize("reduction", RESULTS)
 def test_a_result_without_a_layer_that_the_receiver_sent_is_refused(reduction: str):
-    """Else the receiver would take the layer for absent, and step on its own gradient."""
+    """Otherwise the receiver would take the layer for absent and apply its own gradient."""
     change = overwritten(32, lambda byte: byte & ~np.uint8(PRESENT))
     for receiver, errors in attempts(reduction, change, RESULTS[reduction]):
         assert isinstance(errors[receiver], WireFormatError), errors
@@ -189,7 +189,7 @@ def test_a_message_of_the_last_step_is_refused(reduction: str):
 
 @every_reduction
 def test_a_message_of_another_round_or_sender_is_refused(reduction: str):
-    """Of the same step and of the right length, but not the one that belongs here."""
+    """The message has the right step and length, but another round or sender."""
     wire = untouched(reduction)
     swaps = [
         (late, early)
@@ -250,7 +250,7 @@ def test_with_checksums_a_changed_message_is_noticed_where_it_arrives(reduction:
 
 
 def with_noise(reduction: str, compressor, data, numbers: list[int], first_byte: int = 0) -> Simulation:
-    """Ranks of which one gets random bytes somewhere in one of these messages."""
+    """Returns ranks of which one receives random bytes at a random place of one of these messages."""
     number = data.draw(st.sampled_from(numbers))
     at = data.draw(st.integers(first_byte, len(untouched(reduction, compressor).kept[number]) - 1))
     noise = np.frombuffer(data.draw(st.binary(min_size=1, max_size=40)), np.uint8)
@@ -274,7 +274,7 @@ def all_that_passes_for_finite_is(ranks: Simulation) -> None:
 @examples(25)
 @given(data=st.data())
 def test_random_bytes_are_a_typed_error_or_leave_no_wrong_mean_unnoticed(reduction: str, compressor, data):
-    """Whatever a message holds: no crash; what a rank takes for finite is finite."""
+    """Whatever a message holds, no rank crashes, and means that a rank takes for finite are finite."""
     ranks = with_noise(reduction, compressor, data, untouched(reduction, compressor).messages())
     errors = ranks.attempt()
     assert all(error is None or isinstance(error, GradcompError) for error in errors)
@@ -286,7 +286,7 @@ def test_random_bytes_are_a_typed_error_or_leave_no_wrong_mean_unnoticed(reducti
 @examples(20)
 @given(data=st.data())
 def test_random_bytes_on_the_way_to_the_sum_are_one_mean_for_all(reduction: str, data):
-    """What one message brings reaches all ranks alike."""
+    """All ranks get the same consequences of one message."""
     wire = untouched(reduction)
     up = [n for n in wire.messages() if wire.kept[n][3] == 0]
     ranks = with_noise(reduction, BITS4, data, up, 0 if reduction == "sra" else HEADER)
@@ -306,7 +306,7 @@ def test_random_bytes_on_the_way_to_the_sum_are_one_mean_for_all(reduction: str,
 
 
 def with_change(compressor, at: int, data: bytes) -> Simulation:
-    """Ranks of which one sends other bytes at a place of its first message with a payload to an owner."""
+    """Returns ranks of which rank 2 changes bytes of its first message with so large a payload."""
     wire = untouched("sra", compressor)
     number = next(
         n
@@ -350,7 +350,7 @@ def test_a_vote_that_reached_one_owner_only_reaches_all(layer: int):
 
 
 def test_a_count_that_is_off_is_refused():
-    """An allreduce has no single sender; its header is checked in the sum."""
+    """An allreduce has no single sender, so its header is checked in the sum."""
     ranks = Simulation(LAYERS, Identity(), 3, reorder=False)
 
     def spoil() -> None:

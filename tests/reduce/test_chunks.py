@@ -1,4 +1,4 @@
-"""How a bucket is cut into chunks, and where their messages lie."""
+"""Tests how a bucket is cut into chunks, and where their messages lie."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ counts = st.integers(1, 9)
 
 @st.composite
 def buckets(draw):
-    """A bucket of layers under one compressor, or of quantised ones with bits of their own beside exact ones."""
+    """Draws a bucket of layers under one compressor, or of exact layers and quantised ones with different bits."""
     layers = draw(layer_lists)
     if draw(st.booleans()):
         plan = plan_for(layers, draw(compressors))
@@ -76,7 +76,7 @@ def test_chunks_are_balanced_by_payload_bytes(bucket, count: int):
 @examples(100)
 @given(buckets(), counts, st.data())
 def test_payloads_fill_their_messages_without_gap(bucket, count: int, data):
-    """Header, then every piece's payload, part by part, whatever order the messages lie in."""
+    """A message is a header and the payloads of its pieces, part by part, in any order of the messages."""
     layers, parts = bucket
     chunks = Chunks(parts, len(layers), count)
     order = data.draw(st.permutations(range(count)))

@@ -1,4 +1,4 @@
-"""The compressors' contract under every reduction: a row of each kind of message, through the suite's own checks."""
+"""Runs the compressors' contract suite under every reduction, on a row of each kind of message."""
 
 from __future__ import annotations
 

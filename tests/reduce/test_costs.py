@@ -1,4 +1,4 @@
-"""Rounds and bytes: what is built, what travels, and the formulas, exactly, up to 1,024 ranks."""
+"""Compares the rounds and bytes of formulas with what is built and what is sent, for up to 1,024 ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NETWORK = Network(alpha=1e-4, beta=1e-8, encode_rate=2e9, decode_rate=4e9)
 
 
 def flat(world: int) -> Topology:
-    """Every rank on a host of its own."""
+    """Returns a topology with a host for every rank."""
     return Topology(tuple(range(world)))
 
 
@@ -58,7 +58,7 @@ def test_what_is_built_says_what_the_formulas_say(reduction: str, layers, compre
 
 
 def bytes_by_rank(formula: Cost, world: int) -> list[int]:
-    """Whole numbers: the formulas are exact."""
+    """Returns whole numbers, since the formulas are exact."""
     if not formula.flows:
         return [0] * world
     values = formula.bytes_sent()
@@ -89,7 +89,7 @@ class Watch:
 @every_reduction
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 7, 64])
 def test_every_message_of_every_round_is_in_the_formula(reduction: str, world: int):
-    """By round and rank: bytes to and from other hosts, and inside the own one."""
+    """Bytes are counted by round and rank, to and from other hosts and inside the rank's own."""
     layers = [LayerSpec("a", (700,)), LayerSpec("b", (33,)), LayerSpec("c", (0,))]
     for topology in topologies(world) if world <= 7 else [Topology(tuple(r // 4 for r in range(world)))]:
         watch = Watch(topology)
@@ -120,7 +120,7 @@ D, DENSE = 1_440_000.0, 11_520_000.0
 
 
 def ideal(reduction: str, world: int) -> list[float]:
-    """docs/algorithms.md: payload bytes by rank, chunks being equal."""
+    """Returns payload bytes by rank for equal chunks, by the formulas of docs/algorithms.md."""
     name, servers = reduction.partition(":")[0], servers_of(reduction)
     if name in ("sra", "ring", "hierarchical"):  # the latter with a host for every rank
         return [2 * D * (world - 1) / world] * world
@@ -151,7 +151,7 @@ def test_bytes_of_two_levels_are_those_of_the_page(hosts: int, of_each: int):
 
 
 def test_the_link_of_a_host_carries_half_of_it_with_two_levels_of_two():
-    """Two hosts of two ranks: a flat scatter sends each rank's chunks past the other host's twice."""
+    """On two hosts of two ranks, a flat scatter sends twice as many bytes from host to host."""
     topology = Topology((0, 0, 1, 1))
 
     def across(name: str) -> float:
@@ -227,7 +227,7 @@ def test_coding_one_after_the_other_is_that_of_the_page(
 
 
 def test_the_order_of_reductions_in_markov_2024():
-    """Table 3.4, for 8 ranks: SRA before ring before tree."""
+    """In table 3.4, for 8 ranks, SRA is faster than the ring, and the ring faster than the tree."""
     seconds = [predict(Scheme(name), Load(D, DENSE), flat(8), NETWORK) for name in ("sra", "ring", "tree")]
     assert seconds == sorted(seconds)
 
@@ -264,7 +264,7 @@ LARGE = [LayerSpec("w", (1 << 16,)), LayerSpec("b", (33,))]
 
 
 class Nothing:
-    """Memory of a step in which no rank has a gradient and nobody waits for a mean."""
+    """Stands for the memory of a step in which no rank has a gradient or waits for a mean."""
 
     def sources(self, *_) -> None:
         pass
@@ -276,7 +276,7 @@ class Nothing:
 
 
 def sent_bytes(operation, rank: int) -> int:
-    """The bytes that an operation sends to others."""
+    """Returns the bytes that an operation sends to other ranks."""
     if isinstance(operation, Exchange):
         return sum(len(message) for _, message in operation.sends)
     if isinstance(operation, AllGather):
@@ -287,7 +287,7 @@ def sent_bytes(operation, rank: int) -> int:
 
 @every_reduction
 def test_some_of_1024_ranks_send_what_the_formula_says(reduction: str, monkeypatch):
-    """Each of them runs alone, on messages that nobody sent: headers are not looked at."""
+    """Each of them runs alone, on messages that no rank sent, so headers are not checked."""
     world = 1024
     topology = Topology(tuple(r // 64 for r in range(world)))
     none = Received(np.array([7] * len(LARGE) + [APPLIED | READY], np.uint8), 0, 0)

@@ -1,4 +1,4 @@
-"""A reduction in one file outside of the package: named by a setting, with a price, under the compressors' contract."""
+"""Tests a reduction outside of the package: a setting names it, it has a cost, and it keeps the contract."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradcomp.testing import Simulation, cases, feedback, forms_and_means, wire
 
 
 class Rotation(Reduction):
-    """In round t, every rank sends its whole code to the rank t + 1 further; each adds the N codes in rank order."""
+    """In round t every rank sends its whole code to the rank t places further. Each adds the N codes in rank order."""
 
     def __init__(self, parts, layers, rank, world, memory=HOST_MEMORY) -> None:
         self._rank, self._world = rank, world

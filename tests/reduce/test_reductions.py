@@ -1,4 +1,4 @@
-"""What every reduction promises: one mean for all, that of its scheme; nothing lost; every vote counted."""
+"""Tests every reduction: all ranks have the mean of its scheme, nothing is lost, and every flag reaches all."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_mean_and_the_residuals_are_those_of_the_scheme_whatever_slices_and_
 
 @every_reduction
 def test_layers_keep_their_own_bits_in_a_fused_bucket(reduction: str):
-    """Two plans differ in one layer's bits: the other layers' means do not notice."""
+    """If two plans differ in one layer's bits, the means of the other layers are equal."""
     layers = [LayerSpec(f"w{i}", (96,)) for i in range(4)]
 
     def run(bits: int) -> list[np.ndarray]:
@@ -131,7 +131,7 @@ def test_sums_are_n_times_the_means(reduction: str):
     ids=str,
 )
 def test_error_feedback_telescopes_over_many_steps(reduction: str, world: int, compressor):
-    """Sum of true means - sum of applied means = what the ranks say they owe; and that stays bounded."""
+    """The sum of true means minus applied means is what the residuals hold, and that stays bounded."""
     layers = [LayerSpec("w", (301,)), LayerSpec("empty", (0,)), LayerSpec("v", (64,))]
     ranks = simulate(reduction, compressor, world, layers=layers, slice_elements=100)
     missing = [np.zeros(layer.size) for layer in layers]
@@ -161,7 +161,7 @@ def test_who_encodes_the_mean_keeps_its_error(reduction: str):
 
 @every_reduction
 def test_a_change_of_reduction_keeps_what_is_owed(reduction: str):
-    """A second residual that nobody owns any more goes into first ones, N-fold."""
+    """A server-side error without an owner moves to a residual, times N."""
     before = simulate("sra", Quantize(2, 16, rounding="nearest"), 4, topology=TWO_HOSTS)
     before.step()
     after = simulate(reduction, Quantize(2, 16, rounding="nearest"), 4, topology=TWO_HOSTS)
@@ -201,7 +201,7 @@ def test_a_value_that_is_not_finite_is_seen_by_all_and_poisons_nothing(
 @pytest.mark.parametrize("compressor", [Quantize(4, 50), Cast("float32"), Cast("bfloat16")], ids=str)
 @pytest.mark.parametrize("pair", [(0, 1), (1, 2), (0, 3), (2, 3)])
 def test_a_partial_sum_that_overflows_is_seen_by_all(reduction: str, compressor, pair: tuple[int, int]):
-    """Two finite values overflow where they meet, though a third rank's would bring the sum back."""
+    """Two finite values overflow in a partial sum, though the whole sum would be finite."""
     ranks = simulate(reduction, compressor, 4, topology=TWO_HOSTS)
     gradients = ranks.gradients()
     for rank in range(4):

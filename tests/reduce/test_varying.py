@@ -1,4 +1,4 @@
-"""Chunks whose sizes depend on data: the mean of those with all their room, fewer bytes, and sizes nobody believes."""
+"""Tests chunks whose sizes depend on data: equal means, fewer bytes, and hostile sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REDUCTIONS = ("sra", "parameter_server", "parameter_server:servers=2")
 
 
 def uneven(world: int, step: int) -> Any:
-    """Buckets of ranges that differ the more, the later the step."""
+    """Returns gradients whose buckets have ranges that differ more in later steps."""
     rng = np.random.default_rng(step)
     ranks = []
     for _ in range(world):
@@ -121,7 +121,7 @@ SIZES, CODES = "announced chunks of", "bits of the buckets|end too early"
 def test_impossible_sizes_and_codes_are_refused(
     reduction: str, round_number: int, change: Any, complaint: str
 ) -> None:
-    """One rank's payloads of a round are changed in the second step, when the rooms are known."""
+    """One rank's payloads of a round are changed in the second step, when sizes have been sent before."""
     active = False
 
     def tamper(source: int, _: int, message: np.ndarray) -> np.ndarray:
