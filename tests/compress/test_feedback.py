@@ -58,14 +58,14 @@ def kept_alone(compressor: gc.Compressor) -> gc.Compressor:
     return bare if keeps else gc.ErrorFeedback(bare, decay)
 
 
-def of_what_kind(compressor: gc.Compressor) -> tuple[object, ...]:
+def kind_of(compressor: gc.Compressor) -> list[tuple[object, ...]]:
     bare = compressor.bare()
     codec = getattr(bare, "values", bare)
-    return type(bare), type(codec), getattr(codec, "rounding", None), getattr(codec, "scaling", None)
+    return [(type(bare), type(codec), getattr(codec, "rounding", None), getattr(codec, "scaling", None))]
 
 
 @pytest.mark.parametrize(
-    "compressor", every_value(KEEPING.values(), of_what_kind), ids=[text for text, _ in KEEPING]
+    "compressor", every_value(KEEPING.values(), kind_of), ids=[text for text, _ in KEEPING]
 )
 def test_residuals_stay_bounded_and_everything_is_sent(compressor: gc.Compressor):
     distortion = without_index_coding(compressor).distortion(NOISE)
@@ -73,11 +73,8 @@ def test_residuals_stay_bounded_and_everything_is_sent(compressor: gc.Compressor
     generator = np.random.default_rng(5)
     gradients = generator.standard_normal((2, SIZE)).astype(np.float32)
     gradients[1] += np.copysign(np.float32(0.5), gradients[1])  # none is near zero
-    ranks, owed, sent = (
-        Simulation(LAYERS, kept_alone(compressor), 1, config_seed=1),
-        [],
-        np.zeros(SIZE, np.bool_),
-    )
+    ranks = Simulation(LAYERS, kept_alone(compressor), 1, config_seed=1)
+    owed, sent = [], np.zeros(SIZE, np.bool_)
     for step in range(STEPS):
         gradients[0] = generator.standard_normal(SIZE)
         applied = ranks.step([list(gradients)]).mean(1)
