@@ -51,7 +51,7 @@ class Engine:
 
 @dataclass(eq=False)
 class Rank:
-    """What a check gets: who it is, the transport of all ranks, and ways to make more and to compare notes."""
+    """Gives a check its rank, the transport of all ranks, more transports, and messages that bypass them."""
 
     engine: Engine
     rank: int
@@ -65,17 +65,17 @@ class Rank:
 
     @property
     def transport(self) -> Transport:
-        """The one that most checks use. (A cached_property would hold one lock for all ranks that are threads.)"""
+        """The transport of all ranks. (A cached_property would hold one lock for all ranks that are threads.)"""
         if self._transport is None:
             self._transport = self.make()
         return self._transport
 
     def make(self, ranks: Sequence[int] | None = None) -> Transport:
-        """A transport of its own among some ranks."""
+        """Makes another transport among some ranks."""
         return self.engine.make(self, range(self.size) if ranks is None else ranks)
 
     def meet(self, message: bytes = b"", ranks: Sequence[int] | None = None) -> list[bytes]:
-        """Every rank's message, in rank order."""
+        """Returns every rank's message, in rank order."""
         members = tuple(range(self.size) if ranks is None else ranks)
         number = self._meetings[members] = self._meetings.get(members, 0) + 1
         files = [self.directory / f"{'-'.join(map(str, members))}.{number}.{member}" for member in members]
@@ -84,11 +84,11 @@ class Rank:
         return [file.read_bytes() for file in files]
 
     def judge(self, check: str, verdict: str) -> None:
-        """Say what went wrong, or that nothing did."""
+        """Writes this rank's verdict: what went wrong, or nothing."""
         write(self.directory / f"{check}.verdict.{self.rank}", verdict.encode())
 
     def settle(self, *handles: Handle) -> None:
-        """Poll in turns until all are complete."""
+        """Polls the handles in turn until all are complete."""
         left = list(handles)
 
         def turn() -> bool:
@@ -99,7 +99,7 @@ class Rank:
 
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-    """Poll; AssertionError if it takes too long."""
+    """Polls until it is true. Raises AssertionError after ``seconds``."""
     deadline = time.monotonic() + seconds
     pause = 20e-6
     while not true():
@@ -109,12 +109,12 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = PATIENCE_SE
 
 
 def wait_for(files: Sequence[Path]) -> None:
-    """Until all ranks have written theirs."""
+    """Waits until all ranks have written their files."""
     wait_until(lambda: all(file.exists() for file in files), "all ranks have come this far")
 
 
 def write(file: Path, content: bytes) -> None:
-    """Whole or not at all."""
+    """Writes the file in one step, so that no rank reads a part of it."""
     partial = file.with_name(file.name + ".partial")
     partial.write_bytes(content)
     partial.rename(file)
@@ -125,7 +125,7 @@ def write(file: Path, content: bytes) -> None:
 
 @functools.cache
 def verdicts(engine: Engine, world: int, checks: tuple[str, ...]) -> dict[str, str]:
-    """By check: what went wrong on any rank, or nothing."""
+    """Returns by check what went wrong on any rank; the empty string if nothing did."""
     with tempfile.TemporaryDirectory(prefix="gradcomp-contract-") as name:
         directory = Path(name)
         task = {"engine": engine.name, "world": world, "directory": name, "checks": checks}
@@ -175,7 +175,7 @@ def _in_threads(engine: Engine, task: dict[str, Any]) -> list[str]:
 
 
 def work(text: str) -> None:
-    """What a rank's process does."""
+    """Runs all checks in a rank's process."""
     from transport_engines import ENGINES, ON_GPUS, rank_of_process
 
     task = json.loads(text)
@@ -189,7 +189,7 @@ def work(text: str) -> None:
 
 
 def _check_all(rank: Rank, checks: Sequence[str]) -> bool:
-    """Whether the ranks still agree where they are."""
+    """Runs the checks. Returns false if ranks no longer agree on the next one."""
     from transport_checks import CHECKS
 
     for check in checks:

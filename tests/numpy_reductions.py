@@ -1,4 +1,4 @@
-"""What reductions over ranks are, in NumPy, and numbers to reduce."""
+"""Computes reductions over ranks in NumPy, and makes numbers to reduce."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def numpy_dtype(name: str) -> Any:
 
 
 def values(dtype: str, shape: Sequence[int], rank: int) -> np.ndarray:
-    """Numbers that differ between ranks and places."""
+    """Returns numbers that differ between ranks and places."""
     drawn = np.random.default_rng([rank, *shape]).integers(0, 2 if dtype == "bool" else 7, size=shape)
     signed = dtype in FLOATS or dtype.startswith("int")
     return np.asarray(drawn - (3 if signed else 0)).astype(numpy_dtype(dtype))
 
 
 def reduced(arrays: Sequence[np.ndarray], op: Any) -> np.ndarray:
-    """The reduction: wide, then rounded once; integers towards zero."""
+    """Reduces in a wide type and rounds once, integers towards zero."""
     dtype = arrays[0].dtype
     if dtype.kind == "b":
         both = np.logical_or if op in (Sum, Max) else np.logical_and

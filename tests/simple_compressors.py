@@ -1,4 +1,4 @@
-"""Compressors that gather, broadcast and sum in the simplest way, for tests of what carries their messages."""
+"""Defines the simplest compressors that gather, broadcast and sum, for tests of what carries their messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT = Codec(FP32)
 
 @dataclass(frozen=True)
 class Plain(Compressor):
-    """Base of what is tested with: float32 values, each layer whole."""
+    """Is the base class: it sends float32 values and never cuts a layer."""
 
     varying: bool = False
 
@@ -32,7 +32,7 @@ class Plain(Compressor):
         return EXACT.wire_bytes(group.table)
 
     def write(self, group, context, view):
-        """Values, without their trailing zeros if the size may vary."""
+        """Writes the values, without trailing zeros if the size may vary."""
         table, flags = group.inputs, np.zeros(len(group.table), np.uint8)
         table["payload"] = self.offsets(group)
         if not len(view):  # another rank broadcasts: a flag counts, the size does not
@@ -60,7 +60,7 @@ def padded(payload: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Everyone(Plain):
-    """The mean, by a gather."""
+    """Computes the mean by a gather."""
 
     name: ClassVar[str] = "everyone"
 
@@ -72,7 +72,7 @@ class Everyone(Plain):
 
 @dataclass(frozen=True)
 class Selected(Plain):
-    """The same in two parts: how much there is to send is known before it is written."""
+    """Gathers in two parts: the size is known before the payload is written."""
 
     name: ClassVar[str] = "selected"
 
@@ -97,7 +97,7 @@ class Selected(Plain):
 
 @dataclass(frozen=True)
 class Turns(Plain):
-    """One rank's gradient for everybody, another rank's in every step."""
+    """Broadcasts one rank's gradient, another rank's in every step."""
 
     name: ClassVar[str] = "turns"
 
@@ -110,7 +110,7 @@ class Turns(Plain):
 
 @dataclass(frozen=True)
 class Rounds(Plain):
-    """The mean in three rounds: largest magnitudes gathered, shares of the largest summed, a rank's word broadcast.
+    """Computes the mean in three rounds: it gathers the largest magnitudes, sums scaled values, broadcasts a word.
 
     A rank whose first value is 13 raises the flag of its first layer in the second round.
     """

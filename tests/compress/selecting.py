@@ -1,4 +1,4 @@
-"""What a sparse compressor selects, without a pipeline around it."""
+"""Runs the selection of a sparse compressor without a pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcomp.kernels.step import StepContext
 
 @dataclass
 class Selected:
-    """Of every layer: indices and values of the selection, p, and whether it was flagged; and the flat arrays."""
+    """Holds the selected indices and values, p and the flag of every layer, and the flat arrays of the selection."""
 
     indices: list[list[int]]
     values: list[list[float]]
@@ -32,7 +32,7 @@ def select(
     residuals: Sequence[np.ndarray] | None = None,
     step: int = 0,
 ) -> Selected:
-    """One group of float32 layers."""
+    """Selects from one group of float32 layers."""
     table = np.zeros(len(gradients), SEGMENT)
     p = [np.full(len(g), 777, np.float32) for g in gradients]
     table["length"] = [len(g) for g in gradients]
@@ -57,14 +57,20 @@ def select(
     )
 
 
-def is_top(p: np.ndarray, indices: Sequence[int]) -> bool:
-    """Whether these are the largest of their number, ties by lower index, ascending."""
-    order = np.argsort(-np.abs(p), kind="stable")[: len(indices)]
-    return sorted(order.tolist()) == list(indices)
+def largest(p: np.ndarray, count: int) -> np.ndarray:
+    """Returns the indices of the largest magnitudes, ascending; of equal ones the first are taken."""
+    return np.sort(np.argsort(-np.abs(p), kind="stable")[:count])
+
+
+def only_largest(p: np.ndarray, count: int) -> np.ndarray:
+    """Returns p with zeros in place of all but the largest magnitudes."""
+    kept, at = np.zeros_like(p), largest(p, count)
+    kept[at] = p[at]
+    return kept
 
 
 def samples(size: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Layers of very different distributions."""
+    """Returns layers of very different distributions."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal(size)
     drawn = {

@@ -1,4 +1,4 @@
-"""A compressor that computes on its group as one array, of the host's layers and of a GPU's."""
+"""Tests a compressor that computes on its group as one array, on the host and on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = [
 
 @dataclass(frozen=True)
 class Eighths(Compressor):
-    """Sends multiples of 1/8."""
+    """Rounds all values to multiples of 1/8."""
 
     keeps: bool = True
 

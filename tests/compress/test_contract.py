@@ -1,4 +1,4 @@
-"""What every compressor promises, for every configuration in ``configurations.ROWS``: see :mod:`gradcomp.testing`."""
+"""Runs the contract suite (:mod:`gradcomp.testing`) on every configuration in ``configurations.ROWS``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FURTHER = {"seed": [pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2
 
 
 def over_rows(check: Check) -> Callable[..., None]:
-    """The check as a test of every row that it applies to, with every argument."""
+    """Makes a test of a check: for every row to which it applies, with every argument."""
     run = check.run
     assert isinstance(run, FunctionType)
     test = FunctionType(run.__code__, run.__globals__, run.__name__, run.__defaults__, run.__closure__)
@@ -35,15 +35,25 @@ def over_rows(check: Check) -> Callable[..., None]:
 globals().update({f"test_{name}": over_rows(check) for name, check in CHECKS.items()})
 
 
-def test_every_registered_compressor_has_a_row():
+def test_every_registered_compressor_is_public_and_has_a_row():
     # A benchmark that was imported here may have registered its own.
     ours = {kind for kind in registered().values() if kind.__module__.startswith("gradcomp.")}
+    assert len(ours) >= 29
+    assert {getattr(gradcomp, name) for name in gradcomp.__all__} >= ours
     assert {type(row.compressor) for row in ROWS.values()} >= ours
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_repr_evaluates_to_the_configuration(row: Row):
     assert eval(repr(row.compressor), vars(gradcomp)) == row.compressor
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_residual_is_kept_where_it_is_asked_for_and_else_where_the_mean_is_biased(row: Row):
+    traits = row.compressor.traits
+    if hasattr(row.compressor, "feedback") and not traits.learns:
+        asked = row.compressor.feedback
+        assert traits.keeps_residual == (not row.unbiased if asked is None else asked)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compress.selecting import select
+from compress.selecting import only_largest, select
 
 from gradcomp import DGC, Identity, LayerSpec, LocalClip, MomentumCorrection, Policy
 from gradcomp.testing.simulation import Simulation
@@ -27,20 +27,14 @@ def test_a_whole_sample_is_exact():
 
 
 def one_rank(g, u, e, factor, clip, world, compressor):
-    """(what is sent, new u, new e) of the equations in the docstring, exactly selected."""
+    """Returns what is sent, the new u and the new e by the equations in DGC's docstring, with an exact selection."""
     if clip is not None:
         norm = np.sqrt(np.square(g.astype(np.float64)).sum()) / world
         g = g * np.float32(min(1, clip / np.sqrt(world) / norm))
     u = g + np.float32(factor) * u
     p = u + e
-    k = max(1, round(compressor.density * len(g)))
-    chosen = np.argsort(-np.abs(p), kind="stable")[:k]
-    sent = np.zeros_like(p)
-    sent[chosen] = p[chosen]
-    u = u.copy()
-    if compressor.mask:
-        u[chosen] = 0
-    return sent, u, p - sent
+    sent = only_largest(p, max(1, round(compressor.density * len(g))))
+    return sent, np.where(compressor.mask & (sent != 0), 0, u), p - sent
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -86,25 +80,23 @@ def test_dense_keeps_momentum_and_clipping():
     )
 
 
-def test_warm_up_goes_through_the_densities_in_equal_parts():
-    compressor = DGC(0.001, clip=1.0, warmup_steps=40)
-    final = DGC(0.001, clip=1.0)
-    densities = [0.25, 0.0625, 0.015625, 0.004, 0.001]
-    assert compressor.changes == (10, 20, 30, 40)
+@pytest.mark.parametrize(
+    ("compressor", "changes", "densities"),
+    [
+        (DGC(0.001, clip=1.0, warmup_steps=40), (10, 20, 30, 40), [0.25, 0.0625, 0.015625, 0.004, 0.001]),
+        (DGC(0.05, warmup_steps=7), (3, 6), [0.25, 0.0625, 0.05]),
+        (DGC(0.25, warmup_steps=10), (), [0.25]),
+        (DGC(0.001), (), [0.001]),
+    ],
+    ids=["five", "three", "dense", "none"],
+)
+def test_warm_up_goes_through_the_densities_above_the_final_one_in_equal_parts(
+    compressor, changes, densities
+):
+    assert compressor.changes == changes
     for step in range(60):
-        assert compressor.at_step(step) == final.with_level(densities[min(step // 10, 4)])
-
-
-def test_warm_up_leaves_out_densities_below_the_final_one():
-    compressor = DGC(0.05, warmup_steps=7)
-    assert compressor.changes == (3, 6)
-    assert [compressor.at_step(step).density for step in (0, 3, 6)] == [0.25, 0.0625, 0.05]
-
-
-@pytest.mark.parametrize("compressor", [DGC(0.25, warmup_steps=10), DGC(0.001)], ids=["dense", "none"])
-def test_without_densities_to_go_through_nothing_changes(compressor: DGC):
-    assert compressor.changes == ()
-    assert compressor.at_step(0) == DGC(compressor.density)
+        density = densities[sum(step >= change for change in changes)]
+        assert compressor.at_step(step) == DGC(density, clip=compressor.clip)
 
 
 def test_plans_hold_the_densities_of_the_warm_up():

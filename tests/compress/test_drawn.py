@@ -1,4 +1,4 @@
-"""RandomK and RandomBlock: where the indices from the shared seed lie, what they depend on, what is sent and stays."""
+"""Tests RandomK and RandomBlock: the indices that they draw from the shared seed, what is sent, and what is kept."""
 
 from __future__ import annotations
 
@@ -155,10 +155,3 @@ def test_a_summand_of_a_layer_that_is_not_finite_is_nan(kind):
     summands = [np.frombuffer(rank.transport.sent[0][1], np.float32)[:5] for rank in ranks.ranks]
     assert np.isfinite(summands[0]).all()
     assert np.isnan(summands[1]).all()
-
-
-@random_kinds
-def test_feedback_is_on_unless_scaled(kind):
-    assert kind().traits.keeps_residual
-    assert not kind(scaled=True).traits.keeps_residual
-    assert not kind(feedback=False).traits.keeps_residual

@@ -1,4 +1,4 @@
-"""The payload of sparse compressors: what goes in comes out, sizes are known before, and nothing in it is believed."""
+"""Tests sparse selections and their payloads: round trips, sizes that are known before, hostile bytes, narrowing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import zlib
 
 import numpy as np
 import pytest
+from compress.selecting import samples, select
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from gradcomp import Cast, Quantize
-from gradcomp.compress.sparse.payload import CODINGS, Selection, SparseFormat
+from gradcomp import Cast, Quantize, TopK
+from gradcomp.compress.sparse.base import elements_at
+from gradcomp.compress.sparse.payload import CODINGS, Selection, SparseFormat, narrow
 from gradcomp.core.errors import WireFormatError
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.segments import SEGMENT
@@ -37,7 +39,7 @@ def form_of(lengths, limits, fixed: bool, indices: str, values: str = "float32")
 
 
 def drawn(form: SparseFormat, counts, seed: int = 0) -> Selection:
-    """A selection of so many elements of each row."""
+    """Returns a selection of ``counts[i]`` elements of row i."""
     generator = np.random.default_rng(seed)
     chosen = Selection.allocate(form.limits)
     chosen.counts[:] = counts
@@ -63,7 +65,7 @@ def decoded(form: SparseFormat, payload) -> Selection:
 
 @st.composite
 def rows(draw, most: int = 200):
-    """Lengths, limits and counts of a few rows: counts <= limits <= lengths."""
+    """Draws lengths, limits and counts of a few rows: counts <= limits <= lengths."""
     lengths = draw(st.lists(st.integers(0, most), min_size=1, max_size=4))
     limits = [draw(st.integers(0, n)) for n in lengths]
     return lengths, limits, [draw(st.integers(0, k)) for k in limits]
@@ -87,29 +89,21 @@ def check_round_trip(form: SparseFormat, counts, seed: int, exact: bool) -> np.n
 # --- what goes in comes out ---------------------------------------------------------------------------------
 
 
-@examples(150)
-@given(rows(), codings, codecs, st.integers(0, 99))
-def test_fixed_counts_come_back_in_the_size_of_the_formula(of, coding: str, codec: str, seed: int):
-    lengths, limits, _ = of
-    form = form_of(lengths, limits, True, coding, codec)
-    payload = check_round_trip(form, limits, seed, codec == "float32")
-    assert form.fixed == (coding != "deflate")
-    if form.fixed:
-        assert len(payload) == form.max_bytes == form.wire_bytes(form.limits).sum()
-    else:
-        assert form.wire_bytes(form.limits).sum() < len(payload) <= form.max_bytes
-
-
-@examples(150)
-@given(rows(), codings, codecs, st.integers(0, 99))
-def test_varying_counts_come_back(of, coding: str, codec: str, seed: int):
+@examples(300)
+@given(rows(), st.booleans(), codings, codecs, st.integers(0, 99))
+def test_a_selection_comes_back_in_the_size_of_the_formula(of, fixed: bool, coding, codec, seed: int):
     lengths, limits, counts = of
-    form = form_of(lengths, limits, False, coding, codec)
+    counts = limits if fixed else counts
+    form = form_of(lengths, limits, fixed, coding, codec)
     payload = check_round_trip(form, counts, seed, codec == "float32")
-    assert not form.fixed
-    assert len(payload) <= form.max_bytes
+    assert form.fixed == (fixed and coding != "deflate")
+    formula = form.wire_bytes(np.array(counts)).sum()
     if coding != "deflate":
-        assert len(payload) == form.wire_bytes(np.array(counts)).sum()
+        assert len(payload) == formula
+    elif fixed:
+        assert formula < len(payload)
+    assert len(payload) <= form.max_bytes
+    assert not form.fixed or len(payload) == form.max_bytes
 
 
 @examples(300)
@@ -123,10 +117,10 @@ def test_no_counts_take_more_than_was_announced(of, coding: str, codec: str):
 @pytest.mark.parametrize("coding", sorted(set(CODINGS) - {"deflate"}))
 @pytest.mark.parametrize("length", [1, 8, 129])
 def test_no_count_at_all_takes_more_than_was_announced(coding: str, length: int):
-    for limit in range(length + 1):
-        form = form_of([length], [limit], False, coding)
-        for count in range(limit + 1):
-            assert form.wire_bytes(np.array([count]))[0] <= form.max_bytes
+    counts = np.arange(length + 1)
+    needed = form_of([length] * len(counts), counts, False, coding).wire_bytes(counts)
+    announced = [form_of([length], [limit], False, coding).max_bytes for limit in counts]
+    assert (np.maximum.accumulate(needed) <= announced).all()
 
 
 def test_a_value_that_cannot_be_coded_flags_its_row():
@@ -194,7 +188,7 @@ def test_impossible_indices_are_refused(fixed: bool, indices: tuple[int, int], m
 
 
 def with_stream(stream: bytes, fixed: bool = True) -> tuple[SparseFormat, bytes]:
-    """A payload of two indices below 40 and one below 3, whose deflated differences are replaced."""
+    """Returns a payload of two indices below 40 and one below 3, whose deflated differences are ``stream``."""
     form = form_of([40, 3], [2, 1], fixed, "deflate")
     payload = encoded(form, drawn(form, [2, 1]))[0].tobytes()
     values = 3 * 4 + (0 if fixed else 8)
@@ -255,3 +249,68 @@ def test_any_bytes_are_a_selection_or_refused(data, fixed: bool, coding: str, co
         indices = got.indices[offset : offset + count].astype(np.int64)
         assert (np.diff(indices) > 0).all()
         assert (indices < length).all()
+
+
+# --- narrowing: selecting once and narrowing is selecting at the lower density ---------------------------------
+
+DENSITIES = [1.0, 0.4, 0.1, 0.01, 0.001]
+SIZES = [0, 1, 2, 57, 1000, 0]
+
+
+def layers_of(name: str) -> list[np.ndarray]:
+    return [samples(max(n, 1), seed=n)[name][:n] for n in SIZES]
+
+
+def of_rows(selection: Selection) -> list[tuple[list[int], list[float]]]:
+    rows = [slice(o, o + n) for o, n in zip(selection.offsets, selection.counts, strict=True)]
+    return [(selection.indices[row].tolist(), selection.values[row].tolist()) for row in rows]
+
+
+@pytest.mark.parametrize("name", samples(1))
+@pytest.mark.parametrize("at", range(len(DENSITIES)))
+def test_narrowed_is_what_the_lower_density_selects(name: str, at: int):
+    whole = layers_of(name)
+    wide = select(TopK(DENSITIES[at], zeros=True), *whole).selection
+    for density in DENSITIES[at:]:
+        narrowed = narrow(wide, elements_at(density, np.array(SIZES)))
+        assert of_rows(narrowed) == of_rows(select(TopK(density, zeros=True), *whole).selection)
+
+
+@examples(200)
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, 3e38]), max_size=12), max_size=4),
+    st.data(),
+)
+def test_ties_go_to_the_lower_index(rows: list[list[float]], data):
+    whole = [np.array(row, np.float32) for row in rows]
+    wide = select(TopK(1.0, zeros=True), *whole).selection
+    counts = np.array([data.draw(st.integers(0, len(row))) for row in rows], np.int64)
+    for (indices, values), row, count in zip(of_rows(narrow(wide, counts)), whole, counts, strict=True):
+        best = sorted(range(len(row)), key=lambda i, row=row: (-abs(row[i]), i))[:count]
+        assert indices == sorted(best)
+        assert values == row[indices].tolist()
+
+
+def test_the_same_counts_are_the_identity_and_nothing_is_written_over():
+    wide = select(TopK(0.1), *layers_of("normal")).selection
+    before = of_rows(wide)
+    assert of_rows(narrow(wide, wide.counts.copy())) == before
+    narrow(wide, wide.counts // 2)
+    assert of_rows(wide) == before
+
+
+def test_selections_may_lie_apart():
+    wide = Selection(
+        np.array([5, 0], np.int64),
+        np.array([3, 2], np.int64),
+        np.array([7, 9, 0, 0, 0, 11, 20, 21, 0], np.uint32),
+        np.array([1, -2, 0, 0, 0, 3, -3, 1, 0], np.float32),
+    )
+    assert of_rows(narrow(wide, np.array([1, 1], np.int64))) == [([11], [3.0]), ([9], [-2.0])]
+
+
+@pytest.mark.parametrize("counts", [[2], [-1]])
+def test_counts_that_were_not_selected_are_refused(counts: list[int]):
+    wide = select(TopK(0.01), np.ones(100, np.float32)).selection
+    with pytest.raises(ValueError, match=r"counts \[(2|-1)\] are not in 0..\[1\]"):
+        narrow(wide, np.array(counts, np.int64))

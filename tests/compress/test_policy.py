@@ -1,61 +1,48 @@
-"""Which layer gets which compressor, and why."""
+"""Tests which compressor a policy gives each layer, and the reason that it reports."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gradcomp import (
-    Cast,
-    ConfigError,
-    DensitySchedule,
-    Filter,
-    Identity,
-    LayerSpec,
-    LocalClip,
-    MomentumCorrection,
-    Policy,
-    Quantize,
-    TopK,
-    Warmup,
-)
-from gradcomp.compress import as_policy, at_level
+import gradcomp as gc
+from gradcomp.compress import TwoLevelSelection, as_policy, at_level
 from gradcomp.testing.simulation import Simulation
 
-EXACT = Cast("float32")
-WEIGHT = LayerSpec("block.weight", (64, 64))
+EXACT = gc.Cast("float32")
+WEIGHT = gc.LayerSpec("block.weight", (64, 64))
 
 CNN = [
-    LayerSpec("conv1.weight", (32, 3, 5, 5)),
-    LayerSpec("conv1.bias", (32,), kind="bias"),
-    LayerSpec("norm1.weight", (32,), kind="norm"),
-    LayerSpec("norm1.bias", (32,), kind="norm"),
-    LayerSpec("conv2.weight", (64, 32, 3, 3)),
-    LayerSpec("embedding.weight", (1000, 16), kind="embedding"),
-    LayerSpec("squeeze.weight", (4, 64)),
-    LayerSpec("scale", (4096,)),
-    LayerSpec("statistics", (64, 64), "float64"),
-    LayerSpec("head.weight", (10, 1024)),
-    LayerSpec("head.bias", (10,), kind="bias"),
+    gc.LayerSpec("conv1.weight", (32, 3, 5, 5)),
+    gc.LayerSpec("conv1.bias", (32,), kind="bias"),
+    gc.LayerSpec("norm1.weight", (32,), kind="norm"),
+    gc.LayerSpec("norm1.bias", (32,), kind="norm"),
+    gc.LayerSpec("conv2.weight", (64, 32, 3, 3)),
+    gc.LayerSpec("embedding.weight", (1000, 16), kind="embedding"),
+    gc.LayerSpec("squeeze.weight", (4, 64)),
+    gc.LayerSpec("scale", (4096,)),
+    gc.LayerSpec("statistics", (64, 64), "float64"),
+    gc.LayerSpec("head.weight", (10, 1024)),
+    gc.LayerSpec("head.bias", (10,), kind="bias"),
 ]
 
 
-def chosen(policy: Policy, layers=CNN) -> dict[str, str]:
+def chosen(policy: gc.Policy, layers=CNN) -> dict[str, str]:
     plan = policy.plan(layers)
     plan.check_covers(layers)
     return {a.layer: at_level(a.compressor, a.level).to_string() for a in plan.assignments}
 
 
 def test_plan_of_a_small_cnn():
-    quantize, exact = Quantize(3, 128).to_string(), EXACT.to_string()
-    policy = Policy(Quantize(3, 128), overrides={"head.*": "none", "embedding.*": Quantize(2, 128)})
+    quantize, exact = gc.Quantize(3, 128).to_string(), EXACT.to_string()
+    policy = gc.Policy(gc.Quantize(3, 128), overrides={"head.*": "none", "embedding.*": gc.Quantize(2, 128)})
     assert chosen(policy) == {
         "conv1.weight": quantize,
         "conv1.bias": exact,
         "norm1.weight": exact,
         "norm1.bias": exact,
         "conv2.weight": quantize,
-        "embedding.weight": Quantize(2, 128).to_string(),
+        "embedding.weight": gc.Quantize(2, 128).to_string(),
         "squeeze.weight": exact,
         "scale": exact,
         "statistics": "none",
@@ -74,15 +61,12 @@ def test_plan_of_a_small_cnn():
     }
 
 
-def test_without_compression_everything_is_an_exact_sum():
-    assert Policy().default == Identity()
-    assert set(chosen(Policy()).values()) == {"none"}
-    assert set(chosen(Policy(overrides={"head.*": "none"})).values()) == {"none"}
-
-
-def test_one_compressed_layer_leaves_the_others_exact():
-    got = chosen(Policy(overrides={"conv2.weight": Quantize(4)}))
-    assert {name for name, text in got.items() if text != "none"} == {"conv2.weight"}
+@pytest.mark.parametrize("overrides", [{}, {"head.*": "none"}, {"conv2.weight": gc.Quantize(4)}])
+def test_what_is_not_compressed_is_an_exact_sum(overrides):
+    assert gc.Policy().default == gc.Identity()
+    got = chosen(gc.Policy(overrides=overrides))
+    compressed = {name for name in overrides if overrides[name] != "none"}
+    assert {name for name, text in got.items() if text != "none"} == compressed
 
 
 @pytest.mark.parametrize(
@@ -96,94 +80,112 @@ def test_one_compressed_layer_leaves_the_others_exact():
         ({"exclude": ("block.*",)}, WEIGHT, "excluded by name"),
         ({"exclude": ("BLOCK.*",)}, WEIGHT, None),
         ({"include": ("block.*",), "exclude": ("*.weight",)}, WEIGHT, "excluded by name"),
-        ({"include": ("*.bias",)}, LayerSpec("a.bias", (3,), kind="bias"), None),
-        ({"include": ("*",)}, LayerSpec("a", (64, 64), "float64"), "float64"),
+        ({"include": ("*.bias",)}, gc.LayerSpec("a.bias", (3,), kind="bias"), None),
+        ({"include": ("*",)}, gc.LayerSpec("a", (64, 64), "float64"), "float64"),
         (
             {"exclude_kinds": (), "min_dimensions": 0, "min_elements": 0},
-            LayerSpec("a", (0,), kind="bias"),
+            gc.LayerSpec("a", (0,), kind="bias"),
             None,
         ),
     ],
 )
-def test_filter(settings, layer: LayerSpec, reason: str | None):
-    assert Filter(**settings).reason_to_exclude(layer) == reason
+def test_filter(settings, layer: gc.LayerSpec, reason: str | None):
+    assert gc.Filter(**settings).reason_to_exclude(layer) == reason
 
 
 def test_first_matching_override_wins_and_beats_the_filter():
-    policy = Policy(Quantize(4), overrides={"*.bias": Quantize(8), "a.*": Quantize(2)})
-    bias = LayerSpec("a.bias", (3,), kind="bias")
-    assert policy.choose(bias) == (Quantize(8), None)
-    assert policy.choose(LayerSpec("a.weight", (3,))) == (Quantize(2), None)
+    policy = gc.Policy(gc.Quantize(4), overrides={"*.bias": gc.Quantize(8), "a.*": gc.Quantize(2)})
+    bias = gc.LayerSpec("a.bias", (3,), kind="bias")
+    assert policy.choose(bias) == (gc.Quantize(8), None)
+    assert policy.choose(gc.LayerSpec("a.weight", (3,))) == (gc.Quantize(2), None)
 
 
 def test_plan_carries_the_version_and_the_order_of_the_layers():
-    plan = Policy(Quantize(4)).plan(CNN, version=7)
+    plan = gc.Policy(gc.Quantize(4)).plan(CNN, version=7)
     assert plan.version == 7
     assert [a.layer for a in plan.assignments] == [layer.name for layer in CNN]
 
 
 @pytest.mark.parametrize(
-    "given", [Quantize(2), "quantize:bits=2", Policy(Quantize(2)), Policy("quantize:bits=2")]
+    "given", [gc.Quantize(2), "quantize:bits=2", gc.Policy(gc.Quantize(2)), gc.Policy("quantize:bits=2")]
 )
 def test_every_way_to_ask_for_a_compressor_means_the_same(given):
-    assert as_policy(given).plan([WEIGHT]) == Policy(Quantize(2)).plan([WEIGHT])
+    assert as_policy(given).plan([WEIGHT]) == gc.Policy(gc.Quantize(2)).plan([WEIGHT])
 
 
-@pytest.mark.parametrize("given", [4, None, Quantize, "quantise"])
+@pytest.mark.parametrize("given", [4, None, gc.Quantize, "quantise"])
 def test_anything_else_is_refused_when_a_policy_is_made(given):
-    for make in (as_policy, Policy, lambda other: Policy(overrides={"a": other})):
-        with pytest.raises(ConfigError):
+    for make in (as_policy, gc.Policy, lambda other: gc.Policy(overrides={"a": other})):
+        with pytest.raises(gc.ConfigError):
             make(given)
 
 
 # --- momentum, clipping and schedules ---------------------------------------------------------------------------
 
-TOP = TopK(0.05)
+TOP = gc.TopK(0.05)
 MODEL = [
-    LayerSpec("w", (64, 64)),
-    LayerSpec("w.bias", (64,), kind="bias"),
-    LayerSpec("head", (64, 64)),
-    LayerSpec("double", (64, 64), "float64"),
+    gc.LayerSpec("w", (64, 64)),
+    gc.LayerSpec("w.bias", (64,), kind="bias"),
+    gc.LayerSpec("head", (64, 64)),
+    gc.LayerSpec("double", (64, 64), "float64"),
 ]
 
 
+SUM, HALF, KEEPING = gc.Identity(), gc.Cast("bfloat16"), gc.Cast("bfloat16", feedback=True)
+
+
+def momentum(compressor: gc.Compressor) -> gc.MomentumCorrection:
+    return gc.MomentumCorrection(compressor, 0.8)
+
+
 @pytest.mark.parametrize(
-    ("default", "exact"),
+    ("default", "exact", "bf16"),
     [
-        (TOP, Identity()),
-        (Warmup(TOP, 2), Identity()),
-        (Warmup(Quantize(4), 2), Cast("float32")),
-        (Warmup(MomentumCorrection(TOP, 0.8), 2), MomentumCorrection(Identity(), 0.8)),
-        (MomentumCorrection(Warmup(Quantize(4), 2), 0.8), MomentumCorrection(Identity(), 0.8)),
-        (LocalClip(DensitySchedule(MomentumCorrection(TOP))), LocalClip(MomentumCorrection(Identity()))),
+        (TOP, SUM, KEEPING),
+        (gc.TopK(0.05, feedback=False), SUM, HALF),
+        (TwoLevelSelection(TOP), SUM, KEEPING),
+        (gc.Quantize(4), EXACT, HALF),
+        (gc.Quantize(4, rounding="nearest"), EXACT, KEEPING),
+        (gc.Warmup(TOP, 2), SUM, KEEPING),
+        (gc.Warmup(gc.Quantize(4), 2), EXACT, HALF),
+        (momentum(TOP), momentum(SUM), momentum(KEEPING)),
+        (gc.Warmup(momentum(TOP), 2), momentum(SUM), momentum(KEEPING)),
+        (momentum(gc.Warmup(gc.Quantize(4), 2)), momentum(SUM), momentum(HALF)),
+        (
+            gc.LocalClip(gc.DensitySchedule(momentum(TOP))),
+            gc.LocalClip(momentum(SUM)),
+            gc.LocalClip(momentum(KEEPING)),
+        ),
     ],
 )
-def test_what_is_excluded_keeps_momentum_and_clipping_in_all_steps(default, exact):
-    policy = Policy(default, overrides={"head": "none"})
-    reasons = {"w.bias": "bias", "head": "override 'head'", "double": "float64"}
-    assert policy.excluded(MODEL) == reasons
-    for layer in MODEL[:3]:
-        chosen, reason = policy.choose(layer)
-        assert reason == reasons.get(layer.name)
-        assert chosen == (exact if reason else default)
-    assert policy.choose(MODEL[3]) == (Identity(), "float64")
-    begins = policy.scheduled(MODEL)
-    plans = [policy.plan(MODEL)] + [plan for step in range(9) if (plan := begins(step, 1))]
-    for plan in plans:
-        assert {plan.by_layer[n].compressor for n in ("w.bias", "head")} == {exact.family_string()}
-    assert [step for step in range(999) if begins(step, 1)] == sorted(default.changes)
+def test_what_is_excluded_keeps_momentum_and_clipping_in_all_steps(default, exact, bf16):
+    for setting, rest in (("float32", exact), ("bf16", bf16)):
+        policy = gc.Policy(default, overrides={"head": "none"}, exact=setting)
+        assert policy.excluded(MODEL) == {"w.bias": "bias", "head": "override 'head'", "double": "float64"}
+        found, reasons = zip(*map(policy.choose, MODEL), strict=True)
+        assert reasons == (None, "bias", "override 'head'", "float64")
+        head = found[2]  # the user said so
+        assert found == (default, rest, head, SUM)
+        assert head.traits.exact
+        assert setting == "bf16" or head == exact
+        assert [c is not None for c in policy.adjustable(MODEL)] == [True, False, False, False]
+        begins = policy.scheduled(MODEL)
+        for plan in (policy.plan(MODEL), *filter(None, (begins(step, 1) for step in range(9)))):
+            of_rest = [plan.by_layer[name].compressor for name in ("w.bias", "head")]
+            assert of_rest == [rest.family_string(), head.family_string()]
+        assert [step for step in range(999) if begins(step, 1)] == sorted(default.changes)
 
 
-@pytest.mark.parametrize("kind", [TopK(1.0), Quantize(8, 64)])
+@pytest.mark.parametrize("kind", [gc.TopK(1.0), gc.Quantize(8, 64)])
 def test_layers_that_are_excluded_have_the_same_momentum(kind):
-    """The optimizer has none: what is not compressed would train without."""
+    """The optimizer has no momentum, so without it excluded layers would train without any."""
     layers = [
-        LayerSpec("w", (40,)),
-        LayerSpec("b", (5,), kind="bias"),
-        LayerSpec("h", (5,), "float16", kind="bias"),
+        gc.LayerSpec("w", (40,)),
+        gc.LayerSpec("b", (5,), kind="bias"),
+        gc.LayerSpec("h", (5,), "float16", kind="bias"),
     ]
-    policy = Policy(
-        MomentumCorrection(kind, 0.5, mask=False), filter=Filter(min_elements=0, min_dimensions=0)
+    policy = gc.Policy(
+        gc.MomentumCorrection(kind, 0.5, mask=False), filter=gc.Filter(min_elements=0, min_dimensions=0)
     )
     ranks = Simulation(layers, policy, 3)
     ones = [[np.ones_like(g) for g in rank] for rank in ranks.gradients()]
@@ -195,38 +197,18 @@ def test_layers_that_are_excluded_have_the_same_momentum(kind):
 # --- excluded layers in bfloat16 --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("default", "rest"),
-    [
-        (TOP, Cast("bfloat16", feedback=True)),
-        (TopK(0.05, feedback=False), Cast("bfloat16")),
-        (Quantize(4), Cast("bfloat16")),
-        (Quantize(4, rounding="nearest"), Cast("bfloat16", feedback=True)),
-        (Warmup(TOP, 2), Cast("bfloat16", feedback=True)),
-        (MomentumCorrection(TOP, 0.8), MomentumCorrection(Cast("bfloat16", feedback=True), 0.8)),
-    ],
-)
-def test_excluded_layers_in_bfloat16(default, rest):
-    policy = Policy(default, overrides={"head": "none"}, exact="bf16")
-    assert policy.choose(MODEL[1]) == (rest, "bias")
-    assert policy.choose(MODEL[2])[0].traits.exact  # the user said so
-    assert policy.choose(MODEL[3]) == (Identity(), "float64")
-    assert [c is not None for c in policy.adjustable(MODEL)] == [True, False, False, False]
-    assert policy.excluded(MODEL) == Policy(default, overrides={"head": "none"}).excluded(MODEL)
-
-
 def test_bfloat16_is_for_layers_that_are_excluded():
-    assert set(chosen(Policy(exact="bf16")).values()) == {"none"}
-    with pytest.raises(ConfigError, match="exact"):
-        Policy(TOP, exact="fp8")
+    assert set(chosen(gc.Policy(exact="bf16")).values()) == {"none"}
+    with pytest.raises(gc.ConfigError, match="exact"):
+        gc.Policy(TOP, exact="fp8")
 
 
-@pytest.mark.parametrize("default", [TOP, Quantize(4, rounding="nearest"), "powersgd:rank=2"])
+@pytest.mark.parametrize("default", [TOP, gc.Quantize(4, rounding="nearest"), "powersgd:rank=2"])
 def test_bfloat16_takes_half_the_bytes_and_loses_nothing_with_feedback(default):
-    layers = [LayerSpec("w", (64, 64)), LayerSpec("b", (5000,), kind="bias")]
+    layers = [gc.LayerSpec("w", (64, 64)), gc.LayerSpec("b", (5000,), kind="bias")]
     sent = {}
     for exact in ("float32", "bf16"):
-        ranks = Simulation(layers, Policy(default, exact=exact), 3, slice_elements=1500)
+        ranks = Simulation(layers, gc.Policy(default, exact=exact), 3, slice_elements=1500)
         sent[exact] = ranks.pipelines[0].predicted
         total, applied = np.zeros(5000), np.zeros(5000)
         for _ in range(12):

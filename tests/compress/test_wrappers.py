@@ -1,4 +1,4 @@
-"""Wrappers in exact numbers: what they do to gradients, residuals and momentum."""
+"""Tests in exact numbers what wrappers do to gradients, residuals and momentum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE_OF_FOUR = TopK(0.25)
 
 
 def step(ranks: Simulation, *gradients, scale: float = 1.0, **options) -> list[float]:
-    """The mean of the one layer, without the loss scale; ``gradients``: each rank's, or one for all."""
+    """Returns the mean of the only layer, without loss scale. ``gradients`` has one for each rank, or one for all."""
     dtype = DTYPES[ranks.layers[0].dtype]
     each = gradients * (ranks.size // len(gradients))
     scaled = [[None if g is None else (np.array(g) * scale).astype(dtype)] for g in each]
@@ -55,7 +55,7 @@ def at_rates(ranks: Simulation, rates, *, commit: bool = True) -> list[list[floa
      (0.5, (0.5, 0.125), 5)],
 )  # fmt: skip
 def test_residuals_follow_the_learning_rate(decay: float, rates, second: float):
-    """1 + 2 times the decay and the last rate over this one; a rate of 0 is not known."""
+    """The mean is 1 + 2 decay (last rate / this rate). A rate of 0 is unknown."""
     ranks = Simulation(FOUR, ErrorFeedback(ONE_OF_FOUR, decay, follow_rate=True), 1)
     assert at_rates(ranks, rates) == [[4, 0, 0, 0], [0, second, 0, 0]]
 
@@ -163,7 +163,7 @@ def test_momentum_is_not_rounded_on_its_way_uncompressed():
 @pytest.mark.parametrize(("average", "world", "expected"), [(True, 1, 0.2), (True, 4, 0.4), (False, 4, 0.4)])
 @pytest.mark.parametrize("scale", [1.0, 64.0])
 def test_shares_are_clipped_to_the_norm_over_the_root_of_n(average, world, expected, scale):
-    """N shares of g / N, or of g for a sum: their norm becomes 1 / sqrt(N), that of their sum sqrt(N)."""
+    """Every share gets a norm of 1 / sqrt(N), so the sum of N equal shares has the norm sqrt(N)."""
     layers = [*FOUR, LayerSpec("small", (2,)), LayerSpec("absent", (2,))]
     ranks = Simulation(layers, LocalClip(Identity()), world, average=average)
     gradients = [

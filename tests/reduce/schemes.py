@@ -1,4 +1,4 @@
-"""The reductions under test, and each of them in NumPy: one layer at a time, nothing fused, nothing cut."""
+"""Lists the reductions under test, and computes each in NumPy: layer by layer, without fusion or slices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from gradcomp import Cast, Compressor, Identity, LayerSpec, OneBit, Quantize, ScaledSign
+from gradcomp import NUQSGD, Cast, Compressor, Identity, LayerSpec, OneBit, Quantize, ScaledSign
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.layout import build_layout
 from gradcomp.kernels.codec import Codec, Draw
@@ -29,18 +29,18 @@ PARTIAL = ("ring", "tree", "hierarchical")
 
 
 def topologies(world: int) -> list[Topology]:
-    """One host; two hosts in turns; hosts of different sizes; a host for every rank."""
+    """Returns one host, two hosts in turns, hosts of different sizes, and a host for every rank."""
     hosts = [[0] * world, [r % 2 for r in range(world)], [0, 0, 0, 1, 1, 2, 3][:world], list(range(world))]
     return [Topology(tuple(numbers)) for numbers in {tuple(h): None for h in hosts}]
 
 
 def servers_of(reduction: str) -> int:
-    """How many servers the string form asks for."""
+    """Returns the number of servers in the string form."""
     return int(reduction.partition("servers=")[2] or 1)
 
 
 def fits(reduction: str, world: int) -> bool:
-    """Whether there are ranks enough."""
+    """Returns true if there are enough ranks."""
     return servers_of(reduction) <= world
 
 
@@ -62,6 +62,7 @@ with_residuals = st.sampled_from(
         Quantize(3, 50, rounding="nearest", decay=0.5),
         Cast("float16", feedback=True),
         Cast("bfloat16", feedback=True),
+        NUQSGD(5, 40, "linf", feedback=True),
         OneBit(40),
         ScaledSign(24),
         ScaledSign(None),
@@ -78,7 +79,7 @@ layer_lists = st.lists(
 
 
 def one_bucket(layers: Sequence[LayerSpec], plan) -> list[Part]:
-    """All layers in one bucket: its parts."""
+    """Returns the parts of a bucket of all layers."""
     layout = build_layout(layers, plan, range(len(layers)), frozenset(), 10**9)
     (bucket,) = layout.buckets
     return [
@@ -88,7 +89,7 @@ def one_bucket(layers: Sequence[LayerSpec], plan) -> list[Part]:
 
 
 def chunk_numbers(chunks: Chunks, sizes: Sequence[int]) -> list[np.ndarray]:
-    """By layer, the chunk of every element; -1 where the bucket has none of it."""
+    """Returns the chunk of every element by layer; -1 if the bucket does not have the element."""
     numbers = [np.full(size, -1) for size in sizes]
     for segments in chunks.place():
         of_rows = np.repeat(np.arange(chunks.count), np.diff(segments.bounds))
@@ -99,7 +100,7 @@ def chunk_numbers(chunks: Chunks, sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 class Model:
-    """What every rank applies and owes under one reduction: means from gradients, residuals kept."""
+    """Computes the means that all ranks apply under one reduction, and their residuals."""
 
     def __init__(self, reduction: str, ranks: Simulation, compressor: Compressor) -> None:
         self.name = reduction.partition(":")[0]
@@ -111,7 +112,7 @@ class Model:
         self.step_number = 0
 
     def step(self, gradients) -> list[np.ndarray]:
-        """Every layer's mean; residuals take their next values."""
+        """Returns every layer's mean, and updates the residuals."""
         means = [self._layer(i, [rank[i] for rank in gradients]) for i in range(len(self.layers))]
         self.step_number += 1
         return means
@@ -126,7 +127,7 @@ class Model:
         return (value / np.float32(divisor)).astype(DTYPES[self.layers[i].dtype])
 
     def _code(self, c: Floats, rank: int, loses: Callable[[Floats], None]) -> Floats:
-        """What comes of encoding and decoding; whoever does it keeps the difference."""
+        """Returns the values after encoding and decoding, and passes their error to ``loses``."""
         table = np.zeros(1, SEGMENT)
         layer = self.layers[self._i]
         table["length"], table["layer"], table["dtype"] = layer.size, layer.hash, FLOAT32
@@ -144,11 +145,11 @@ class Model:
         return value
 
     def _own(self, c: Floats, rank: int) -> Floats:
-        """Encoded by a rank for itself or for others: what is lost is its first residual."""
+        """Encodes and decodes as a rank, which keeps the error in its residual."""
         return self._code(c, rank, lambda lost: self.first[rank].__setitem__(self._i, lost))
 
     def _mean(self, values: Sequence[Floats]) -> Floats:
-        """What a chunk's owner makes of the codes: the mean, encoded again, with the second residual."""
+        """Encodes and decodes the mean as a chunk's owner, with its server-side error."""
         mean = total(values) / np.float32(self.world)
         if self.compressor.traits.keeps_residual:
             mean = mean + np.float32(self.compressor.traits.residual_decay) * self.second[self._i]
@@ -220,7 +221,7 @@ class Model:
         return value, 1
 
     def _buckets(self) -> np.ndarray:
-        """The number of every element's bucket."""
+        """Returns the number of every element's bucket."""
         numbers = np.zeros(self.layers[self._i].size, np.int64)
         for found in self.ranks.pipelines[0].layout.buckets:
             for group in found.groups:
@@ -230,7 +231,7 @@ class Model:
 
 
 def total(values: Sequence[Floats]) -> Floats:
-    """Added in order, in float32."""
+    """Adds in order, in float32."""
     result = values[0]
     for value in values[1:]:
         result = result + value

@@ -1,4 +1,4 @@
-"""How a bucket is cut into chunks, and where their messages lie."""
+"""Tests how a bucket is cut into chunks, and where their messages lie."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ counts = st.integers(1, 9)
 
 @st.composite
 def buckets(draw):
-    """A bucket of layers under one compressor, or of quantised ones with bits of their own beside exact ones."""
+    """Draws a bucket of layers under one compressor, or of exact layers and quantised ones with different bits."""
     layers = draw(layer_lists)
     if draw(st.booleans()):
         plan = plan_for(layers, draw(compressors))
@@ -43,26 +43,18 @@ def test_every_element_is_in_one_chunk_and_chunks_are_in_order(bucket, count: in
 
 @examples(100)
 @given(buckets(), counts)
-def test_every_segment_keeps_its_level_and_is_known_by_its_pieces(bucket, count: int):
+def test_every_segment_keeps_its_level_and_is_cut_at_quantisation_buckets(bucket, count: int):
     layers, parts = bucket
     for part, segments in zip(parts, Chunks(parts, len(layers), count).place(), strict=True):
-        whole = part.group.table[segments.cut_from]
+        table, whole = segments.table, part.group.table[segments.cut_from]
         for column in ("level", "bucket_size", "layer", "dtype"):
-            assert (segments.table[column] == whole[column]).all()
+            assert (table[column] == whole[column]).all()
         assert (segments.layers == part.group.layers[segments.cut_from]).all()
         assert (segments.header_index == part.header_index[segments.cut_from]).all()
         assert set(segments.cut_from.tolist()) == set(range(len(part.group.table)))  # empty ones, too
-
-
-@examples(100)
-@given(buckets(), counts)
-def test_borders_fall_on_quantisation_buckets(bucket, count: int):
-    layers, parts = bucket
-    for segments in Chunks(parts, len(layers), count).place():
-        ends = segments.table["start"] + segments.table["length"]
-        sizes = np.array([layers[i].size for i in segments.layers])
-        assert (segments.table["start"] % segments.table["bucket_size"] == 0).all()
-        assert ((ends % segments.table["bucket_size"] == 0) | (ends == sizes)).all()
+        ends, sizes = table["start"] + table["length"], np.array([layers[i].size for i in segments.layers])
+        assert (table["start"] % table["bucket_size"] == 0).all()
+        assert ((ends % table["bucket_size"] == 0) | (ends == sizes)).all()
 
 
 @examples(100)
@@ -84,7 +76,7 @@ def test_chunks_are_balanced_by_payload_bytes(bucket, count: int):
 @examples(100)
 @given(buckets(), counts, st.data())
 def test_payloads_fill_their_messages_without_gap(bucket, count: int, data):
-    """Header, then every piece's payload, part by part, whatever order the messages lie in."""
+    """A message is a header and the payloads of its pieces, part by part, in any order of the messages."""
     layers, parts = bucket
     chunks = Chunks(parts, len(layers), count)
     order = data.draw(st.permutations(range(count)))

@@ -1,4 +1,4 @@
-"""The votes of a bucket's first round, in both forms, and headers that should not be."""
+"""Tests both forms of headers: the flags that they carry, and headers that are wrong."""
 
 from __future__ import annotations
 
@@ -99,6 +99,16 @@ class TestByteHeader:
     def test_steps_are_compared_modulo_two_to_the_32(self):
         header(HeaderId(1, 2**32 + 5, 0)).read(message(header_id=HeaderId(1, 2**32 + 5, 0)), CHUNK, SENDER)
 
+    def test_chunks_and_senders_of_large_worlds_are_told_apart(self):
+        made = ByteHeader(1, np.zeros(1024, np.int64))
+        made.identify(HEADER_ID, 0)
+        buffer = np.zeros(made.message_bytes[1023], np.uint8)
+        made.write(buffer, 1023, BucketFlags(STATES[-2:], 1022))
+        made.read(buffer, 1023, 1022)
+        for chunk, sender in ((1023 - 256, 1022), (1023, 1022 - 256)):
+            with pytest.raises(WireFormatError, match="instead of"):
+                made.read(buffer, chunk, sender)
+
     @given(st.binary(max_size=40))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
         with pytest.raises((WireFormatError, PlanMismatchError)):
@@ -125,7 +135,7 @@ class TestByteHeader:
 
 
 def summed(header_ids: list[HeaderId], states: list[np.ndarray], fingerprints=()) -> np.ndarray:
-    """What an allreduce makes of the ranks' counts."""
+    """Returns the sum that an allreduce makes of the ranks' counts."""
     counts = CountHeader(len(states[0]) - 1)
     total = np.zeros(counts.length, np.float32)
     fingerprints = fingerprints or [FINGERPRINT] * len(states)
@@ -216,7 +226,7 @@ def test_flags_tell_what_all_ranks_said():
 
 @given(st.permutations([0, 0, 5, 5, 7]))
 def test_a_chain_of_ranks_notices_a_difference_across_those_without_a_fingerprint(chain):
-    """Each compares what it hears with its own, and passes on what it heard where it has none."""
+    """Each rank compares the received fingerprint with its own, and forwards it if it has none."""
     passed = BucketFlags(np.zeros(1, np.uint8), 0, chain[0])
     for own in chain[1:]:
         here = BucketFlags(passed.states.copy(), 0, own)

@@ -1,4 +1,4 @@
-"""A reduction in one file outside of the package: named by a setting, with a price, under the compressors' contract."""
+"""Tests a reduction outside of the package: a setting names it, it has a cost, and it keeps the contract."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from configurations import ROWS
+from reduce.test_contract import PROMISES
 
 from gradcomp import ConfigError
 from gradcomp.core import scheme as schemes
@@ -18,11 +19,11 @@ from gradcomp.reduce.chunks import WholeCodes, encode
 from gradcomp.reduce.costs import cost
 from gradcomp.reduce.header import ByteHeader
 from gradcomp.reduce.model import Cost, Load, to
-from gradcomp.testing import Simulation, cases, feedback, forms_and_means, wire
+from gradcomp.testing import CHECKS, Simulation, cases
 
 
 class Rotation(Reduction):
-    """In round t, every rank sends its whole code to the rank t + 1 further; each adds the N codes in rank order."""
+    """In round t every rank sends its whole code to the rank t places further. Each adds the N codes in rank order."""
 
     def __init__(self, parts, layers, rank, world, memory=HOST_MEMORY) -> None:
         self._rank, self._world = rank, world
@@ -61,21 +62,15 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["minmax-5-feedback", "onebit", "signum-odd"])
 def test_compressors_keep_their_contract(name: str):
-    row = ROWS[name]
-    forms_and_means.ranks_hold_the_same_bytes(row, 5)
-    forms_and_means.zeros_give_zeros(row)
-    wire.every_byte_that_is_sent_is_counted(row, 4)
-    feedback.a_discarded_step_leaves_no_trace_in_the_state(row)
-    if row.telescopes and row.steady:
-        feedback.error_feedback_telescopes(row, 3)
+    for promise in PROMISES:
+        CHECKS[promise](ROWS[name])
 
 
 def test_a_setting_names_it_and_it_has_a_price():
     assert Config(reduction="rotation").reduction == "rotation"
     topology = Topology(tuple(range(4)))
-    assert (
-        cost(schemes.parse("rotation"), Load(1000.0, 8000.0), topology).bytes_sent().tolist() == [3000.0] * 4
-    )
+    price = cost(schemes.parse("rotation"), Load(1000.0, 8000.0), topology)
+    assert price.bytes_sent().tolist() == [3000.0] * 4
 
 
 @pytest.mark.parametrize("name", ["rotation", "sra", "auto"])
