@@ -37,7 +37,7 @@ class Plain(Compressor):
         table["payload"] = self.offsets(group)
         if not len(view):  # another rank broadcasts: a flag counts, the size does not
             view = np.zeros(4 * group.elements, np.uint8)
-        EXACT.encode(table, view, flags, context.draw, scale=context.scale)
+        EXACT.encode(group.device, table, view, flags, context.draw, scale=context.scale)
         kept = np.flatnonzero(view.view("<f4"))
         return flags, (4 * (kept[-1] + 1) if len(kept) else 0) if self.varying else len(view)
 
@@ -47,7 +47,7 @@ class Plain(Compressor):
 
     def finish(self, group, context, total, flags, divisor):
         flags, group.table["payload"] = flags.copy(), self.offsets(group)
-        EXACT.decode(group.table, total.view(np.uint8), flags, divisor=divisor, scale=context.unscale)
+        EXACT.decode(group.device, group.table, total.view(np.uint8), flags, divisor=divisor, scale=context.unscale)
         return flags
 
 
