@@ -46,7 +46,7 @@ class _Core:
         """Replace this rank's step from ``starts`` by the Adasum of all ranks' steps. Collective."""
         coded = [self._compress(p.detach() - start) for p, start in zip(parameters, starts, strict=True)]
         deltas = [delta for delta, _ in coded]
-        sums = begin_allreduce(deltas, self._name, _HOW, None, self._process_set, in_place=True).wait()
+        sums = begin_allreduce(deltas, self._name, _HOW, self._process_set, in_place=True).wait()
         for p, start, total, (_, context) in zip(parameters, starts, sums, coded, strict=True):
             p.copy_(start.add_(self._decompress(total, context)))
 

@@ -76,7 +76,6 @@ def descriptors(
     name: str | None,
     process_set: Members,
     how: ScaledOp | None = None,
-    *,
     root: int | None = None,
     problem: str | None = None,
 ) -> tuple[list[Descriptor], str | None]:
@@ -94,11 +93,18 @@ def descriptors(
         for place, tensor in enumerate(tensors):
             if wrong is None and (told := dense_problem(tensor, dtypes)):
                 wrong = told if len(tensors) == 1 else f"tensor {place}: {told}"
-    problem = problem or wrong
+    problem = problem or (how.problem if how else None) or wrong
     if problem is not None:
         return [Descriptor(kind, ranks, name)], problem
     forms = [(dtype_name(each.dtype), each.element_size(), tuple(each.shape)) for each in tensors]
     return [Descriptor(kind, ranks, name, *form, how, root) for form in forms], None
+
+
+def needs_gradient(tensors: Sequence[Any]) -> bool:
+    """Return True if autograd must record an operation on these tensors."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
 
 
 class Handle:
@@ -180,16 +186,10 @@ def _result(flat: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.T
 
 
 def begin_allreduce(
-    tensors: Tensors,
-    name: str | None,
-    how: ScaledOp,
-    problem: str | None,
-    process_set: Members,
-    *,
-    in_place: bool = False,
+    tensors: Tensors, name: str | None, how: ScaledOp, process_set: Members, *, in_place: bool = False
 ) -> Handle:
     """Start a group's allreduce, in the tensors' own memory where that is dense, on the host and ``in_place``."""
-    called, problem = descriptors("allreduce", tensors, name, process_set, how, problem=problem)
+    called, problem = descriptors("allreduce", tensors, name, process_set, how)
     flats = [] if problem else [host(tensor, copy=not in_place) for tensor in tensors]
 
     def finish(_: None) -> list[torch.Tensor]:
@@ -198,10 +198,8 @@ def begin_allreduce(
     return Handle(collectives.allreduce(called, [array_of(flat) for flat in flats], problem), finish)
 
 
-def begin_reducescatter(
-    tensors: Tensors, name: str | None, how: ScaledOp, problem: str | None, process_set: Members
-) -> Handle:
-    called, problem = descriptors("reducescatter", tensors, name, process_set, how, problem=problem)
+def begin_reducescatter(tensors: Tensors, name: str | None, how: ScaledOp, process_set: Members) -> Handle:
+    called, problem = descriptors("reducescatter", tensors, name, process_set, how)
     flats = [] if problem else [host(tensor, copy=False) for tensor in tensors]
     ranks = called[0].ranks
     place = ranks.index(runtime.rank())

@@ -26,8 +26,7 @@ from gradcomp.torch.hooks import Finish, GradientExchange
 from gradcomp.torch.layers import Named, name_parameters, propose
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import opaque
-from gradcomp.torch.optimizers import Momenta, averages, scalars_of
-from gradcomp.torch.streams import number_of
+from gradcomp.torch.optimizers import averages
 
 _NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -149,31 +148,6 @@ class Arguments(settings.Arguments):
                 )
 
 
-@dataclass(eq=False)
-class Core:
-    """The state that wrapping adds to an optimizer: its exchange, driver and parameter names.
-
-    ``synchronized`` is True if the program has called ``synchronize()`` since the last step.
-    """
-
-    ranks: Ranks
-    named: Named
-    frozen: Named
-    exchange: GradientExchange
-    skip_synchronize: bool = False
-    synchronized: bool = False
-
-    def __post_init__(self) -> None:
-        self.driver = self.exchange.driver
-        #: Saves and loads the compression state.
-        self.checkpoint_manager = self.driver.checkpoint_manager
-
-    @property
-    def parameter_names(self) -> dict[torch.Tensor, str]:
-        """The names of all parameters, including frozen ones."""
-        return {parameter: name for name, parameter in (*self.named, *self.frozen)}
-
-
 def build(
     state: Runtime,
     ranks: Ranks,
@@ -181,11 +155,11 @@ def build(
     named_parameters: NamedParameters | None,
     arguments: Arguments,
     *,
-    before: Core | None = None,
-) -> Core:
+    before: GradientExchange | None = None,
+) -> GradientExchange:
     """Validate the arguments, compare them over ranks, and start the exchange. Collective.
 
-    ``before`` is the state of the same optimizer when it is wrapped already and gets more parameters.
+    ``before`` is the exchange of the same optimizer when it is wrapped already and gets more parameters.
     """
 
     def validate() -> tuple[Named, Named, Proposal, Device]:
@@ -202,16 +176,7 @@ def build(
         return named, frozen, proposal, device
 
     (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
-    exchange = GradientExchange(
-        named,
-        arguments,
-        # Adafactor with relative steps computes its own rate, which is not known here: it counts as 0.
-        learning_rate=lambda: number_of(
-            0.0 if (rate := optimizer.param_groups[0].get("lr")) is None else rate
-        ),
-        scalars=lambda: scalars_of([optimizer]),
-        momenta=Momenta(named, lambda: [optimizer]),
-    )
+    exchange = GradientExchange(named, frozen, arguments, optimizer)
     if transport is None:
         say_what_is_bypassed(proposal.policy)
     elif transport.rank == 0:
@@ -233,25 +198,26 @@ def build(
         arguments,
         device=device,
     )
-    exchange.attach(driver, None if before is None else before.exchange)
+    exchange.attach(driver, before)
     joining.register(exchange)
-    return Core(ranks, named, frozen, exchange)
+    return exchange
 
 
-def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[torch.nn.Parameter]) -> Core:
+def rebuild(
+    optimizer: Any, old: GradientExchange, names: Sequence[str], added: Sequence[torch.nn.Parameter]
+) -> GradientExchange:
     """Make an exchange for the old and the added parameters, with the old one's residuals and step.
 
     Collective. After an error the old exchange is still in use.
     """
     state = runtime.current()
-    old = core.exchange
-    core.driver.check()
+    old.driver.check()
     old.drain()
-    named = chain(core.named, core.frozen, _name_group(names, added))
-    fresh = build(state, core.ranks, optimizer, named, old.arguments, before=core)
+    named = chain(old.named, old.frozen, _name_group(names, added))
+    fresh = build(state, old.checkpoint_manager.ranks, optimizer, named, old.arguments, before=old)
     old.detach()
-    fresh.checkpoint_manager.inherit(core.checkpoint_manager)
-    if core.driver.attached:
+    fresh.checkpoint_manager.inherit(old.checkpoint_manager)
+    if old.driver.attached:
         state.close(old.exchanger)
     return fresh
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -149,19 +149,6 @@ def tensor_of(rows: Rows, like: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(index[None], values.to(like.dtype), like.shape, is_coalesced=True)
 
 
-class Exchange(Protocol):
-    """Exchanges the gradients of some parameters as autograd computes them."""
-
-    @property
-    def named(self) -> Named:
-        """The exchanged parameters, with their names."""
-        ...
-
-    def retire(self, why: str) -> None:
-        """Exchange nothing from now on; further use raises a StateError with the text ``why``."""
-        ...
-
-
 def take_over(exchange: Exchange, title: str, before: Exchange | None = None) -> None:
     """Retire earlier exchanges that share parameters with this one, except ``before``, which the caller ends.
 
@@ -282,14 +269,22 @@ def _sample(table: np.ndarray[Any, Any], turn: int) -> Words:
     return values
 
 
-class ComparedParameters:
-    """The part of an :class:`gradcomp.exchange.driver.Adapter` that compares parameters and settings over ranks."""
+class Exchange:
+    """Exchanges the gradients of some parameters, and compares these parameters and settings over ranks.
 
+    That is a part of what an :class:`gradcomp.exchange.driver.Adapter` has to do.
+    """
+
+    #: The exchanged parameters, with their names.
     named: Named
     #: True in an exchange of ``join()``: a rank that has joined does not step, so nothing of it is compared.
     in_join = False
     _samples: ParameterSamples
     _scalars: Callable[[], str]
+
+    def retire(self, why: str) -> None:
+        """Exchange nothing from now on; further use raises a StateError with the text ``why``."""
+        raise NotImplementedError
 
     def digests(self) -> Digests:
         return digests_of(self.named)

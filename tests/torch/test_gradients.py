@@ -632,7 +632,7 @@ def test_sum_of_applied_means_plus_residuals_is_the_sum_of_true_means():
         (weight * gradient).sum().backward()
         owed -= weight.grad.double()
         optimizer.step()
-    residuals = optimizer._gradcomp.exchange.exchanger.pipeline.residuals
+    residuals = optimizer._gradcomp.exchanger.pipeline.residuals
     kept = torch.from_numpy(residuals.first.value(0).copy()).double() / gc.size()
     for row, owned in enumerate(residuals.ranges):
         kept[owned.start : owned.end] += torch.from_numpy(residuals.second.value(row).copy())

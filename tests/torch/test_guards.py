@@ -364,7 +364,7 @@ def residual(exchanger, name: str) -> np.ndarray:
 def optimized(compression, **arguments):
     model = net()
     optimizer = wrap(model, compression, **arguments)
-    return model, optimizer, lambda: optimizer._gradcomp.exchange.exchanger
+    return model, optimizer, lambda: optimizer._gradcomp.exchanger
 
 
 def under_ddp(compression, **arguments):

@@ -50,7 +50,7 @@ def assert_close(parameters, expected) -> None:
 
 
 def residuals(optimizer) -> list[bytes]:
-    state = optimizer._gradcomp.exchange.exchanger.pipeline.residuals
+    state = optimizer._gradcomp.exchanger.pipeline.residuals
     first = [state.first.value(i).tobytes() for i in range(len(state.first.lengths))]
     return first + [state.second.value(i).tobytes() for i in range(len(state.ranges))]
 
@@ -351,7 +351,7 @@ def test_clipping_after_synchronize_sees_the_norm_of_the_mean_and_what_is_clippe
 def test_a_second_synchronize_sends_nothing():
     model = net()
     optimizer = wrap(model, NEAREST)
-    transport = optimizer._gradcomp.exchange.exchanger.pipeline.transport
+    transport = optimizer._gradcomp.exchanger.pipeline.transport
     backward(model)
     sent = transport.bytes_sent
     gradients = bits_of(p.grad for p in model.parameters())
@@ -748,7 +748,7 @@ def test_all_parameters_are_compared_every_so_many_steps():
     compared = []
     optimizer._gradcomp.driver.exchanger._digests = lambda: compared.append(step) or done
     done = Future()
-    done.set_result(optimizer._gradcomp.exchange.digests())
+    done.set_result(optimizer._gradcomp.digests())
     for step in range(7):
         train(model, optimizer, 1, step)
     assert compared == [3, 6]
