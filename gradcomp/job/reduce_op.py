@@ -194,26 +194,25 @@ def _times(values: Array, factor: float) -> Array:
     return np.asarray(np.trunc(values.astype(np.float64) * factor)).astype(values.dtype)
 
 
-def coder_of(compression: Any, half: Callable[[str], Coder], none: Coder) -> tuple[Coder, str | None]:
+def coder_of(compression: Any, coder: Callable[[str | None], Coder]) -> tuple[Coder, str | None]:
     """Return what is applied before and after a collective, and an error text if the argument is invalid.
 
     ``compression`` is ``Compression.none``, ``.fp16`` or ``.bf16``, a string for one of them, or an object like
     Horovod's compressors: ``compress(tensor)`` returns a tensor and a context, and ``decompress(tensor, context)``
-    undoes it. ``half`` returns the framework's coder for "float16" or "bfloat16"; ``none`` is the coder that does
-    nothing.
+    undoes it. ``coder`` returns the framework's coder for "float16" or "bfloat16", and for None one that does nothing.
     """
     try:
         chosen = from_string(compression) if isinstance(compression, str) else compression
     except ConfigError as error:
-        return none, str(error)
+        return coder(None), str(error)
     if isinstance(chosen, Identity):
-        return none, None
+        return coder(None), None
     if isinstance(chosen, Cast) and chosen.dtype in _HALVES:
-        return half(chosen.dtype), None
+        return coder(chosen.dtype), None
     if not isinstance(chosen, Compressor) and hasattr(chosen, "compress") and hasattr(chosen, "decompress"):
         return (chosen.compress, chosen.decompress), None
     told = chosen.to_string() if isinstance(chosen, Compressor) else repr(chosen)
-    return none, f"compression must be Compression.none, fp16 or bf16 here, got {told}"
+    return coder(None), f"compression must be Compression.none, fp16 or bf16 here, got {told}"
 
 
 def reduce_all(channel: Channel, flat: Array, how: ScaledOp, lengths: Sequence[int]) -> None:

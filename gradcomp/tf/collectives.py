@@ -139,7 +139,7 @@ def _reduced(
     given, wrong = _given_tensors(tensors, REDUCIBLE)
     if slices and (how.op not in (Average, Sum) or how.scales):
         wrong = wrong or _UNSUPPORTED
-    (compress, decompress), unknown = coder_of(compression, _coder, _coder(None))
+    (compress, decompress), unknown = coder_of(compression, _coder)
     try:
         ranks = _agreed(kind, given, name, process_set, how.problem or wrong or unknown, how)
     except ConfigError as error:

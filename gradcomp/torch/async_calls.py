@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from gradcomp.compress.quantise.cast import CODERS, Coder
-from gradcomp.job import collectives, reduce_op, runtime
+from gradcomp.job import collectives, runtime
 from gradcomp.job.call_matching import Reply
 from gradcomp.job.collectives import Descriptor, check_free
 from gradcomp.job.process_sets import Members, members, root_of
@@ -26,7 +26,6 @@ REDUCIBLE = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
 )
 
-_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 Tensors = Sequence[torch.Tensor]
 
 
@@ -151,28 +150,21 @@ def synchronize(handle: Handle) -> Any:
     return handle.wait()
 
 
-def coder_of(compression: Any) -> tuple[Coder, str | None]:
-    """Return the coder of a ``compression=`` argument, see :func:`gradcomp.job.reduce_op.coder_of`.
+def coder(half: str | None) -> Coder:
+    """Return the coder for which float32 and float64 tensors travel in this half precision, if there is one."""
 
-    float32 and float64 tensors travel in the half precision that it names.
-    """
-    return reduce_op.coder_of(compression, _to, (lambda tensor: (tensor, None), _restore))
-
-
-def _restore(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
-
-
-def _to(half: str) -> Coder:
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.float64):
-            return tensor.to(_HALVES.get(half, torch.float32)), tensor.dtype
+        if half and isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.float64):
+            return tensor.to(getattr(torch, half)), tensor.dtype
         return tensor, None
 
-    return compress, _restore
+    def decompress(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
+        return tensor if dtype is None else tensor.to(dtype)
+
+    return compress, decompress
 
 
-CODERS["torch"] = _to
+CODERS["torch"] = coder
 
 
 def _result(flat: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ from gradcomp.compress import Compression
 from gradcomp.job import collectives
 from gradcomp.job.collectives import Descriptor
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, scaled_op_of
+from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, coder_of, scaled_op_of
 from gradcomp.torch.async_calls import (
     Handle,
     Tensors,
@@ -22,7 +22,7 @@ from gradcomp.torch.async_calls import (
     begin_broadcast,
     begin_reducescatter,
     bytes_view,
-    coder_of,
+    coder,
     host,
     needs_gradient,
     tensor_of,
@@ -235,7 +235,7 @@ def _reduce(
     scatters: bool = False,
 ) -> list[torch.Tensor]:
     """Compress, reduce and decompress a group, recorded by autograd where a tensor requires gradients."""
-    (compress, decompress), wrong = coder_of(compression)
+    (compress, decompress), wrong = coder_of(compression, coder)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         coded, wrong = [(tensors, None)], f"not a list of tensors but {type(tensors).__name__}"
     else:

@@ -25,12 +25,9 @@ from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.layout import Bucket, Layout
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.job import runtime
-from gradcomp.job.launch import Ranks
-from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.process_sets import members
 from gradcomp.job.settings import Arguments
 from gradcomp.job.start import Proposal, set_compression, start, validate_together
-from gradcomp.job.state import Runtime
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.header import DISCARDED
@@ -46,9 +43,8 @@ from gradcomp.torch.layers import (
 )
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import allow_one_hook, bare, live, opaque
-from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps, averages
+from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps, warn_if_it_averages
 from gradcomp.torch.tensors import CompressionState, dtype_name
-from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
 #: All ranks adopt rank 0's order of layers after this step: DDP has its final buckets from its second step on.
@@ -165,30 +161,10 @@ def ddp_comm_hook(
     frozen layers that now require gradients. In the first step under ``static_graph=True`` it raises a RuntimeError
     with the same text, because there DDP itself waits for the futures.
     """
-    state = runtime.current()
     arguments = Arguments(compression, controller=controller, on_skip=on_skip)  # type: ignore[arg-type]
-    loss_scale = LossScale(grad_scaler)
-    ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
-
-    def validate() -> tuple[Named, Named, Proposal, Device]:
-        policy = arguments.check()
-        if on_skip != "raise":
-            raise ConfigError(
-                f"on_skip={on_skip!r} needs a part in step(), which a hook has not: use DistributedOptimizer, or keep "
-                '"raise"'
-            )
-        _refuse_following(policy)
-        named, frozen = _named(model)
-        proposal = propose(policy, named, controller=controller)
-        loss_scale.check()
-        return named, frozen, proposal, device_of(named) if len(ranks) > 1 else HOST
-
-    (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
-    if transport is None:
-        logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
+    state = HookState(model, arguments, LossScale(grad_scaler))
     allow_one_hook(model)
-    hook = opaque(exchange_bucket)
-    return HookState(state, ranks, named, frozen, proposal, transport, arguments, loss_scale, device), hook
+    return state, opaque(exchange_bucket)
 
 
 def _refuse_following(policy: Policy) -> None:
@@ -220,18 +196,28 @@ class HookState(CompressionState, Listener, Exchange):
         unequal_steps=SKIP_TOGETHER,
     )
 
-    def __init__(
-        self,
-        state: Runtime,
-        ranks: Ranks,
-        named: Named,
-        frozen: Named,
-        proposal: Proposal,
-        transport: Transport | None,
-        arguments: Arguments,
-        loss_scale: LossScale,
-        device: Device = HOST,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, arguments: Arguments, loss_scale: LossScale) -> None:
+        state = runtime.current()
+        ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
+
+        def validate() -> tuple[Named, Named, Proposal, Device]:
+            policy = arguments.check()
+            if arguments.on_skip != "raise":
+                raise ConfigError(
+                    f"on_skip={arguments.on_skip!r} needs a part in step(), which a hook has not: use "
+                    'DistributedOptimizer, or keep "raise"'
+                )
+            _refuse_following(policy)
+            named, frozen = _named(model)
+            proposal = propose(policy, named, controller=arguments.controller)
+            loss_scale.check()
+            return named, frozen, proposal, device_of(named) if len(ranks) > 1 else HOST
+
+        (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
+        if transport is None:
+            logger.info(
+                "a world of one rank: the hook leaves DistributedDataParallel's gradients as they are"
+            )
         #: The parameters that are exchanged, with their names: the layers, in order.
         self.named_parameters = self.named = named
         self._frozen = frozen
@@ -401,8 +387,8 @@ class HookState(CompressionState, Listener, Exchange):
             return
         if first and had_stepped:
             driver.checkpoint_manager.state_was_due()
-        if driver.exchanger.pipeline.transport.rank == 0 and averages(optimizer):
-            warn_of_averages(self._policy, type(optimizer).__name__)
+        if driver.exchanger.pipeline.transport.rank == 0:
+            warn_if_it_averages(optimizer, self._policy)
         if driver.phase is Phase.DONE:  # its momentum was not known when the exchange began
             with driver.telling():
                 self._momenta.of_step(driver.exchanger.pipeline)

@@ -16,7 +16,6 @@ from gradcomp.compress import Policy
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import joining, runtime, settings
 from gradcomp.job.launch import Ranks
-from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.reduce_op import Adasum, Average
 from gradcomp.job.start import Proposal, say_what_is_bypassed, start, validate_together
 from gradcomp.job.state import Runtime
@@ -26,7 +25,7 @@ from gradcomp.torch.hooks import Finish, GradientExchange
 from gradcomp.torch.layers import Named, name_parameters, propose
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import opaque
-from gradcomp.torch.optimizers import averages
+from gradcomp.torch.optimizers import warn_if_it_averages
 
 _NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -180,7 +179,7 @@ def build(
     if transport is None:
         say_what_is_bypassed(proposal.policy)
     elif transport.rank == 0:
-        check_averages(optimizer, proposal.policy)
+        warn_if_it_averages(optimizer, proposal.policy)
         if named_parameters is None and proposal.policy.compresses:
             runtime.logger.warning(
                 "named_parameters was not given, so layers are named by position (%s, ...): patterns of a policy "
@@ -239,9 +238,3 @@ def check_rate(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
             f"{following[0]} follows the learning rate, and {type(optimizer).__name__} has none in its param_groups: "
             "leave follow_rate away"
         )
-
-
-def check_averages(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
-    """Warn if the compressor accumulates gradients and the optimizer averages them once more."""
-    if averages(optimizer):
-        warn_of_averages(policy, type(optimizer).__name__)

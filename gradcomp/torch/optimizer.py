@@ -27,7 +27,6 @@ from gradcomp.torch.distributed_state import (
     NamedParameters,
     adopt,
     build,
-    check_averages,
     check_plain,
     check_rate,
     groups_of,
@@ -37,6 +36,7 @@ from gradcomp.torch.hooks import Finish, GradientExchange
 from gradcomp.torch.layers import name_parameters, refuse_thawed, spec
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import refuse_inside_backward
+from gradcomp.torch.optimizers import warn_if_it_averages
 from gradcomp.torch.tensors import CompressionState
 
 _SYNCHRONIZED = (
@@ -192,13 +192,7 @@ class Distributed(CompressionState, Adopted):
             self._opt_called = True
             return True
         self._check_step()
-        if not (exchange.skip_synchronize and exchange.has_result()):
-            exchange.finish(late=True)
-        self._opt_called = True  # schedulers advance, also where all ranks skip the step
-        if not exchange.commit():
-            return False
-        exchange.momenta.withhold(self)  # type: ignore[arg-type]
-        return True
+        return self._take_means()
 
     def _check_step(self) -> None:
         exchange = self._gradcomp
@@ -226,14 +220,16 @@ class Distributed(CompressionState, Adopted):
             self._take_means()
             return loss
 
-        self._opt_called = True
         return evaluate
 
-    def _take_means(self) -> None:
+    def _take_means(self) -> bool:
         exchange = self._gradcomp
         exchange.finish(late=True)
-        exchange.commit()
+        self._opt_called = True  # schedulers advance, also where all ranks skip the step
+        if not exchange.commit():
+            return False
         exchange.momenta.withhold(self)  # type: ignore[arg-type]
+        return True
 
     # A scheduler that was made before wrapping looks for this attribute and warns without it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -329,7 +325,7 @@ class Distributed(CompressionState, Adopted):
         )
         exchange.arguments = replace(exchange.arguments, compression=policy, controller=None)
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:
-            check_averages(self, policy)  # type: ignore[arg-type]
+            warn_if_it_averages(self, policy)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state; the next step warns unless compression state is loaded as well."""
