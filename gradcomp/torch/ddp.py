@@ -27,7 +27,7 @@ from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import members
 from gradcomp.job.settings import Arguments
-from gradcomp.job.start import Proposal, set_compression, start, validate_together
+from gradcomp.job.start import Proposal, propose, set_compression, start, validate_together
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.header import DISCARDED
@@ -37,8 +37,8 @@ from gradcomp.torch.layers import (
     Exchange,
     Named,
     ParameterSamples,
-    propose,
     refuse_thawed,
+    specs,
     take_over,
 )
 from gradcomp.torch.loss_scale import LossScale, Scaler
@@ -209,7 +209,7 @@ class HookState(CompressionState, Listener, Exchange):
                 )
             _refuse_following(policy)
             named, frozen = _named(model)
-            proposal = propose(policy, named, controller=arguments.controller)
+            proposal = propose(policy, specs(named), controller=arguments.controller)
             loss_scale.check()
             return named, frozen, proposal, device_of(named) if len(ranks) > 1 else HOST
 

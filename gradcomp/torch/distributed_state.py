@@ -17,12 +17,12 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import joining, runtime, settings
 from gradcomp.job.launch import Ranks
 from gradcomp.job.reduce_op import Adasum, Average
-from gradcomp.job.start import Proposal, say_what_is_bypassed, start, validate_together
+from gradcomp.job.start import Proposal, propose, say_what_is_bypassed, start, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.hooks import Finish, GradientExchange
-from gradcomp.torch.layers import Named, name_parameters, propose
+from gradcomp.torch.layers import Named, name_parameters, specs
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import opaque
 from gradcomp.torch.optimizers import warn_if_it_averages
@@ -168,7 +168,10 @@ def build(
         check_rate(optimizer, policy)
         named, frozen = name_parameters(optimizer, named_parameters)
         proposal = propose(
-            policy, named, 0 if before is None else before.checkpoint_manager.step, arguments.controller
+            policy,
+            specs(named),
+            0 if before is None else before.checkpoint_manager.step,
+            arguments.controller,
         )
         # In a world of one nothing is exchanged, so gradients may be on any device.
         device = device_of(named) if len(ranks) > 1 else HOST

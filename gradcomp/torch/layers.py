@@ -14,15 +14,11 @@ import numpy as np
 import torch
 
 from gradcomp import kernels
-from gradcomp.compress import Policy
-from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import Kind, LayerSpec
 from gradcomp.exchange.driver import Array, Rows
 from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFingerprint, Digests, Fingerprint
 from gradcomp.exchange.thread import in_background
-from gradcomp.job import start
-from gradcomp.job.start import Proposal
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.reference_checksum import Words, sampled_elements, value_of_sample
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
@@ -56,6 +52,11 @@ def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
     order = sorted(range(parameter.dim()), key=lambda d: (-int(parameter.stride()[d]), d))
     shape = tuple(parameter.shape if parameter.is_contiguous() else (parameter.shape[d] for d in order))
     return LayerSpec(name, shape, dtype_name(parameter.dtype), kind_of(name, parameter.dim()))
+
+
+def specs(named: Named) -> list[LayerSpec]:
+    """Return the parameters' specs; raise ConfigError for one that cannot be exchanged."""
+    return [spec(name, parameter) for name, parameter in named]
 
 
 def _sharded(parameter: torch.Tensor) -> str | None:
@@ -172,13 +173,6 @@ def take_over(exchange: Exchange, title: str, before: Exchange | None = None) ->
             "earlier ones are no longer used"
         )
     _exchanges[next(_numbers)] = exchange
-
-
-def propose(
-    policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None
-) -> Proposal:
-    """Return the plan for these parameters at a step; raise ConfigError for layers that cannot be exchanged."""
-    return start.propose(policy, [spec(name, parameter) for name, parameter in named], step, controller)
 
 
 def digests_of(named: Named) -> Digests:

@@ -33,7 +33,7 @@ from gradcomp.torch.distributed_state import (
     rebuild,
 )
 from gradcomp.torch.hooks import Finish, GradientExchange
-from gradcomp.torch.layers import name_parameters, refuse_thawed, spec
+from gradcomp.torch.layers import name_parameters, refuse_thawed, specs
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import refuse_inside_backward
 from gradcomp.torch.optimizers import warn_if_it_averages
@@ -320,9 +320,7 @@ class Distributed(CompressionState, Adopted):
         exchange = self._gradcomp
         policy, exchanger = as_policy(compression), self._exchanger_or_none()
         check_rate(self, policy)  # type: ignore[arg-type]
-        set_compression(
-            exchange.checkpoint_manager, exchanger, [spec(name, p) for name, p in exchange.named], policy
-        )
+        set_compression(exchange.checkpoint_manager, exchanger, specs(exchange.named), policy)
         exchange.arguments = replace(exchange.arguments, compression=policy, controller=None)
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:
             warn_if_it_averages(self, policy)  # type: ignore[arg-type]
