@@ -7,7 +7,7 @@ messages, and lose a rank.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.base import Bytes, Messages, PointToPoint
+from gradcomp.transport.base import Bytes, Messages, Transport, parts_of
 
 #: A function of (rank, collective number, polls so far); while it returns true, the collective does not complete there.
 Delay = Callable[[int, int, int], bool]
@@ -100,6 +100,12 @@ class World:
         for (array,) in arguments:
             array[:] = total
 
+    def _alltoallv(self, arguments: list[tuple[Bytes, Sequence[int], Bytes, Sequence[int]]]) -> None:
+        targets = [parts_of(recv, recv_counts) for _, _, recv, recv_counts in arguments]
+        for source, (send, send_counts, _, _) in enumerate(arguments):
+            for destination, message in enumerate(parts_of(send, send_counts)):
+                self._deliver(source, destination, targets[destination][source], message)
+
     def _exchange(self, arguments: list[tuple[Messages, Messages]]) -> None:
         expected = [dict(recvs) for _, recvs in arguments]
         for source, (sends, _) in enumerate(arguments):
@@ -116,6 +122,15 @@ class World:
                     f"rank {min(missing)} did not send the message that rank {destination} expects"
                 )
 
+    def _allgatherv(self, arguments: list[tuple[Bytes, Sequence[int]]]) -> None:
+        if len({tuple(counts) for _, counts in arguments}) != 1:
+            raise TransportError("ranks issued an all-gather with different counts")
+        parts = [parts_of(buffer, counts) for buffer, counts in arguments]
+        for source, sent in enumerate(parts):
+            for destination, received in enumerate(parts):
+                if destination != source:
+                    self._deliver(source, destination, received[source], sent[source])
+
 
 @dataclass(eq=False)
 class _Handle:
@@ -131,7 +146,7 @@ class _Handle:
         return self.world.complete(self.number)
 
 
-class InProcessTransport(PointToPoint):
+class InProcessTransport(Transport):
     """Connects one rank of a :class:`World` to the others; allreduce adds in rank order."""
 
     def __init__(self, world: World, rank: int) -> None:
@@ -147,6 +162,16 @@ class InProcessTransport(PointToPoint):
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
         self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         return self._join("allreduce", array)
+
+    def alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> _Handle:
+        self.bytes_sent += sum(send_counts) - send_counts[self.rank]
+        return self._join("alltoallv", send, send_counts, recv, recv_counts)
+
+    def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
+        self.bytes_sent += (self.size - 1) * counts[self.rank]
+        return self._join("allgatherv", buffer, counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> _Handle:
         self.bytes_sent += sum(len(message) for _, message in sends)
