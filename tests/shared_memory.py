@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threads import meets, on_each
 
 _native = pytest.importorskip("gradcomp._native")
 
-from gradcomp.transport.shm import ShmTransport, local_meet  # noqa: E402 - which needs it
+from gradcomp.transport.shm import ShmTransport  # noqa: E402 - which needs it
 
 
 @contextlib.contextmanager
@@ -48,20 +48,8 @@ def shm_transports(size: int, ring_bytes: int | None = 4096) -> Iterator[list[Sh
 
 def join_all(size: int, join: Callable[[int, Any], Any]) -> list[Any]:
     """What ``join(rank, meet)`` returns or raises on each rank; one thread a rank."""
-    found: list[Any] = [None] * size
-
-    def run(rank: int, meet: Any) -> None:
-        try:
-            found[rank] = join(rank, meet)
-        except Exception as error:  # noqa: BLE001 - the test's business
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(local_meet(size))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+    of_ranks = meets(size)
+    return on_each(size, lambda rank: join(rank, of_ranks[rank]))
 
 
 def settle(handles: Sequence[Any], seconds: float = 20.0) -> None:

@@ -47,7 +47,9 @@ class Plain(Compressor):
 
     def finish(self, group, context, total, flags, divisor):
         flags, group.table["payload"] = flags.copy(), self.offsets(group)
-        EXACT.decode(group.device, group.table, total.view(np.uint8), flags, divisor=divisor, scale=context.unscale)
+        EXACT.decode(
+            group.device, group.table, total.view(np.uint8), flags, divisor=divisor, scale=context.unscale
+        )
         return flags
 
 

@@ -90,7 +90,7 @@ FRONTENDS = {"optimizer": optimized, "hook": hooked}
 
 def exchanger_of(state: Any) -> Any:
     """What exchanges for a wrapped optimizer or for a hook's state."""
-    return getattr(state, "exchanger", None) or state._gradcomp.exchange.exchanger
+    return getattr(state, "exchanger", None) or state._gradcomp.exchanger
 
 
 def residuals(state: Any) -> dict[str, torch.Tensor]:

@@ -22,8 +22,8 @@ from gradcomp.job import runtime
 from gradcomp.job.channel import channel_of
 from gradcomp.job.collectives import refuse
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Adasum, ScaledOp
-from gradcomp.torch.async_calls import begin_allreduce, coder_of, descriptors
+from gradcomp.job.reduce_op import Adasum, ScaledOp, coder_of
+from gradcomp.torch.async_calls import begin_allreduce, coder, descriptors
 from gradcomp.torch.distributed_state import Adopted, Arguments, NamedParameters, adopt, check_plain
 from gradcomp.torch.layers import name_parameters
 
@@ -39,14 +39,14 @@ class _Core:
         self._name = name
         self.parameter_names = names
         self._process_set = process_set
-        (self._compress, self._decompress), _ = coder_of(compression)
+        (self._compress, self._decompress), _ = coder_of(compression, coder)
 
     @torch.no_grad()
     def combine(self, parameters: list[torch.Tensor], starts: list[torch.Tensor]) -> None:
         """Replace this rank's step from ``starts`` by the Adasum of all ranks' steps. Collective."""
         coded = [self._compress(p.detach() - start) for p, start in zip(parameters, starts, strict=True)]
         deltas = [delta for delta, _ in coded]
-        sums = begin_allreduce(deltas, self._name, _HOW, None, self._process_set, in_place=True).wait()
+        sums = begin_allreduce(deltas, self._name, _HOW, self._process_set, in_place=True).wait()
         for p, start, total, (_, context) in zip(parameters, starts, sums, coded, strict=True):
             p.copy_(start.add_(self._decompress(total, context)))
 
@@ -106,7 +106,7 @@ def begin_adasum_steps(
         check_plain(optimizer)
         arguments.check_adasum()
         named, frozen = name_parameters(optimizer, named_parameters)
-        (compress, _), wrong = coder_of(arguments.compression)
+        (compress, _), wrong = coder_of(arguments.compression, coder)
         if wrong is not None:
             raise ConfigError(
                 f"{wrong}: Adasum weighs the ranks' steps by their angles, so each travels as a whole vector"

@@ -219,8 +219,7 @@ class Windowed(Gathering):
 
     def _add_own(self, table: Table, layers: Numbers, scales: Floats) -> None:
         """Adds the gradients, without their residuals, to the sums."""
-        table["residual"] = self._sums.read_addresses(layers, table["start"])
-        table["next_residual"] = self._sums.write_addresses(layers, table["start"])
+        table["residual"], table["next_residual"] = self._sums.addresses(layers, table["start"])
         self.share.environment.device.kernels.contribute(
             table, np.zeros(len(table), dtype=np.uint8), scales, decay=1.0
         )

@@ -52,15 +52,16 @@ class StateError(GradcompError):
 def need(package: str, extra: str, *modules: str) -> None:
     """Raises ModuleNotFoundError that names the extra to install, if one of the modules is missing."""
     for module in modules:
-        if not _is_there(module):
+        if not is_there(module):
             raise ModuleNotFoundError(
                 f"{package} needs {module}, which is not installed: pip install 'gradcomp[{extra}]'",
                 name=module,
             )
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
+    """Returns True if a module is installed, without importing it."""
     try:
         return find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # a finder hides the module, or a mock has no spec
+    except (ImportError, ValueError):  # a finder hides it, it is partly imported, or a mock has no spec
         return False

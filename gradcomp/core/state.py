@@ -56,24 +56,13 @@ class DoubleBuffer:
     def _begin(self, row: int) -> int:
         return int(self._current[row]) * self._total + int(self._offsets[row])
 
-    def read_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
-        """Returns the addresses of element ``starts[i]`` of row ``rows[i]``'s current value."""
-        return self._addresses(self._current[rows], rows, starts)
-
-    def write_addresses(self, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
-        """Returns the addresses of element ``starts[i]`` of row ``rows[i]``'s next value."""
-        return self._addresses(1 - self._current[rows], rows, starts)
-
     def addresses(
         self, rows: Indices, starts: Indices | int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Returns the read addresses and the write addresses."""
+        """Returns the addresses of element ``starts[i]`` of row ``rows[i]``'s current value, and of its next value."""
         current = self._current[rows]
         places = ((self._offsets[rows] + starts) * 4).astype(np.uint64)
         return self._bases[current] + places, self._bases[1 - current] + places
-
-    def _addresses(self, arenas: Indices, rows: Indices, starts: Indices) -> npt.NDArray[np.uint64]:
-        return self._bases[arenas] + ((self._offsets[rows] + starts) * 4).astype(np.uint64)
 
     @property
     def memory(self) -> Any:

@@ -102,10 +102,9 @@ class StepMemory:
                 factors *= np.where(norms > limit, limit / norms, 1.0).astype(np.float32)
         if compressor.traits.momentum:
             field = self._context.field(MOMENTUM)
-            table["residual"] = field.read_addresses(layers, table["start"])
-            table["next_residual"] = field.write_addresses(layers, table["start"])
+            table["residual"], table["next_residual"] = field.addresses(layers, table["start"])
             bases = np.zeros(len(self._arrivals.gradients), dtype=np.uint64)
-            bases[layers] = field.write_addresses(layers, np.zeros(len(layers), dtype=np.int64))
+            _, bases[layers] = field.addresses(layers, 0)
         else:
             bases = self._workspace(group, "prepared")
             table["next_residual"] = _floats_at(bases[layers], table)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -91,6 +91,8 @@ class ScaledOp:
     op: ReduceOp = Average
     prescale: float = 1.0
     postscale: float = 1.0
+    #: Why the user's arguments ask for nothing that is possible; None if they do not.
+    problem: str | None = field(default=None, compare=False)
 
     @property
     def scales(self) -> bool:
@@ -104,20 +106,15 @@ class ScaledOp:
         )
 
 
-def reduce_op_of(average: bool | None, op: Any) -> tuple[ReduceOp, str | None]:
-    """Return the operation that ``op``, or Horovod's older ``average``, asks for, and what is wrong with them."""
-    if average is not None and op is not None:
-        return Average, "average and op are two spellings of the same argument; give one"
-    if op is not None and not isinstance(op, ReduceOp):
-        return Average, f"op must be Average or Sum, Min, Max, Product or Adasum, got {op!r}"
-    return op or (Sum if average is False else Average), None
-
-
 def scaled_op_of(
     average: bool | None, op: Any, prescale_factor: Any = 1.0, postscale_factor: Any = 1.0
-) -> tuple[ScaledOp, str | None]:
-    """Return the operation and factors that a user's arguments ask for, and what is wrong with them."""
-    reduce_op, problem = reduce_op_of(average, op)
+) -> ScaledOp:
+    """Return what a user's arguments ask for; ``average`` is Horovod's older spelling of ``op``."""
+    problem = None
+    if average is not None and op is not None:
+        problem = "average and op are two spellings of the same argument; give one"
+    elif op is not None and not isinstance(op, ReduceOp):
+        problem = f"op must be Average or Sum, Min, Max, Product or Adasum, got {op!r}"
     factors = []
     for name, value in (("prescale_factor", prescale_factor), ("postscale_factor", postscale_factor)):
         try:
@@ -126,7 +123,9 @@ def scaled_op_of(
             factors.append(math.nan)
         if not math.isfinite(factors[-1]):
             problem = problem or f"{name} must be a finite number, got {value!r}"
-    return ScaledOp(reduce_op, *(1.0 if problem else factor for factor in factors)), problem
+    if problem is not None:
+        return ScaledOp(problem=problem)
+    return ScaledOp(op or (Sum if average is False else Average), factors[0], factors[1])
 
 
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
@@ -195,26 +194,25 @@ def _times(values: Array, factor: float) -> Array:
     return np.asarray(np.trunc(values.astype(np.float64) * factor)).astype(values.dtype)
 
 
-def coder_of(compression: Any, half: Callable[[str], Coder], none: Coder) -> tuple[Coder, str | None]:
+def coder_of(compression: Any, coder: Callable[[str | None], Coder]) -> tuple[Coder, str | None]:
     """Return what is applied before and after a collective, and an error text if the argument is invalid.
 
     ``compression`` is ``Compression.none``, ``.fp16`` or ``.bf16``, a string for one of them, or an object like
     Horovod's compressors: ``compress(tensor)`` returns a tensor and a context, and ``decompress(tensor, context)``
-    undoes it. ``half`` returns the framework's coder for "float16" or "bfloat16"; ``none`` is the coder that does
-    nothing.
+    undoes it. ``coder`` returns the framework's coder for "float16" or "bfloat16", and for None one that does nothing.
     """
     try:
         chosen = from_string(compression) if isinstance(compression, str) else compression
     except ConfigError as error:
-        return none, str(error)
+        return coder(None), str(error)
     if isinstance(chosen, Identity):
-        return none, None
+        return coder(None), None
     if isinstance(chosen, Cast) and chosen.dtype in _HALVES:
-        return half(chosen.dtype), None
+        return coder(chosen.dtype), None
     if not isinstance(chosen, Compressor) and hasattr(chosen, "compress") and hasattr(chosen, "decompress"):
         return (chosen.compress, chosen.decompress), None
     told = chosen.to_string() if isinstance(chosen, Compressor) else repr(chosen)
-    return none, f"compression must be Compression.none, fp16 or bf16 here, got {told}"
+    return coder(None), f"compression must be Compression.none, fp16 or bf16 here, got {told}"
 
 
 def reduce_all(channel: Channel, flat: Array, how: ScaledOp, lengths: Sequence[int]) -> None:

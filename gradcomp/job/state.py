@@ -65,19 +65,9 @@ class Runtime:
     channel_locks: dict[Ranks, threading.Lock] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.rank, self.size = self.network.rank, len(self.network.ranks)
+        self.everyone: Ranks = tuple(range(self.size))
         self.topology = Topology.one_host(self.size)
-
-    @property
-    def rank(self) -> int:
-        return self.network.rank
-
-    @property
-    def size(self) -> int:
-        return len(self.network.ranks)
-
-    @property
-    def everyone(self) -> Ranks:
-        return tuple(range(self.size))
 
     def add(self, exchanger: Exchanger) -> None:
         """Add an exchanger that a frontend has made."""

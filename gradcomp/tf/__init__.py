@@ -8,6 +8,7 @@ import gradcomp.tf.bridge  # before anything else that imports TensorFlow, so th
 # isort: split
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job.checkpoint import load, save
+from gradcomp.job.names import refusing
 from gradcomp.job.reduce_op import ReduceOp
 from gradcomp.job.runtime import is_homogeneous
 from gradcomp.tf import callbacks, names
@@ -45,7 +46,7 @@ from gradcomp.tf.tape import DistributedGradientTape, PartialDistributedGradient
 if TYPE_CHECKING:
     from gradcomp.contrib.record_gradients import record_gradients
 
-__getattr__ = names.refusing(__name__, names.TF)
+__getattr__ = refusing(__name__, names.TF)
 
 __all__ = [
     "CompressionState", "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",

@@ -62,8 +62,8 @@ def allreduce(
     support Average and Sum, without factors, and are not compressed. Wire: 2 d (N-1)/N bytes per rank, in one
     allreduce or two rounds; Adasum d log2(N); slices one allgather.
     """
-    asked = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return _reduced("allreduce", [tensor], name, compression, asked, process_set)[0]
+    how = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return _reduced("allreduce", [tensor], name, compression, how, process_set)[0]
 
 
 @plain
@@ -84,8 +84,8 @@ def grouped_allreduce(
 
     All slices of the group travel in one allgather.
     """
-    asked = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return _reduced("allreduce", tensors, name, compression, asked, process_set)
+    how = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return _reduced("allreduce", tensors, name, compression, how, process_set)
 
 
 @plain
@@ -108,8 +108,8 @@ def reducescatter(
     rank that holds it, times the factors and, for Sum, times N. Wire: one all-to-all, d (N-1)/N bytes per
     rank.
     """
-    asked = scaled_op_of(None, op, prescale_factor, postscale_factor)
-    return _reduced("reducescatter", [tensor], name, compression, asked, process_set)[0]
+    how = scaled_op_of(None, op, prescale_factor, postscale_factor)
+    return _reduced("reducescatter", [tensor], name, compression, how, process_set)[0]
 
 
 @plain
@@ -124,20 +124,14 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce each tensor as :func:`reducescatter` does, in one message for each dtype."""
-    asked = scaled_op_of(None, op, prescale_factor, postscale_factor)
-    return _reduced("reducescatter", tensors, name, compression, asked, process_set)
+    how = scaled_op_of(None, op, prescale_factor, postscale_factor)
+    return _reduced("reducescatter", tensors, name, compression, how, process_set)
 
 
 def _reduced(
-    kind: str,
-    tensors: Any,
-    name: str | None,
-    compression: Any,
-    asked: tuple[ScaledOp, str | None],
-    process_set: Members,
+    kind: str, tensors: Any, name: str | None, compression: Any, how: ScaledOp, process_set: Members
 ) -> list[Any]:
     """Reduce a group; an "allreduce" takes tf.IndexedSlices too."""
-    how, problem = asked
     slices = {}
     if kind == "allreduce" and isinstance(tensors, list | tuple):
         slices = {place: given for place, given in enumerate(tensors) if isinstance(given, tf.IndexedSlices)}
@@ -145,9 +139,9 @@ def _reduced(
     given, wrong = _given_tensors(tensors, REDUCIBLE)
     if slices and (how.op not in (Average, Sum) or how.scales):
         wrong = wrong or _UNSUPPORTED
-    (compress, decompress), unknown = coder_of(compression, _coder, _coder(None))
+    (compress, decompress), unknown = coder_of(compression, _coder)
     try:
-        ranks = _agreed(kind, given, name, process_set, problem or wrong or unknown, how)
+        ranks = _agreed(kind, given, name, process_set, how.problem or wrong or unknown, how)
     except ConfigError as error:
         raise UnsupportedError(None, None, str(error)) if wrong is _UNSUPPORTED else error  # noqa: B904
     places = [place for place in range(len(given)) if place not in slices]

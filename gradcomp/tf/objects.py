@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from gradcomp.core.errors import ConfigError, WireFormatError
 from gradcomp.exchange.request_group import Call
-from gradcomp.job.all_or_none import MOST_OBJECT_BYTES, broadcast_payload, gather_payloads
-from gradcomp.job.channel import Channel, alone, channel_of, chunks, current_channel
+from gradcomp.job import objects
+from gradcomp.job.channel import Channel, channel_of, chunks
 from gradcomp.job.collectives import refuse
 from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, members, root_of
@@ -165,21 +165,8 @@ def broadcast_object(
     ``session`` of TensorFlow 1. Inside a tf.function it runs while the function is traced. Wire: one
     broadcast of the object as JSON, followed by the bytes of arrays.
     """
-    root, problem = root_of(root_rank, process_set)
-    channel = current_channel(process_set)
-    payload = b""
-    if channel is not None and channel.rank == root:
-        payload, wrong = _encoded(obj)
-        problem = problem or wrong
-    lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
-    call = Call("broadcast_object", lines, len(payload), problem or _no_session(session), name)
-    if channel is None:
-        alone(call).result()
-        return obj
-    received = channel.submit(
-        call, lambda lengths: broadcast_payload(channel, payload, lengths[root], root)
-    ).result()
-    return obj if channel.rank == root else decode(received)
+    problem = _no_session(session)
+    return objects.broadcast_object(obj, encode, decode, root_rank, name, process_set, problem)
 
 
 def broadcast_object_fn(
@@ -198,28 +185,7 @@ def allgather_object(
     :func:`broadcast_object` lists the objects that can be sent; another one is a ConfigError on every rank.
     Wire: one all-to-all of the objects.
     """
-    channel = current_channel(process_set)
-    payload, problem = (b"", None) if channel is None else _encoded(obj)
-    lines = [f"allgather_object(name={name!r})"]
-    call = Call("allgather_object", lines, len(payload), problem or _no_session(session), name)
-    if channel is None:
-        alone(call).result()
-        return [obj]
-    received = channel.submit(call, partial(gather_payloads, channel, payload)).result()
-    return [decode(data) for data in received]
-
-
-def _encoded(obj: Any) -> tuple[bytes, str | None]:
-    """Return the object's bytes, and the reason why it cannot be sent, or None."""
-    try:
-        payload = encode(obj)
-    except ConfigError as error:
-        return b"", str(error)
-    except (ValueError, RecursionError) as error:
-        return b"", f"the object cannot be encoded: {error}"
-    if len(payload) > MOST_OBJECT_BYTES:
-        return b"", f"the object has {len(payload)} bytes, more than {MOST_OBJECT_BYTES}"
-    return payload, None
+    return objects.allgather_object(obj, encode, decode, name, process_set, _no_session(session))
 
 
 def _no_session(session: Any) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError
+from gradcomp.core.errors import ConfigError, is_there
 from gradcomp.core.scheme import AUTO
 from gradcomp.job import joining, runtime
 from gradcomp.job.launch import Launch, Ranks, discover, ranks_of
@@ -91,14 +90,6 @@ def _join(config: Config, chosen: Ranks | None) -> tuple[Launch, Network]:
     from gradcomp.job import over_torch
 
     return over_torch.join(config.timeout_seconds)
-
-
-def is_there(module: str) -> bool:
-    """Return True if a module is installed, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # an import hook hides it, or it is partly imported
-        return False
 
 
 def choose(launcher: str, transport: str, installed: set[str]) -> str:

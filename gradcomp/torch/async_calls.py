@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from gradcomp.compress.quantise.cast import CODERS, Coder
-from gradcomp.job import collectives, reduce_op, runtime
+from gradcomp.job import collectives, runtime
 from gradcomp.job.call_matching import Reply
 from gradcomp.job.collectives import Descriptor, check_free
 from gradcomp.job.process_sets import Members, members, root_of
@@ -26,7 +26,6 @@ REDUCIBLE = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
 )
 
-_HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 Tensors = Sequence[torch.Tensor]
 
 
@@ -76,7 +75,6 @@ def descriptors(
     name: str | None,
     process_set: Members,
     how: ScaledOp | None = None,
-    *,
     root: int | None = None,
     problem: str | None = None,
 ) -> tuple[list[Descriptor], str | None]:
@@ -94,11 +92,18 @@ def descriptors(
         for place, tensor in enumerate(tensors):
             if wrong is None and (told := dense_problem(tensor, dtypes)):
                 wrong = told if len(tensors) == 1 else f"tensor {place}: {told}"
-    problem = problem or wrong
+    problem = problem or (how.problem if how else None) or wrong
     if problem is not None:
         return [Descriptor(kind, ranks, name)], problem
     forms = [(dtype_name(each.dtype), each.element_size(), tuple(each.shape)) for each in tensors]
     return [Descriptor(kind, ranks, name, *form, how, root) for form in forms], None
+
+
+def needs_gradient(tensors: Sequence[Any]) -> bool:
+    """Return True if autograd must record an operation on these tensors."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
 
 
 class Handle:
@@ -145,28 +150,21 @@ def synchronize(handle: Handle) -> Any:
     return handle.wait()
 
 
-def coder_of(compression: Any) -> tuple[Coder, str | None]:
-    """Return the coder of a ``compression=`` argument, see :func:`gradcomp.job.reduce_op.coder_of`.
+def coder(half: str | None) -> Coder:
+    """Return the coder for which float32 and float64 tensors travel in this half precision, if there is one."""
 
-    float32 and float64 tensors travel in the half precision that it names.
-    """
-    return reduce_op.coder_of(compression, _to, (lambda tensor: (tensor, None), _restore))
-
-
-def _restore(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
-
-
-def _to(half: str) -> Coder:
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.float64):
-            return tensor.to(_HALVES.get(half, torch.float32)), tensor.dtype
+        if half and isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float32, torch.float64):
+            return tensor.to(getattr(torch, half)), tensor.dtype
         return tensor, None
 
-    return compress, _restore
+    def decompress(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
+        return tensor if dtype is None else tensor.to(dtype)
+
+    return compress, decompress
 
 
-CODERS["torch"] = _to
+CODERS["torch"] = coder
 
 
 def _result(flat: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
@@ -180,16 +178,10 @@ def _result(flat: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.T
 
 
 def begin_allreduce(
-    tensors: Tensors,
-    name: str | None,
-    how: ScaledOp,
-    problem: str | None,
-    process_set: Members,
-    *,
-    in_place: bool = False,
+    tensors: Tensors, name: str | None, how: ScaledOp, process_set: Members, *, in_place: bool = False
 ) -> Handle:
     """Start a group's allreduce, in the tensors' own memory where that is dense, on the host and ``in_place``."""
-    called, problem = descriptors("allreduce", tensors, name, process_set, how, problem=problem)
+    called, problem = descriptors("allreduce", tensors, name, process_set, how)
     flats = [] if problem else [host(tensor, copy=not in_place) for tensor in tensors]
 
     def finish(_: None) -> list[torch.Tensor]:
@@ -198,10 +190,8 @@ def begin_allreduce(
     return Handle(collectives.allreduce(called, [array_of(flat) for flat in flats], problem), finish)
 
 
-def begin_reducescatter(
-    tensors: Tensors, name: str | None, how: ScaledOp, problem: str | None, process_set: Members
-) -> Handle:
-    called, problem = descriptors("reducescatter", tensors, name, process_set, how, problem=problem)
+def begin_reducescatter(tensors: Tensors, name: str | None, how: ScaledOp, process_set: Members) -> Handle:
+    called, problem = descriptors("reducescatter", tensors, name, process_set, how)
     flats = [] if problem else [host(tensor, copy=False) for tensor in tensors]
     ranks = called[0].ranks
     place = ranks.index(runtime.rank())

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from gradcomp.core.errors import ConfigError, WireFormatError
-from gradcomp.core.strings import printable
 from gradcomp.exchange.checkpoint_manager import not_from_checkpoint
 from gradcomp.exchange.request_group import Call
-from gradcomp.job import runtime
-from gradcomp.job.all_or_none import MOST_OBJECT_BYTES, broadcast_payload, gather_payloads
+from gradcomp.job import objects, runtime
 from gradcomp.job.channel import Channel, alone, chunks, current_channel
 from gradcomp.job.process_sets import Members, ranks_of, root_of
 from gradcomp.torch.tensors import culprit, dense_problem, form, has_memory
@@ -142,23 +140,7 @@ def broadcast_object(
     sets of them. Unlike Horovod, gradcomp never unpickles arbitrary classes: anything else is a ConfigError
     on every rank. Wire: one broadcast of the object as ``torch.save`` writes it.
     """
-    channel, (root, problem) = current_channel(process_set), root_of(root_rank, process_set)
-    payload, number = b"", 0
-    if channel is not None and channel.rank == root:
-        payload, number = _encode(obj)
-    lines = [f"broadcast_object(root_rank={root_rank}, name={name!r})"]
-    call = Call("broadcast_object", lines, number, problem, name)
-    if channel is None:
-        alone(call).result()
-        return obj
-
-    def work(numbers: list[int]) -> tuple[bytes, bool]:
-        return broadcast_payload(channel, payload, abs(numbers[root]), root), numbers[root] > 0
-
-    received, encoded = channel.submit(call, work).result()
-    if not encoded:
-        raise ConfigError(f"broadcast_object: rank {root_rank}: {printable(received)}")
-    return obj if channel.rank == root else _decode(received)
+    return objects.broadcast_object(obj, _encode, _decode, root_rank, name, process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Members = None) -> list[Any]:
@@ -167,22 +149,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Members = N
     :func:`broadcast_object` lists the objects that can be sent; another one is a ConfigError on every rank.
     Wire: one all-to-all of the objects as ``torch.save`` writes them.
     """
-    channel = current_channel(process_set)
-    payload, number = (b"", 0) if channel is None else _encode(obj)
-    call = Call("allgather_object", [f"allgather_object(name={name!r})"], number, key=name)
-    if channel is None:
-        alone(call).result()
-        return [obj]
-
-    def work(numbers: list[int]) -> list[tuple[bytes, bool]]:
-        payloads = gather_payloads(channel, payload, [abs(number) for number in numbers])
-        return [(data, number > 0) for data, number in zip(payloads, numbers, strict=True)]
-
-    received = channel.submit(call, work).result()
-    for rank, (data, encoded) in enumerate(received):
-        if not encoded:
-            raise ConfigError(f"allgather_object: rank {rank}: {printable(data)}")
-    return [_decode(data) for data, _ in received]
+    return objects.allgather_object(obj, _encode, _decode, name, process_set)
 
 
 def _compare(
@@ -195,22 +162,18 @@ def _compare(
     return channel, root
 
 
-def _encode(obj: Any) -> tuple[bytes, int]:
-    """Return the object's bytes and their number; or an error text and minus the number of its bytes."""
+def _encode(obj: Any) -> bytes:
     try:
         buffer = io.BytesIO()
         torch.save(obj, buffer)
         data = buffer.getvalue()
         _refuse_wrapped(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-        if len(data) > MOST_OBJECT_BYTES:
-            raise ValueError(f"{len(data)} bytes, more than {MOST_OBJECT_BYTES}")
-    except Exception as error:  # noqa: BLE001 - pickling runs the object's own code
-        complaint = (
+    except Exception as error:  # pickling runs the object's own code
+        raise ConfigError(
             "only tensors, numbers, strings, bytes, None and lists, tuples, dicts and sets of them can be sent, "
             f"this has {culprit(error, obj)}"
-        ).encode()
-        return complaint, -len(complaint)
-    return data, len(data)
+        ) from error
+    return data
 
 
 def _refuse_wrapped(value: Any) -> None:

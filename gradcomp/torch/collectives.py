@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from gradcomp.compress import Compression
 from gradcomp.job import collectives
 from gradcomp.job.collectives import Descriptor
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, reduce_op_of, scaled_op_of
+from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, coder_of, scaled_op_of
 from gradcomp.torch.async_calls import (
     Handle,
     Tensors,
@@ -21,11 +22,12 @@ from gradcomp.torch.async_calls import (
     begin_broadcast,
     begin_reducescatter,
     bytes_view,
-    coder_of,
+    coder,
     host,
+    needs_gradient,
     tensor_of,
 )
-from gradcomp.torch.differentiable import AllGather, AllToAll, Broadcast, needs_gradient, reduce_tensors
+from gradcomp.torch.differentiable import LINEAR, AllGather, AllToAll, Broadcast, Reduce, Select
 from gradcomp.torch.tensors import dtype_name
 
 
@@ -46,8 +48,8 @@ def allreduce(
     ``op``; pass one of them. The gradient is that of the sum of all ranks' losses; Adasum has none. Wire: 2 d
     (N-1)/N bytes per rank, in one allreduce or two rounds; Adasum d log2(N).
     """
-    how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return _compressed([tensor], name, compression, how, problem, process_set)[0]
+    how = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return _reduce([tensor], name, compression, how, process_set)[0]
 
 
 def grouped_allreduce(
@@ -61,8 +63,8 @@ def grouped_allreduce(
     process_set: Members = None,
 ) -> list[torch.Tensor]:
     """Reduce each tensor as :func:`allreduce` does, in one message for each dtype; differentiable."""
-    how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return _compressed(tensors, name, compression, how, problem, process_set)
+    how = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return _reduce(tensors, name, compression, how, process_set)
 
 
 def allreduce_(
@@ -105,8 +107,8 @@ def allreduce_async(
     process_set: Members = None,
 ) -> Handle:
     """Start an :func:`allreduce` of the values that ``tensor`` has now; not differentiable."""
-    how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return begin_allreduce([tensor], name, how, problem, process_set).one()
+    how = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return begin_allreduce([tensor], name, how, process_set).one()
 
 
 def grouped_allreduce_async(
@@ -119,8 +121,8 @@ def grouped_allreduce_async(
     process_set: Members = None,
 ) -> Handle:
     """Start a :func:`grouped_allreduce` of the values that the tensors have now; not differentiable."""
-    how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return begin_allreduce(tensors, name, how, problem, process_set)
+    how = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return begin_allreduce(tensors, name, how, process_set)
 
 
 def allreduce_async_(
@@ -133,8 +135,8 @@ def allreduce_async_(
     process_set: Members = None,
 ) -> Handle:
     """Start an :func:`allreduce_`; ``tensor`` must not be touched before :func:`synchronize` has returned."""
-    how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return begin_allreduce([tensor], name, how, problem, process_set, in_place=True).one()
+    how = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return begin_allreduce([tensor], name, how, process_set, in_place=True).one()
 
 
 def grouped_allreduce_async_(
@@ -147,8 +149,8 @@ def grouped_allreduce_async_(
     process_set: Members = None,
 ) -> Handle:
     """Start a :func:`grouped_allreduce_`; no tensor may be touched before :func:`synchronize` has returned."""
-    how, problem = scaled_op_of(average, op, prescale_factor, postscale_factor)
-    return begin_allreduce(tensors, name, how, problem, process_set, in_place=True)
+    how = scaled_op_of(average, op, prescale_factor, postscale_factor)
+    return begin_allreduce(tensors, name, how, process_set, in_place=True)
 
 
 # ------------------------------------------------------------------------------------------- reducescatter
@@ -170,8 +172,8 @@ def reducescatter(
     depend on the transport. The gradient of a row is that of the rank that holds it, N times that for Sum.
     Wire: d (N-1)/N bytes per rank.
     """
-    how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
-    return _compressed([tensor], name, compression, how, problem, process_set, scatters=True)[0]
+    how = scaled_op_of(None, op, prescale_factor, postscale_factor)
+    return _reduce([tensor], name, compression, how, process_set, scatters=True)[0]
 
 
 def grouped_reducescatter(
@@ -184,8 +186,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce each tensor as :func:`reducescatter` does, in one message for each dtype; differentiable."""
-    how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
-    return _compressed(tensors, name, compression, how, problem, process_set, scatters=True)
+    how = scaled_op_of(None, op, prescale_factor, postscale_factor)
+    return _reduce(tensors, name, compression, how, process_set, scatters=True)
 
 
 def reducescatter_async(
@@ -200,8 +202,8 @@ def reducescatter_async(
 
     ``tensor`` must not be written before :func:`synchronize` has returned.
     """
-    how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
-    return begin_reducescatter([tensor], name, how, problem, process_set).one()
+    how = scaled_op_of(None, op, prescale_factor, postscale_factor)
+    return begin_reducescatter([tensor], name, how, process_set).one()
 
 
 def grouped_reducescatter_async(
@@ -216,32 +218,40 @@ def grouped_reducescatter_async(
 
     No tensor may be written before :func:`synchronize` has returned.
     """
-    how, problem = scaled_op_of(None, op, prescale_factor, postscale_factor)
-    return begin_reducescatter(tensors, name, how, problem, process_set)
+    how = scaled_op_of(None, op, prescale_factor, postscale_factor)
+    return begin_reducescatter(tensors, name, how, process_set)
 
 
 # ------------------------------------------------------------------------------------------------- shared
 
 
-def _compressed(
+def _reduce(
     tensors: Any,
     name: str | None,
     compression: Any,
     how: ScaledOp,
-    problem: str | None,
     process_set: Members,
     *,
     scatters: bool = False,
 ) -> list[torch.Tensor]:
-    """Reduce the compressed tensors, wait, and decompress the results."""
-    (compress, decompress), wrong = coder_of(compression)
+    """Compress, reduce and decompress a group, recorded by autograd where a tensor requires gradients."""
+    (compress, decompress), wrong = coder_of(compression, coder)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        coded = [(tensors, None)]
-        problem = problem or f"not a list of tensors but {type(tensors).__name__}"
+        coded, wrong = [(tensors, None)], f"not a list of tensors but {type(tensors).__name__}"
     else:
         coded = [compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in coded]
-    results = reduce_tensors(sent, name, how, problem or wrong, process_set, scatters)
+    if wrong is not None and how.problem is None:
+        how = replace(how, problem=wrong)
+    begin = begin_reducescatter if scatters else begin_allreduce
+    if how.problem is not None or not needs_gradient(sent):
+        results = begin(sent, name, how, process_set).wait()
+    elif scatters or how.op in LINEAR:
+        results = Reduce.apply(scatters, name, how, process_set, *sent)  # type: ignore[no-untyped-call]
+    else:
+        scaled = [tensor * how.prescale for tensor in sent] if how.prescale != 1.0 else sent
+        results = Select.apply(name, ScaledOp(how.op), process_set, *scaled)  # type: ignore[no-untyped-call]
+        results = [result * how.postscale for result in results] if how.postscale != 1.0 else results
     return [decompress(result, context) for result, (_, context) in zip(results, coded, strict=True)]
 
 
@@ -362,15 +372,14 @@ def sparse_allreduce_async(
     indices are added in the tensor's own dtype. As Horovod's, the handle can be called. Wire: (N-1) (8 s + v)
     bytes an entry for s sparse dimensions and v bytes of values.
     """
-    reduce_op, problem = reduce_op_of(None, op)
-    ranks = members(process_set)
+    how, ranks = scaled_op_of(None, op), members(process_set)
     called = [Descriptor("sparse_allreduce", ranks, name)] * 2
     parts: list[Any] = []
-    problem = problem or _problem(tensor, reduce_op)
+    problem = how.problem or _problem(tensor, how.op)
     if problem is None:
         shape = f" in {list(tensor.shape)}"
         indices = host(tensor._indices().t(), copy=False)
-        values, how = tensor._values(), ScaledOp(reduce_op)
+        values = tensor._values()
         forms = [
             ("int64", 8, (values.shape[0], tensor.sparse_dim())),
             (dtype_name(values.dtype), values.element_size(), tuple(values.shape)),
@@ -383,7 +392,7 @@ def sparse_allreduce_async(
         dense = tensor._values()
         index = tensor_of(places.copy(), (sum(counts), tensor.sparse_dim()), tensor._indices())
         data = tensor_of(entries.copy(), (sum(counts), *dense.shape[1:]), dense)
-        if reduce_op is Average:
+        if how.op is Average:
             data = data / len(ranks)
         return torch.sparse_coo_tensor(index.t(), data, tensor.shape, check_invariants=True).coalesce()
 

@@ -19,37 +19,32 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
-from gradcomp.core.layers import LayerSpec
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.layout import Bucket, Layout
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.job import runtime
-from gradcomp.job.launch import Ranks
-from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.process_sets import members
 from gradcomp.job.settings import Arguments
-from gradcomp.job.start import Proposal, set_compression, start, validate_together
-from gradcomp.job.state import Runtime
+from gradcomp.job.start import Proposal, propose, set_compression, start, validate_together
 from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.header import DISCARDED
 from gradcomp.torch.devices import Handed, Staging, device_of, staging_for
 from gradcomp.torch.layers import (
     SKIP_TOGETHER,
-    ComparedParameters,
+    Exchange,
     Named,
     ParameterSamples,
-    propose,
     refuse_thawed,
+    specs,
     take_over,
 )
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import allow_one_hook, bare, live, opaque
-from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps, averages
+from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps, warn_if_it_averages
 from gradcomp.torch.tensors import CompressionState, dtype_name
-from gradcomp.transport.base import Transport
 
 logger = logging.getLogger("gradcomp")
 #: All ranks adopt rank 0's order of layers after this step: DDP has its final buckets from its second step on.
@@ -126,12 +121,74 @@ def future_of(buffer: torch.Tensor) -> Future[torch.Tensor]:
     return Future(devices=[buffer.device] if buffer.is_cuda else None)
 
 
-class BucketSteps(Listener, ComparedParameters):
-    """Makes one step of each backward pass of a DistributedDataParallel.
+def ddp_comm_hook(
+    model: torch.nn.Module,
+    compression: Policy | Compressor | str = Compression.none,
+    *,
+    grad_scaler: Scaler = None,
+    controller: Controller | str | None = None,
+    on_skip: str = "raise",
+) -> tuple[HookState, Hook]:
+    """Return a state and a hook for ``ddp.register_comm_hook(state, hook)`` that compress DDP's gradients.
+
+        g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says
+
+    Layers are known by name, so DDP may rebuild its buckets. The future of a DDP bucket completes on gradcomp's thread,
+    as soon as all its layers have their means. The exchange of a step is accepted at the first DDP bucket of the next
+    step, unless it held a value that was not finite. A layer whose gradient is zero everywhere on every rank counts as
+    absent, because DDP fills in zeros for unused parameters: it keeps its residual, and its gradient stays zero.
+
+    The means are those of :func:`DistributedOptimizer`, bit for bit, with one exception. Chunk owners' residuals change
+    hands once, when all ranks adopt rank 0's order of layers: there after the first step, here after the second, in
+    which DDP has its final buckets.
+
+    Args:
+        model: the module, or the DistributedDataParallel around it.
+        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
+        grad_scaler: the GradScaler in use, as for :func:`DistributedOptimizer`.
+        controller: changes the levels of layers while training runs, such as
+            ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+        on_skip: what happens when a rank skips a step that others take: ``"raise"``, a StateError on all ranks in the
+            next exchange. ``"agree"`` is refused, because a hook has no part in ``step()``; use
+            ``DistributedOptimizer(on_skip="agree")``.
+
+    Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
+    2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
+    an element.
+    Raises ConfigError for bad arguments, ``follow_rate`` (a hook knows no learning rate) and sparse gradients, and for
+    a second communication hook when it is registered; PlanMismatchError on every rank if the ranks differ; StateError
+    before ``init()``. ``backward()`` raises later failures with their own type: TransportError, or StateError, as for
+    frozen layers that now require gradients. In the first step under ``static_graph=True`` it raises a RuntimeError
+    with the same text, because there DDP itself waits for the futures.
+    """
+    arguments = Arguments(compression, controller=controller, on_skip=on_skip)  # type: ignore[arg-type]
+    state = HookState(model, arguments, LossScale(grad_scaler))
+    allow_one_hook(model)
+    return state, opaque(exchange_bucket)
+
+
+def _refuse_following(policy: Policy) -> None:
+    if following := [c.to_string() for c in policy.compressors if c.traits.follows_rate]:
+        raise ConfigError(
+            f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
+        )
+
+
+def exchange_bucket(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Submit a DDP bucket; the future's value is the bucket's buffer, in which means have replaced the gradients."""
+    return state.hand_in(bucket)
+
+
+# DistributedDataParallel compares a hook's annotations with classes, and they are text in this file.
+exchange_bucket.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
+
+
+class HookState(CompressionState, Listener, Exchange):
+    """The state of a communication hook: it makes one step of each backward pass of a DistributedDataParallel.
 
     Implements :class:`gradcomp.exchange.driver.Adapter`. A hook does not learn of ``step()`` or
     ``zero_grad()``, so the last step is accepted when the next one begins, or when the state is asked for.
-    :meth:`attach` must be called first.
+    Construction is collective.
     """
 
     words = Words(
@@ -139,41 +196,93 @@ class BucketSteps(Listener, ComparedParameters):
         unequal_steps=SKIP_TOGETHER,
     )
 
-    def __init__(
-        self,
-        named: Named,
-        frozen: Named,
-        layers: list[LayerSpec],
-        policy: Policy,
-        loss_scale: LossScale,
-        device: Device,
-    ) -> None:
-        self.policy = policy
-        self.named = named
+    def __init__(self, model: torch.nn.Module, arguments: Arguments, loss_scale: LossScale) -> None:
+        state = runtime.current()
+        ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
+
+        def validate() -> tuple[Named, Named, Proposal, Device]:
+            policy = arguments.check()
+            if arguments.on_skip != "raise":
+                raise ConfigError(
+                    f"on_skip={arguments.on_skip!r} needs a part in step(), which a hook has not: use "
+                    'DistributedOptimizer, or keep "raise"'
+                )
+            _refuse_following(policy)
+            named, frozen = _named(model)
+            proposal = propose(policy, specs(named), controller=arguments.controller)
+            loss_scale.check()
+            return named, frozen, proposal, device_of(named) if len(ranks) > 1 else HOST
+
+        (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
+        if transport is None:
+            logger.info(
+                "a world of one rank: the hook leaves DistributedDataParallel's gradients as they are"
+            )
+        #: The parameters that are exchanged, with their names: the layers, in order.
+        self.named_parameters = self.named = named
         self._frozen = frozen
-        self._layers = layers
+        self._policy = proposal.policy
+        self._layers = proposal.layers
         self._loss_scale = loss_scale
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
         self._where = named[0][1].device
         self._staging = staging_for(device, self._where)
-        self._futures = BucketFutures(len(layers), self._staging)
+        self._futures = BucketFutures(len(named), self._staging)
         #: The engine tells this object when exchange buckets have their means.
         self.listener = self._futures
         self._samples = ParameterSamples(named, device)
-        self._optimizers = StepWatch((parameter for _, parameter in named), self)
-        self._scalars = self._optimizers.scalars
-        self._momenta = Momenta(named, lambda: list(self._optimizers.ours))
+        self._watch = StepWatch((parameter for _, parameter in named), self)
+        self._scalars = self._watch.scalars
+        self._momenta = Momenta(named, lambda: list(self._watch.ours))
         self._any_optimizer = False
         #: Instances of DistributedDataParallel with these parameters; searched for only after a step without exchange.
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-    def attach(self, driver: StepDriver) -> None:
-        """Take the driver, and take these parameters over from earlier exchanges unless the world is one rank."""
-        self._driver = driver
         self._at_end = opaque(self._await)
-        if driver.attached:
-            self._unexchanged = UnexchangedSteps(driver, self._local_on_purpose)
+        self._driver = start(
+            state,
+            ranks,
+            transport,
+            proposal,
+            self,
+            [tuple(parameter.shape) for _, parameter in named],
+            arguments,
+            order_step=_ORDER_STEP,
+            device=device,
+        )
+        #: Gives the compression state to :func:`gradcomp.torch.save` and takes it from ``load``.
+        self.checkpoint_manager = self._driver.checkpoint_manager
+        if self._driver.attached:
+            self._unexchanged = UnexchangedSteps(self._driver, self._local_on_purpose)
             take_over(self, "ddp_comm_hook")
+
+    # -- what a user may ask --------------------------------------------------------------------------------------
+
+    @property
+    def exchanger(self) -> Exchanger | None:
+        """The exchanger, with the pipeline and the compression state; None in a world of one."""
+        return self._driver.exchanger if self._driver.attached else None
+
+    def set_compression(self, compression: Policy | Compressor | str) -> None:
+        """Change the compression between two steps, as :meth:`DistributedOptimizer.set_compression` does.
+
+        It first accepts the last exchange, unless that held a value that was not finite. Raises ConfigError
+        also for ``follow_rate``.
+        """
+        policy = as_policy(compression)
+        _refuse_following(policy)
+        set_compression(self.checkpoint_manager, self.exchanger, self._layers, policy)
+        self._policy = policy
+
+    def _exchanger_or_none(self) -> Exchanger | None:
+        return self.exchanger
+
+    def settle(self) -> None:
+        """Accept the last exchange now, before the state is saved, unless it held a value that was not finite.
+
+        Local, and free if there is none. Raises StateError during a backward pass, and the error of the
+        exchange if it failed.
+        """
+        self._driver.rest()
 
     def retire(self, why: str) -> None:
         """Refuse further buckets, with ``why``, because another exchange took over some of the parameters.
@@ -186,15 +295,25 @@ class BucketSteps(Listener, ComparedParameters):
     # -- one step, on autograd's thread ---------------------------------------------------------------------------
 
     def hand_in(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Exchange a bucket in place; the last one of a step ends the step."""
+        """Exchange a DDP bucket in place; the last one of a step ends the step."""
+        if not hasattr(bucket, "buffer"):
+            raise ConfigError(
+                'torch._dynamo.config.optimize_ddp="python_reducer" has no buckets that a hook could exchange: do not '
+                "set it, nor compiled autograd, or use DistributedOptimizer without DistributedDataParallel"
+            )
         driver = self._driver
+        if not driver.attached:
+            driver.checkpoint_manager.before_step()
+            future = future_of(bucket.buffer())
+            future.set_result(bucket.buffer())
+            return future
         with driver.telling():
             if bucket.index() == 0:
                 self._begin(driver)
             layers, addresses, buffer = self._contents(bucket)
             handed = self._staging.hand_in(buffer)
             future = self._futures.add(bucket.index(), layers, buffer, handed)
-            shift = handed.address - buffer.data_ptr()
+            shift = handed.tensor.data_ptr() - buffer.data_ptr()
             for layer, address in zip(layers.tolist(), addresses, strict=True):
                 place = address + shift
                 driver.submit(Submission(layer, place, place, handed, handed.event, zero_is_absent=True))
@@ -217,7 +336,7 @@ class BucketSteps(Listener, ComparedParameters):
         self._momenta_of_step(driver.exchanger.pipeline)
         driver.rest()
         driver.exchanger.pipeline.lay_out()
-        stepped = self._optimizers.stepped()
+        stepped = self._watch.stepped()
         if self.in_join:
             driver.amend(0)
         elif stepped is False:
@@ -252,7 +371,7 @@ class BucketSteps(Listener, ComparedParameters):
     def _momenta_of_step(self, pipeline: Pipeline) -> npt.NDArray[np.float64] | None:
         if not self._any_optimizer and pipeline.momenta.any():
             for optimizer in live(torch.optim.Optimizer):
-                self._optimizers.holds(optimizer)
+                self._watch.holds(optimizer)
         return self._momenta.of_step(pipeline)
 
     # -- gradcomp.torch.optimizers.Listener -----------------------------------------------------------------------
@@ -268,8 +387,8 @@ class BucketSteps(Listener, ComparedParameters):
             return
         if first and had_stepped:
             driver.checkpoint_manager.state_was_due()
-        if driver.exchanger.pipeline.transport.rank == 0 and averages(optimizer):
-            warn_of_averages(self.policy, type(optimizer).__name__)
+        if driver.exchanger.pipeline.transport.rank == 0:
+            warn_if_it_averages(optimizer, self._policy)
         if driver.phase is Phase.DONE:  # its momentum was not known when the exchange began
             with driver.telling():
                 self._momenta.of_step(driver.exchanger.pipeline)
@@ -277,7 +396,7 @@ class BucketSteps(Listener, ComparedParameters):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step on gradients that were not exchanged, and withhold momentum that the exchange has applied."""
         if self._driver.attached:
-            self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
+            self._unexchanged.check(optimizer, self._watch.held_by(optimizer))
         self._momenta.withhold(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -331,167 +450,6 @@ class BucketSteps(Listener, ComparedParameters):
                     f"its gradient has {gradient.numel()} elements of {dtype} now"
                 )
         return np.array(numbers, dtype=np.int64), [gradient.data_ptr() for gradient in gradients], buffer
-
-
-def ddp_comm_hook(
-    model: torch.nn.Module,
-    compression: Policy | Compressor | str = Compression.none,
-    *,
-    grad_scaler: Scaler = None,
-    controller: Controller | str | None = None,
-    on_skip: str = "raise",
-) -> tuple[HookState, Hook]:
-    """Return a state and a hook for ``ddp.register_comm_hook(state, hook)`` that compress DDP's gradients.
-
-        g_mean = (1/N) sum over ranks of g_i, each layer compressed as ``compression`` says
-
-    Layers are known by name, so DDP may rebuild its buckets. The future of a DDP bucket completes on gradcomp's thread,
-    as soon as all its layers have their means. The exchange of a step is accepted at the first DDP bucket of the next
-    step, unless it held a value that was not finite. A layer whose gradient is zero everywhere on every rank counts as
-    absent, because DDP fills in zeros for unused parameters: it keeps its residual, and its gradient stays zero.
-
-    The means are those of :func:`DistributedOptimizer`, bit for bit, with one exception. Chunk owners' residuals change
-    hands once, when all ranks adopt rank 0's order of layers: there after the first step, here after the second, in
-    which DDP has its final buckets.
-
-    Args:
-        model: the module, or the DistributedDataParallel around it.
-        compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
-        grad_scaler: the GradScaler in use, as for :func:`DistributedOptimizer`.
-        controller: changes the levels of layers while training runs, such as
-            ``gradcomp.LGreCo(every_steps=500)``, or its string form.
-        on_skip: what happens when a rank skips a step that others take: ``"raise"``, a StateError on all ranks in the
-            next exchange. ``"agree"`` is refused, because a hook has no part in ``step()``; use
-            ``DistributedOptimizer(on_skip="agree")``.
-
-    Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
-    2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
-    an element.
-    Raises ConfigError for bad arguments, ``follow_rate`` (a hook knows no learning rate) and sparse gradients, and for
-    a second communication hook when it is registered; PlanMismatchError on every rank if the ranks differ; StateError
-    before ``init()``. ``backward()`` raises later failures with their own type: TransportError, or StateError, as for
-    frozen layers that now require gradients. In the first step under ``static_graph=True`` it raises a RuntimeError
-    with the same text, because there DDP itself waits for the futures.
-    """
-    state = runtime.current()
-    arguments = Arguments(compression, controller=controller, on_skip=on_skip)  # type: ignore[arg-type]
-    loss_scale = LossScale(grad_scaler)
-    ranks = members(model.process_group if isinstance(model, DistributedDataParallel) else None)
-
-    def validate() -> tuple[Named, Named, Proposal, Device]:
-        policy = arguments.check()
-        if on_skip != "raise":
-            raise ConfigError(
-                f"on_skip={on_skip!r} needs a part in step(), which a hook has not: use DistributedOptimizer, or keep "
-                '"raise"'
-            )
-        _refuse_following(policy)
-        named, frozen = _named(model)
-        proposal = propose(policy, named, controller=controller)
-        loss_scale.check()
-        return named, frozen, proposal, device_of(named) if len(ranks) > 1 else HOST
-
-    (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
-    if transport is None:
-        logger.info("a world of one rank: the hook leaves DistributedDataParallel's gradients as they are")
-    allow_one_hook(model)
-    hook = opaque(exchange_bucket)
-    return HookState(state, ranks, named, frozen, proposal, transport, arguments, loss_scale, device), hook
-
-
-def _refuse_following(policy: Policy) -> None:
-    if following := [c.to_string() for c in policy.compressors if c.traits.follows_rate]:
-        raise ConfigError(
-            f"{following[0]} follows the learning rate, which a hook does not know: use DistributedOptimizer"
-        )
-
-
-def exchange_bucket(state: HookState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Submit a DDP bucket; the future's value is the bucket's buffer, in which means have replaced the gradients."""
-    return state.hand_in(bucket)
-
-
-# DistributedDataParallel compares a hook's annotations with classes, and they are text in this file.
-exchange_bucket.__annotations__.update({"bucket": GradBucket, "return": Future[torch.Tensor]})
-
-
-class HookState(CompressionState):
-    """The state of a communication hook: the exchange of one DistributedDataParallel and what users ask about it."""
-
-    def __init__(
-        self,
-        state: Runtime,
-        ranks: Ranks,
-        named: Named,
-        frozen: Named,
-        proposal: Proposal,
-        transport: Transport | None,
-        arguments: Arguments,
-        loss_scale: LossScale,
-        device: Device = HOST,
-    ) -> None:
-        #: The parameters that are exchanged, with their names: the layers, in order.
-        self.named_parameters = list(named)
-        self._layers = proposal.layers
-        self._steps = BucketSteps(named, frozen, proposal.layers, proposal.policy, loss_scale, device)
-        shapes = [tuple(parameter.shape) for _, parameter in named]
-        self._driver = start(
-            state,
-            ranks,
-            transport,
-            proposal,
-            self._steps,
-            shapes,
-            arguments,
-            order_step=_ORDER_STEP,
-            device=device,
-        )
-        self._steps.attach(self._driver)
-        #: Gives the compression state to :func:`gradcomp.torch.save` and takes it from ``load``.
-        self.checkpoint_manager = self._driver.checkpoint_manager
-
-    # -- what a user may ask --------------------------------------------------------------------------------------
-
-    @property
-    def exchanger(self) -> Exchanger | None:
-        """The exchanger, with the pipeline and the compression state; None in a world of one."""
-        return self._driver.exchanger if self._driver.attached else None
-
-    def set_compression(self, compression: Policy | Compressor | str) -> None:
-        """Change the compression between two steps, as :meth:`DistributedOptimizer.set_compression` does.
-
-        It first accepts the last exchange, unless that held a value that was not finite. Raises ConfigError
-        also for ``follow_rate``.
-        """
-        policy = as_policy(compression)
-        _refuse_following(policy)
-        set_compression(self.checkpoint_manager, self.exchanger, self._layers, policy)
-        self._steps.policy = policy
-
-    def _exchanger_or_none(self) -> Exchanger | None:
-        return self.exchanger
-
-    def settle(self) -> None:
-        """Accept the last exchange now, before the state is saved, unless it held a value that was not finite.
-
-        Local, and free if there is none. Raises StateError during a backward pass, and the error of the
-        exchange if it failed.
-        """
-        self._driver.rest()
-
-    def hand_in(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Exchange a DDP bucket in place; the last one of a step ends the step."""
-        if not hasattr(bucket, "buffer"):
-            raise ConfigError(
-                'torch._dynamo.config.optimize_ddp="python_reducer" has no buckets that a hook could exchange: do not '
-                "set it, nor compiled autograd, or use DistributedOptimizer without DistributedDataParallel"
-            )
-        if self._driver.attached:
-            return self._steps.hand_in(bucket)
-        self._driver.checkpoint_manager.before_step()
-        future = future_of(bucket.buffer())
-        future.set_result(bucket.buffer())
-        return future
 
 
 def _named(model: torch.nn.Module) -> tuple[Named, Named]:

@@ -103,11 +103,6 @@ class Handed(NamedTuple):
     event: Any
     gradient: torch.Tensor | None
 
-    @property
-    def address(self) -> int:
-        """The address of the values."""
-        return int(self.tensor.data_ptr())
-
 
 class InPlace:
     """Kernels read gradients, and write means, where they lie: on the CPU, or on a device that has kernels.
@@ -132,7 +127,8 @@ class InPlace:
 
     def hand_in(self, gradient: torch.Tensor) -> Handed:
         """Take a gradient whose memory is dense; the event follows the work that computes it."""
-        return Handed(gradient, self._device.mark(self._streams.handle()), gradient)
+        driver = self._device.driver
+        return Handed(gradient, None if driver is None else driver.mark(self._streams.handle()), gradient)
 
     def allocate(self, form: Form, gradient: torch.Tensor | None) -> Handed:
         """Return memory for a mean of this form: the gradient, if there is one, or zeros made on the script's stream.
@@ -306,7 +302,7 @@ class Gradients:
             misfit = gradient if gradient is not None and form.fits(parameter) else parameter
             raise self._became_another(layer, misfit)
         self.made[layer] = self._staging.allocate(form, None if gradient is None else gradient.detach())
-        return self.made[layer].address
+        return self.made[layer].tensor.data_ptr()
 
     def give_back(self) -> None:
         """End the step: the gradients that were submitted hold their means now."""

@@ -6,15 +6,13 @@ Those of ``allreduce`` and ``alltoall`` are the gradients of the sum of all rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.job import runtime
-from gradcomp.job.process_sets import Members, members
+from gradcomp.job.process_sets import members
 from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum
 from gradcomp.torch.async_calls import (
     begin_allgather,
@@ -24,42 +22,15 @@ from gradcomp.torch.async_calls import (
     begin_reducescatter,
 )
 
-_LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
-
-
-def reduce_tensors(
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    how: ScaledOp,
-    problem: str | None,
-    process_set: Members,
-    scatters: bool,
-) -> list[torch.Tensor]:
-    """Allreduce or reduce-scatter a group, recorded by autograd where a tensor requires gradients."""
-    begin = begin_reducescatter if scatters else begin_allreduce
-    if problem is not None or not needs_gradient(tensors):
-        results: list[torch.Tensor] = begin(tensors, name, how, problem, process_set).wait()
-        return results
-    if how.op in _LINEAR or scatters:
-        return list(_Reduce.apply(scatters, name, how, process_set, *tensors))  # type: ignore[no-untyped-call]
-    given = [tensor * how.prescale for tensor in tensors] if how.prescale != 1.0 else tensors
-    plain = replace(how, prescale=1.0, postscale=1.0)
-    reduced = _Select.apply(name, plain, process_set, *given)  # type: ignore[no-untyped-call]
-    return [result * how.postscale if how.postscale != 1.0 else result for result in reduced]
-
-
-def needs_gradient(tensors: Sequence[Any]) -> bool:
-    """Return True if autograd must record the operation."""
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
+#: The operations that are linear in every rank's values.
+LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
 
 def gradient_name(name: str | None) -> str | None:
     return f"{name}.gradient" if isinstance(name, str) else None
 
 
-class _Reduce(torch.autograd.Function):
+class Reduce(torch.autograd.Function):
     """The gradient of a scaled average (sum) over ranks is the scaled average (sum) of the gradients.
 
     With ``scatters`` the gradient of a row is that of the rank that holds it, scaled as the row was; for Sum it is N
@@ -72,15 +43,15 @@ class _Reduce(torch.autograd.Function):
     ) -> Any:
         ctx.arguments = scatters, name, how, process_set
         begin = begin_reducescatter if scatters else begin_allreduce
-        return tuple(begin(tensors, name, how, None, process_set).wait())
+        return tuple(begin(tensors, name, how, process_set).wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         scatters, name, how, process_set = ctx.arguments
-        if how.op not in _LINEAR:
+        if how.op not in LINEAR:
             raise ConfigError(f"reducescatter: op={how.op.name} has no gradient; use Average or Sum")
         if not scatters:
-            handle = begin_allreduce(gradients, gradient_name(name), how, None, process_set)
+            handle = begin_allreduce(gradients, gradient_name(name), how, process_set)
             return None, None, None, None, *handle.wait()
         factor = how.prescale * how.postscale
         if how.op is ReduceOp.SUM:
@@ -89,12 +60,12 @@ class _Reduce(torch.autograd.Function):
         return None, None, None, None, *(whole * factor if factor != 1.0 else whole for whole in wholes)
 
 
-class _Select(torch.autograd.Function):
+class Select(torch.autograd.Function):
     """The ranks that hold a minimum or maximum share its gradient; in a product each gets the others' product."""
 
     @staticmethod
     def forward(ctx: Any, name: Any, how: ScaledOp, process_set: Any, *tensors: torch.Tensor) -> Any:
-        results = tuple(begin_allreduce(tensors, name, how, None, process_set).wait())
+        results = tuple(begin_allreduce(tensors, name, how, process_set).wait())
         ctx.arguments = name, how, process_set
         ctx.save_for_backward(*tensors, *results)
         return results
@@ -109,7 +80,7 @@ class _Select(torch.autograd.Function):
         own = gradient_name(name)
         if how.op is ReduceOp.PRODUCT:
             gathered = begin_allgather([tensor.unsqueeze(0) for tensor in given], own, process_set).wait()
-            totals = begin_allreduce(gradients, own, ScaledOp(Sum), None, process_set).wait()
+            totals = begin_allreduce(gradients, own, ScaledOp(Sum), process_set).wait()
             me = members(process_set).index(runtime.rank())
             rest = [torch.cat([every[:me], every[me + 1 :]]).prod(0) for every in gathered]
             return None, None, None, *(total * others for total, others in zip(totals, rest, strict=True))
@@ -117,7 +88,7 @@ class _Select(torch.autograd.Function):
             (tensor == result).to(gradient.dtype)
             for tensor, result, gradient in zip(given, results, gradients, strict=True)
         ]
-        sums = begin_allreduce([*gradients, *chosen], own, ScaledOp(Sum), None, process_set).wait()
+        sums = begin_allreduce([*gradients, *chosen], own, ScaledOp(Sum), process_set).wait()
         shared = (
             total * mine / number.clamp(min=1)
             for total, number, mine in zip(sums[:count], sums[count:], chosen, strict=True)
@@ -139,7 +110,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         name, process_set, own = ctx.arguments
-        means = begin_allreduce(gradients, gradient_name(name), ScaledOp(Average), None, process_set).wait()
+        means = begin_allreduce(gradients, gradient_name(name), ScaledOp(Average), process_set).wait()
         return None, None, *(mean[rows] for mean, rows in zip(means, own, strict=True))
 
 
@@ -154,7 +125,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         root_rank, name, process_set = ctx.arguments
-        (mean,) = begin_allreduce(gradients, gradient_name(name), ScaledOp(Average), None, process_set).wait()
+        (mean,) = begin_allreduce(gradients, gradient_name(name), ScaledOp(Average), process_set).wait()
         return mean if runtime.rank() == root_rank else torch.zeros_like(mean), None, None, None
 
 

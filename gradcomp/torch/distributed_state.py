@@ -16,18 +16,16 @@ from gradcomp.compress import Policy
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import joining, runtime, settings
 from gradcomp.job.launch import Ranks
-from gradcomp.job.momentum import warn_of_averages
 from gradcomp.job.reduce_op import Adasum, Average
-from gradcomp.job.start import Proposal, say_what_is_bypassed, start, validate_together
+from gradcomp.job.start import Proposal, propose, say_what_is_bypassed, start, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.hooks import Finish, GradientExchange
-from gradcomp.torch.layers import Named, name_parameters, propose
+from gradcomp.torch.layers import Named, name_parameters, specs
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import opaque
-from gradcomp.torch.optimizers import Momenta, averages, scalars_of
-from gradcomp.torch.streams import number_of
+from gradcomp.torch.optimizers import warn_if_it_averages
 
 _NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -149,31 +147,6 @@ class Arguments(settings.Arguments):
                 )
 
 
-@dataclass(eq=False)
-class Core:
-    """The state that wrapping adds to an optimizer: its exchange, driver and parameter names.
-
-    ``synchronized`` is True if the program has called ``synchronize()`` since the last step.
-    """
-
-    ranks: Ranks
-    named: Named
-    frozen: Named
-    exchange: GradientExchange
-    skip_synchronize: bool = False
-    synchronized: bool = False
-
-    def __post_init__(self) -> None:
-        self.driver = self.exchange.driver
-        #: Saves and loads the compression state.
-        self.checkpoint_manager = self.driver.checkpoint_manager
-
-    @property
-    def parameter_names(self) -> dict[torch.Tensor, str]:
-        """The names of all parameters, including frozen ones."""
-        return {parameter: name for name, parameter in (*self.named, *self.frozen)}
-
-
 def build(
     state: Runtime,
     ranks: Ranks,
@@ -181,11 +154,11 @@ def build(
     named_parameters: NamedParameters | None,
     arguments: Arguments,
     *,
-    before: Core | None = None,
-) -> Core:
+    before: GradientExchange | None = None,
+) -> GradientExchange:
     """Validate the arguments, compare them over ranks, and start the exchange. Collective.
 
-    ``before`` is the state of the same optimizer when it is wrapped already and gets more parameters.
+    ``before`` is the exchange of the same optimizer when it is wrapped already and gets more parameters.
     """
 
     def validate() -> tuple[Named, Named, Proposal, Device]:
@@ -195,27 +168,21 @@ def build(
         check_rate(optimizer, policy)
         named, frozen = name_parameters(optimizer, named_parameters)
         proposal = propose(
-            policy, named, 0 if before is None else before.checkpoint_manager.step, arguments.controller
+            policy,
+            specs(named),
+            0 if before is None else before.checkpoint_manager.step,
+            arguments.controller,
         )
         # In a world of one nothing is exchanged, so gradients may be on any device.
         device = device_of(named) if len(ranks) > 1 else HOST
         return named, frozen, proposal, device
 
     (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
-    exchange = GradientExchange(
-        named,
-        arguments,
-        # Adafactor with relative steps computes its own rate, which is not known here: it counts as 0.
-        learning_rate=lambda: number_of(
-            0.0 if (rate := optimizer.param_groups[0].get("lr")) is None else rate
-        ),
-        scalars=lambda: scalars_of([optimizer]),
-        momenta=Momenta(named, lambda: [optimizer]),
-    )
+    exchange = GradientExchange(named, frozen, arguments, optimizer)
     if transport is None:
         say_what_is_bypassed(proposal.policy)
     elif transport.rank == 0:
-        check_averages(optimizer, proposal.policy)
+        warn_if_it_averages(optimizer, proposal.policy)
         if named_parameters is None and proposal.policy.compresses:
             runtime.logger.warning(
                 "named_parameters was not given, so layers are named by position (%s, ...): patterns of a policy "
@@ -233,25 +200,26 @@ def build(
         arguments,
         device=device,
     )
-    exchange.attach(driver, None if before is None else before.exchange)
+    exchange.attach(driver, before)
     joining.register(exchange)
-    return Core(ranks, named, frozen, exchange)
+    return exchange
 
 
-def rebuild(optimizer: Any, core: Core, names: Sequence[str], added: Sequence[torch.nn.Parameter]) -> Core:
+def rebuild(
+    optimizer: Any, old: GradientExchange, names: Sequence[str], added: Sequence[torch.nn.Parameter]
+) -> GradientExchange:
     """Make an exchange for the old and the added parameters, with the old one's residuals and step.
 
     Collective. After an error the old exchange is still in use.
     """
     state = runtime.current()
-    old = core.exchange
-    core.driver.check()
+    old.driver.check()
     old.drain()
-    named = chain(core.named, core.frozen, _name_group(names, added))
-    fresh = build(state, core.ranks, optimizer, named, old.arguments, before=core)
+    named = chain(old.named, old.frozen, _name_group(names, added))
+    fresh = build(state, old.checkpoint_manager.ranks, optimizer, named, old.arguments, before=old)
     old.detach()
-    fresh.checkpoint_manager.inherit(core.checkpoint_manager)
-    if core.driver.attached:
+    fresh.checkpoint_manager.inherit(old.checkpoint_manager)
+    if old.driver.attached:
         state.close(old.exchanger)
     return fresh
 
@@ -273,9 +241,3 @@ def check_rate(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
             f"{following[0]} follows the learning rate, and {type(optimizer).__name__} has none in its param_groups: "
             "leave follow_rate away"
         )
-
-
-def check_averages(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
-    """Warn if the compressor accumulates gradients and the optimizer averages them once more."""
-    if averages(optimizer):
-        warn_of_averages(policy, type(optimizer).__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -16,13 +16,12 @@ from gradcomp.core.errors import StateError
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Means, Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
-from gradcomp.exchange.waiting import Number
 from gradcomp.job import runtime
 from gradcomp.reduce.header import LATE
 from gradcomp.torch.devices import Gradients
 from gradcomp.torch.layers import (
     SKIP_TOGETHER,
-    ComparedParameters,
+    Exchange,
     Named,
     ParameterSamples,
     rows_of,
@@ -38,7 +37,8 @@ from gradcomp.torch.modules import (
     refuse_inside_backward,
     watch_backward,
 )
-from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps
+from gradcomp.torch.optimizers import Listener, Momenta, StepWatch, UnexchangedSteps, scalars_of
+from gradcomp.torch.streams import number_of
 
 if TYPE_CHECKING:
     from gradcomp.torch.distributed_state import Arguments
@@ -95,13 +95,12 @@ def _finish_together() -> None:
         exchange.finish()
 
 
-class GradientExchange(Listener, ComparedParameters):
-    """Hooks the parameters and turns their gradients into steps; implements :class:`gradcomp.exchange.driver.Adapter`.
+class GradientExchange(Listener, Exchange):
+    """The state that wrapping adds to an optimizer: it hooks the parameters and turns their gradients into steps.
 
-    A *window* is the accumulation between two exchanges. A layer is present if one of the window's backward
-    passes touched it. At the end of the window the step is flushed and waited for; then every ``.grad`` that
-    some rank touched is the mean. :meth:`attach` must be called first. ``learning_rate`` returns the
-    optimizer's current rate, ``scalars`` its settings as text, and ``momenta`` holds its momentum.
+    It implements :class:`gradcomp.exchange.driver.Adapter`. A *window* is the accumulation between two exchanges. A
+    layer is present if one of the window's backward passes touched it. At the end of the window the step is flushed and
+    waited for; then every ``.grad`` that some rank touched is the mean. :meth:`attach` must be called first.
     """
 
     words = Words(
@@ -112,25 +111,22 @@ class GradientExchange(Listener, ComparedParameters):
     listener = None
 
     def __init__(
-        self,
-        named: Named,
-        arguments: Arguments,
-        *,
-        learning_rate: Callable[[], Number],
-        scalars: Callable[[], str],
-        momenta: Momenta,
+        self, named: Named, frozen: Named, arguments: Arguments, optimizer: torch.optim.Optimizer
     ) -> None:
         self.number = next(_numbers)
         self.arguments = arguments
         self.named = named
+        self.frozen = frozen
+        #: True inside ``skip_synchronize()``, and after ``synchronize()`` until the next step.
+        self.skip_synchronize = self.synchronized = False
+        self._optimizer = optimizer
         self._gradients = Gradients(named, sparse_as_dense=arguments.sparse_as_dense)
         self._loss_scale = arguments.loss_scale
         #: With ``sparse_as_dense``: layers that all ranks know to be sparse or not; ``_sparse`` marks the sparse ones.
         self._known = None if not arguments.sparse_as_dense else np.zeros(len(named), np.bool_)
         self._sparse = np.zeros(len(named), np.bool_)
-        self._learning_rate = learning_rate
-        self._scalars = scalars
-        self.momenta = momenta
+        self._scalars = lambda: scalars_of([optimizer])
+        self.momenta = Momenta(named, lambda: [optimizer])
         self._ddp_check: DdpCheck | None = None
         self._touched: dict[int, int] = {}  # layer -> number of backward passes in this window
         self._submitted: set[int] = set()
@@ -144,6 +140,11 @@ class GradientExchange(Listener, ComparedParameters):
         self._hooks: list[Any] = []
 
     @property
+    def parameter_names(self) -> dict[torch.Tensor, str]:
+        """The names of all parameters, including frozen ones."""
+        return {parameter: name for name, parameter in (*self.named, *self.frozen)}
+
+    @property
     def exchanger(self) -> Exchanger:
         return self.driver.exchanger
 
@@ -153,6 +154,8 @@ class GradientExchange(Listener, ComparedParameters):
         :func:`take_over` describes ``before``.
         """
         self.driver = driver
+        #: Saves and loads the compression state.
+        self.checkpoint_manager = driver.checkpoint_manager
         if not driver.attached:
             return
         take_over(self, "DistributedOptimizer", before)
@@ -161,13 +164,13 @@ class GradientExchange(Listener, ComparedParameters):
         self._gradients.attach(driver.exchanger.device)
         self._samples = ParameterSamples(self.named, driver.exchanger.device)
         self._ddp_check = DdpCheck(self._gradients.parameters)
-        self._optimizers = StepWatch(self._gradients.parameters, self)
+        self._watch = StepWatch(self._gradients.parameters, self)
         self._unexchanged = UnexchangedSteps(driver, lambda: self._suspended)
         watch_backward()
         self._end = EndOfBackward(self._end_of_backward)
         self._behind_all = opaque(_finish_together)
         for layer, parameter in enumerate(self._gradients.parameters):
-            arrived = opaque(lambda _, layer=layer: self._arrived(layer))
+            arrived = opaque(partial(self._arrived, layer))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
@@ -179,7 +182,7 @@ class GradientExchange(Listener, ComparedParameters):
             _ending.remove(self)
         self._end_ddp_check()
         if self.driver.attached:
-            self._optimizers.end()
+            self._watch.end()
 
     def retire(self, why: str) -> None:
         """Stop for good, because another exchange took over some of the parameters.
@@ -200,7 +203,7 @@ class GradientExchange(Listener, ComparedParameters):
 
     # -- autograd -------------------------------------------------------------------------------------------------
 
-    def _arrived(self, layer: int) -> None:
+    def _arrived(self, layer: int, _: torch.Tensor) -> None:
         if not self._touched and not self._submitted:
             self._leave_last_means(layer)
         self._touched[layer] = self._touched.get(layer, 0) + 1
@@ -249,13 +252,14 @@ class GradientExchange(Listener, ComparedParameters):
             raise
         if not gradient.is_sparse:
             self.driver.refuse_dense(layer)
-        self._open()
+        if self.driver.phase is not Phase.OPEN:
+            self._open()
         self._submitted.add(layer)
         if gradient.is_sparse:
             self.driver.submit_rows(layer, partial(rows_of, name, gradient))
         else:
             handed = self._gradients.hand_in(layer, gradient)
-            address = handed.address
+            address = handed.tensor.data_ptr()
             self.driver.submit(Submission(layer, address, address, handed, handed.event))
 
     def _open(self) -> None:
@@ -269,7 +273,9 @@ class GradientExchange(Listener, ComparedParameters):
             momenta = self.momenta.of_step(pipeline)
         self._gradients.open()
         scale = self._loss_scale.of(pipeline, self.arguments.gradient_predivide_factor)
-        self.driver.open(scale, self._learning_rate(), momenta)
+        # Adafactor with relative steps computes its own rate, which is not known here: it counts as 0.
+        rate = self._optimizer.param_groups[0].get("lr")
+        self.driver.open(scale, number_of(0.0 if rate is None else rate), momenta)
 
     def _end_of_backward(self) -> None:
         was_in_backward, self._in_backward = self._in_backward, False
@@ -396,7 +402,7 @@ class GradientExchange(Listener, ComparedParameters):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise StateError inside a backward pass, and on gradients that were not exchanged."""
-        self._unexchanged.check(optimizer, self._optimizers.held_by(optimizer))
+        self._unexchanged.check(optimizer, self._watch.held_by(optimizer))
 
     # -- gradcomp.exchange.driver.Adapter -----------------------------------------------------------------------------
 

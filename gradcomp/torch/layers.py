@@ -7,21 +7,17 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
-from gradcomp.compress import Policy
-from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import Kind, LayerSpec
 from gradcomp.exchange.driver import Array, Rows
 from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFingerprint, Digests, Fingerprint
 from gradcomp.exchange.thread import in_background
-from gradcomp.job import start
-from gradcomp.job.start import Proposal
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.reference_checksum import Words, sampled_elements, value_of_sample
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
@@ -55,6 +51,11 @@ def spec(name: str, parameter: torch.Tensor) -> LayerSpec:
     order = sorted(range(parameter.dim()), key=lambda d: (-int(parameter.stride()[d]), d))
     shape = tuple(parameter.shape if parameter.is_contiguous() else (parameter.shape[d] for d in order))
     return LayerSpec(name, shape, dtype_name(parameter.dtype), kind_of(name, parameter.dim()))
+
+
+def specs(named: Named) -> list[LayerSpec]:
+    """Return the parameters' specs; raise ConfigError for one that cannot be exchanged."""
+    return [spec(name, parameter) for name, parameter in named]
 
 
 def _sharded(parameter: torch.Tensor) -> str | None:
@@ -148,19 +149,6 @@ def tensor_of(rows: Rows, like: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(index[None], values.to(like.dtype), like.shape, is_coalesced=True)
 
 
-class Exchange(Protocol):
-    """Exchanges the gradients of some parameters as autograd computes them."""
-
-    @property
-    def named(self) -> Named:
-        """The exchanged parameters, with their names."""
-        ...
-
-    def retire(self, why: str) -> None:
-        """Exchange nothing from now on; further use raises a StateError with the text ``why``."""
-        ...
-
-
 def take_over(exchange: Exchange, title: str, before: Exchange | None = None) -> None:
     """Retire earlier exchanges that share parameters with this one, except ``before``, which the caller ends.
 
@@ -184,13 +172,6 @@ def take_over(exchange: Exchange, title: str, before: Exchange | None = None) ->
             "earlier ones are no longer used"
         )
     _exchanges[next(_numbers)] = exchange
-
-
-def propose(
-    policy: Policy, named: Named, step: int = 0, controller: Controller | str | None = None
-) -> Proposal:
-    """Return the plan for these parameters at a step; raise ConfigError for layers that cannot be exchanged."""
-    return start.propose(policy, [spec(name, parameter) for name, parameter in named], step, controller)
 
 
 def digests_of(named: Named) -> Digests:
@@ -281,14 +262,22 @@ def _sample(device: Device, table: np.ndarray[Any, Any], turn: int) -> Words:
     return values
 
 
-class ComparedParameters:
-    """The part of an :class:`gradcomp.exchange.driver.Adapter` that compares parameters and settings over ranks."""
+class Exchange:
+    """Exchanges the gradients of some parameters, and compares these parameters and settings over ranks.
 
+    That is a part of what an :class:`gradcomp.exchange.driver.Adapter` has to do.
+    """
+
+    #: The exchanged parameters, with their names.
     named: Named
     #: True in an exchange of ``join()``: a rank that has joined does not step, so nothing of it is compared.
     in_join = False
     _samples: ParameterSamples
     _scalars: Callable[[], str]
+
+    def retire(self, why: str) -> None:
+        """Exchange nothing from now on; further use raises a StateError with the text ``why``."""
+        raise NotImplementedError
 
     def digests(self) -> Digests:
         return digests_of(self.named)

@@ -24,20 +24,19 @@ from gradcomp.job.start import set_compression
 from gradcomp.torch.distributed_state import (
     Adopted,
     Arguments,
-    Core,
     NamedParameters,
     adopt,
     build,
-    check_averages,
     check_plain,
     check_rate,
     groups_of,
     rebuild,
 )
-from gradcomp.torch.hooks import Finish
-from gradcomp.torch.layers import name_parameters, refuse_thawed, spec
+from gradcomp.torch.hooks import Finish, GradientExchange
+from gradcomp.torch.layers import name_parameters, refuse_thawed, specs
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import refuse_inside_backward
+from gradcomp.torch.optimizers import warn_if_it_averages
 from gradcomp.torch.tensors import CompressionState
 
 _SYNCHRONIZED = (
@@ -153,7 +152,7 @@ _CALLER = 6
 class Distributed(CompressionState, Adopted):
     """The methods that wrapping adds to an optimizer's class, or replaces in it."""
 
-    _gradcomp: Core
+    _gradcomp: GradientExchange
     calls_own = ("step", "zero_grad")
     is_opaque = (
         "_accepts",
@@ -183,41 +182,35 @@ class Distributed(CompressionState, Adopted):
         try:
             return super().step() if closure is None else super().step(closure)  # type: ignore[misc]
         finally:
-            self._gradcomp.exchange.momenta.give_back()
+            self._gradcomp.momenta.give_back()
 
     def _accepts(self) -> bool:
         """Accept the means and return True; return False if the ranks agreed to skip the step."""
-        core = self._gradcomp
-        if not core.driver.attached:
-            core.checkpoint_manager.before_step()
+        exchange = self._gradcomp
+        if not exchange.driver.attached:
+            exchange.driver.checkpoint_manager.before_step()
             self._opt_called = True
             return True
         self._check_step()
-        if not (core.skip_synchronize and core.exchange.has_result()):
-            core.exchange.finish(late=True)
-        self._opt_called = True  # schedulers advance, also where all ranks skip the step
-        if not core.exchange.commit():
-            return False
-        core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
-        return True
+        return self._take_means()
 
     def _check_step(self) -> None:
-        core = self._gradcomp
+        exchange = self._gradcomp
         refuse_thawed(
-            core.frozen,
+            exchange.frozen,
             "the optimizer was wrapped",
             "make a new optimizer after unfreezing and wrap that one",
         )
-        core.exchange.check_step(self)  # type: ignore[arg-type]
-        if core.synchronized and not core.skip_synchronize:
+        exchange.check_step(self)  # type: ignore[arg-type]
+        if exchange.synchronized and not exchange.skip_synchronize:
             warnings.warn(_SYNCHRONIZED, stacklevel=_CALLER)
-        core.synchronized = False
+        exchange.synchronized = False
 
     def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure whose every evaluation is an exchange of its own."""
-        core = self._gradcomp
+        exchange = self._gradcomp
         self._check_step()
-        if core.driver.agrees:
+        if exchange.driver.agrees:
             raise StateError(
                 'a step with a closure cannot be skipped once it has begun: on_skip="agree" needs step() alone'
             )
@@ -227,14 +220,16 @@ class Distributed(CompressionState, Adopted):
             self._take_means()
             return loss
 
-        self._opt_called = True
         return evaluate
 
-    def _take_means(self) -> None:
-        core = self._gradcomp
-        core.exchange.finish(late=True)
-        core.exchange.commit()
-        core.exchange.momenta.withhold(self)  # type: ignore[arg-type]
+    def _take_means(self) -> bool:
+        exchange = self._gradcomp
+        exchange.finish(late=True)
+        self._opt_called = True  # schedulers advance, also where all ranks skip the step
+        if not exchange.commit():
+            return False
+        exchange.momenta.withhold(self)  # type: ignore[arg-type]
+        return True
 
     # A scheduler that was made before wrapping looks for this attribute and warns without it.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -245,14 +240,14 @@ class Distributed(CompressionState, Adopted):
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _drain(self) -> None:
-        self._gradcomp.exchange.drain()
+        self._gradcomp.drain()
         self._gradcomp.synchronized = False
 
     def _finish_exchange(self) -> None:
         """Finish the exchange before a GradScaler looks at the gradients, see :func:`means_before_unscaling`."""
         if self._gradcomp.driver.attached:
             refuse_inside_backward()
-            self._gradcomp.exchange.finish()
+            self._gradcomp.finish()
 
     def synchronize(self) -> None:
         """Make gradients the means now; free if they are already."""
@@ -263,28 +258,28 @@ class Distributed(CompressionState, Adopted):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Horovod's context manager, which tells ``step()`` that ``synchronize()`` was called before it."""
-        core = self._gradcomp
-        core.skip_synchronize = True
+        exchange = self._gradcomp
+        exchange.skip_synchronize = True
         try:
             yield
         finally:
-            core.skip_synchronize = False
+            exchange.skip_synchronize = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum gradients over this many passes from the next exchange on.
 
         All ranks must call it, between two steps.
         """
-        core = self._gradcomp
-        arguments = replace(core.exchange.arguments, backward_passes_per_step=passes)
+        exchange = self._gradcomp
+        arguments = replace(exchange.arguments, backward_passes_per_step=passes)
         arguments.check_passes()
-        core.driver.rest()
-        core.exchange.arguments = arguments
+        exchange.driver.rest()
+        exchange.arguments = arguments
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without exchanging them; the next backward pass outside exchanges the sum."""
-        with self._gradcomp.exchange.suspended():
+        with self._gradcomp.suspended():
             yield
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -294,15 +289,15 @@ class Distributed(CompressionState, Adopted):
         """
         names = param_group.pop("names", None)
         super().add_param_group(param_group)  # type: ignore[misc]
-        core: Core | None = self.__dict__.get("_gradcomp")
-        if core is None:
+        exchange: GradientExchange | None = self.__dict__.get("_gradcomp")
+        if exchange is None:
             return  # called by the wrapped class's constructor
         group = len(self.param_groups) - 1  # type: ignore[attr-defined]
         added = self.param_groups[group]["params"]  # type: ignore[attr-defined]
         if names is None:
             names = [f"group{group}.param{i}" for i in range(len(added))]
         try:
-            self.__dict__["_gradcomp"] = rebuild(self, core, names, added)
+            self.__dict__["_gradcomp"] = rebuild(self, exchange, names, added)
         except Exception:
             self.param_groups.pop()  # type: ignore[attr-defined]
             raise
@@ -322,13 +317,13 @@ class Distributed(CompressionState, Adopted):
         another argument, the next step raises: a PlanMismatchError on every rank that called, and on the
         others this or the TransportError of the abort.
         """
-        core = self._gradcomp
+        exchange = self._gradcomp
         policy, exchanger = as_policy(compression), self._exchanger_or_none()
         check_rate(self, policy)  # type: ignore[arg-type]
-        set_compression(core.checkpoint_manager, exchanger, [spec(name, p) for name, p in core.named], policy)
-        core.exchange.arguments = replace(core.exchange.arguments, compression=policy, controller=None)
+        set_compression(exchange.checkpoint_manager, exchanger, specs(exchange.named), policy)
+        exchange.arguments = replace(exchange.arguments, compression=policy, controller=None)
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:
-            check_averages(self, policy)  # type: ignore[arg-type]
+            warn_if_it_averages(self, policy)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state; the next step warns unless compression state is loaded as well."""

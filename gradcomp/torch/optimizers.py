@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradcomp.compress import Policy
 from gradcomp.core.errors import StateError
 from gradcomp.exchange.driver import Phase, StepDriver
 from gradcomp.exchange.pipeline import Pipeline
@@ -82,9 +83,10 @@ class Momenta:
         self._withheld = []
 
 
-def averages(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer averages gradients over steps, as Adam does."""
-    return any(group.get("betas") for group in optimizer.param_groups)
+def warn_if_it_averages(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Warn if compression adds up gradients and the optimizer averages them over steps, as Adam does."""
+    if any(group.get("betas") for group in optimizer.param_groups):
+        momentum.warn_of_averages(policy, type(optimizer).__name__)
 
 
 def _group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group:

@@ -13,7 +13,7 @@ import torch
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.exchange.checkpoint import Sink, Writer
 from gradcomp.job.checkpoint import KEEP, Found, load_with, save_with
-from gradcomp.torch.ddp import HookState
+from gradcomp.torch.layers import Exchange
 from gradcomp.torch.modules import bare
 from gradcomp.torch.optimizer import Distributed
 from gradcomp.torch.tensors import culprit
@@ -142,7 +142,9 @@ class _Job:
         self._optimizer = optimizer
         if self._model is not None:
             own = {id(parameter) for parameter in self._model.parameters()}
-            strangers = [name for name, parameter in _named(opt) if id(parameter) not in own]
+            exchange = getattr(opt, "_gradcomp", opt)
+            named = exchange.named if isinstance(exchange, Exchange) else []
+            strangers = [name for name, parameter in named if id(parameter) not in own]
             if strangers:
                 raise ConfigError(f"model= does not have the parameter {strangers[0]!r} that is exchanged")
 
@@ -173,12 +175,6 @@ class _Job:
             self._model.load_state_dict(held["model"])
         if self._optimizer is not None and "optimizer" in held:
             self._optimizer.load_state_dict(held["optimizer"])
-
-
-def _named(opt: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    if isinstance(opt, Distributed):
-        return opt._gradcomp.named
-    return opt.named_parameters if isinstance(opt, HookState) else []
 
 
 def _check_model(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -24,9 +24,9 @@ def dense_problem(tensor: Any, dtypes: Iterable[torch.dtype] | None = None) -> s
         return f"not a tensor but {type(tensor).__name__}"
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy parameter has no values yet; run one forward pass first"
-    if is_dtensor(tensor):
-        return "a DTensor, of which each rank may hold a part; use its to_local() or full_tensor()"
     if not has_memory(tensor):
+        if is_dtensor(tensor):
+            return "a DTensor, of which each rank may hold a part; use its to_local() or full_tensor()"
         return f"a {type(tensor).__name__}, whose values are not in its own memory; use a plain torch.Tensor"
     if tensor.device.type == "meta":
         return "on the meta device, without values; give it some first, with to_empty() and an initialisation"

@@ -158,14 +158,12 @@ class CupyCommunicator:
                 self._nccl.groupEnd()
 
     def send(self, address: int, nbytes: int, to: int) -> None:
-        """Start to send bytes at a device address to a rank."""
-        with self._calls():
-            self._communicator.send(address, nbytes, self._nccl.NCCL_UINT8, to, self._stream)
+        """Start to send bytes at a device address to a rank, within :meth:`together`."""
+        self._communicator.send(address, nbytes, self._nccl.NCCL_UINT8, to, self._stream)
 
     def recv(self, address: int, nbytes: int, source: int) -> None:
-        """Start to receive bytes from a rank at a device address."""
-        with self._calls():
-            self._communicator.recv(address, nbytes, self._nccl.NCCL_UINT8, source, self._stream)
+        """Start to receive bytes from a rank at a device address, within :meth:`together`."""
+        self._communicator.recv(address, nbytes, self._nccl.NCCL_UINT8, source, self._stream)
 
     def add_up(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
         """Start a sum over ranks, in place, of ``count`` elements of float32 or float64."""

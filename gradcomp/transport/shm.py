@@ -35,7 +35,6 @@ and messages' lengths and collectives) are checked; an impossible one is a Trans
 from __future__ import annotations
 
 import struct
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -277,20 +276,3 @@ def _meet(meet: Meet, size: int, error: str, message: bytes, layout: struct.Stru
                 "same version of gradcomp"
             )
     return [layout.unpack(reply[1:]) for reply in replies]
-
-
-def local_meet(size: int) -> list[Meet]:
-    """Return one ``meet`` per rank, for ranks that are threads of one process."""
-    barrier = threading.Barrier(size)
-    replies: list[bytes] = [b""] * size
-
-    def of(rank: int) -> Meet:
-        def meet(message: bytes) -> list[bytes]:
-            barrier.wait()
-            replies[rank] = message
-            barrier.wait()
-            return list(replies)
-
-        return meet
-
-    return [of(rank) for rank in range(size)]

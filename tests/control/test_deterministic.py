@@ -155,7 +155,7 @@ def test_real_runs_repeat_and_resume():
     for at in (9, 11):  # while layers are measured, and while rank 0 decides
         model, optimizer = make(controller, at)
         assert train(model, optimizer, 0, at) == expected[:at]
-        assert optimizer._gradcomp.exchange.exchanger.pipeline.controller.phase is (
+        assert optimizer._gradcomp.exchanger.pipeline.controller.phase is (
             Phase.MEASURE if at == 9 else Phase.DECIDE
         )
         again, resumed = make(controller, 2 * at)

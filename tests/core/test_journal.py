@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from core.json_values import json_values
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
@@ -153,13 +154,6 @@ def test_a_broken_line_is_named(path: Path, records: list):
         read(path)
     assert str(caught.value).startswith(f"{path}, line {len(records)}: ")
     assert len(str(caught.value)) < 300 + len(str(path))
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import contextlib
 import json
 
 import pytest
+from core.json_values import json_values
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,13 +88,6 @@ HOSTILE = {
 def test_hostile_text_is_a_wire_format_error(text: str):
     with pytest.raises(WireFormatError):
         Plan.from_json(text)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
 
 
 @given(st.fixed_dictionaries({"version": json_values, "assignments": json_values}) | json_values)

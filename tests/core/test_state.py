@@ -18,7 +18,7 @@ def at(address: int, length: int) -> np.ndarray:
 
 
 def write_next(buffer: DoubleBuffer, row: int, value: float) -> None:
-    (address,) = buffer.write_addresses(np.array([row]), np.array([0]))
+    _, (address,) = buffer.addresses(np.array([row]), 0)
     at(address, int(buffer.lengths[row]))[:] = value
 
 
@@ -36,27 +36,21 @@ class TestDoubleBuffer:
         assert not buffer.value(2).any()
 
     def test_reading_and_writing_never_meet(self):
-        buffer = DoubleBuffer(LENGTHS)
+        buffer, rows = DoubleBuffer(LENGTHS), np.array([0, 2])
         for _ in range(3):
             buffer.commit(np.array([True, False, True]))
-            for row in (0, 2):
-                rows, starts = np.array([row]), np.array([0])
-                assert buffer.read_addresses(rows, starts) != buffer.write_addresses(rows, starts)
-                assert buffer.read_addresses(rows, starts)[0] == buffer.value(row).ctypes.data
+            read, write = buffer.addresses(rows, 0)
+            assert (read != write).all()
+            assert read.tolist() == [buffer.value(row).ctypes.data for row in rows]
 
-    def test_addresses_count_in_elements(self):
-        buffer = DoubleBuffer(LENGTHS)
-        base, later = buffer.read_addresses(np.array([2, 2]), np.array([0, 3]))
-        assert later - base == 12
+    def test_rows_start_at_cache_lines_and_addresses_count_in_elements(self):
+        buffer, rows = DoubleBuffer(LENGTHS), np.arange(len(LENGTHS))
+        for begins, later in zip(buffer.addresses(rows, 0), buffer.addresses(rows, 3), strict=True):
+            assert not (begins % 64).any()
+            assert (later - begins == 12).all()
 
     def test_memory_is_eight_bytes_an_element_in_whole_cache_lines(self):
         assert DoubleBuffer(LENGTHS).nbytes == 8 * sum(16 * -(-length // 16) for length in LENGTHS)
-
-    def test_rows_start_at_cache_lines(self):
-        buffer = DoubleBuffer(LENGTHS)
-        rows, starts = np.arange(len(LENGTHS)), np.zeros(len(LENGTHS), dtype=np.int64)
-        for addresses in (buffer.read_addresses(rows, starts), buffer.write_addresses(rows, starts)):
-            assert not (addresses % 64).any()
 
     def test_no_rows_are_fine(self):
         buffer = DoubleBuffer(())

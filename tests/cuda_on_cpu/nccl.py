@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from kernels.standin import FOLDER
+from threads import on_each
 
 from cuda_on_cpu.driver import CpuDriver
 from gradcomp.core.errors import TransportError
@@ -117,24 +118,6 @@ class World:
             self._wait_for(lambda: len(parts) == self.size)
             with np.errstate(all="ignore"):
                 array[:] = np.sum([parts[other] for other in range(self.size)], axis=0, dtype=array.dtype)
-
-
-def on_each(size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What every rank, a thread, returns or raises."""
-    found: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = work(rank)
-        except BaseException as error:  # noqa: BLE001 - looked at by the test
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
 
 
 def nccl_ranks(size: int) -> list[NcclTransport]:

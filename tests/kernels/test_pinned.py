@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -81,14 +80,14 @@ def test_calls_for_pinned_and_other_memory_are_kept_apart(gpu: Any) -> None:
 def test_transports_take_it_as_it_is(gpu: Any) -> None:
     """Shared memory moves it by native code, torch.distributed as a tensor of the same memory."""
     pytest.importorskip("gradcomp._native")
-    from gradcomp.transport import shm
+    from shared_memory import join_all
+
+    from gradcomp.transport.shm import ShmTransport
 
     torch = pytest.importorskip("torch")
     made = pinned(gpu.driver, 200, [])
     assert torch.from_numpy(made[8:]).data_ptr() == made.ctypes.data + 8
-    with ThreadPoolExecutor() as pool:
-        meets = shm.local_meet(2)
-        first, second = pool.map(lambda rank: shm.ShmTransport(rank, 2, meets[rank]), range(2))
+    first, second = join_all(2, lambda rank, meet: ShmTransport(rank, 2, meet))
     made[:100] = 7
     handles = [first.exchange([(1, made[:100])], []), second.exchange([], [(0, made[100:])])]
     for handle in handles:

@@ -44,10 +44,8 @@ def names_for_type_checkers(module: str) -> list[str]:
         elif isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "__all__":
             added = ast.unparse(node.value)
             if added.endswith(".__all__"):
-                other = added.removesuffix(".__all__")
-                found += names_for_type_checkers(
-                    other if other.startswith("gradcomp") else f"{module}.{other}"
-                )
+                other = getattr(importlib.import_module(module), added.removesuffix(".__all__"))
+                found += names_for_type_checkers(other.__name__)
     return found
 
 

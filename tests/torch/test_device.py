@@ -26,7 +26,7 @@ from gradcomp.torch import ddp, distributed_state
 from gradcomp.torch import devices as torch_devices
 from gradcomp.torch import layers as layers_module
 from gradcomp.torch import streams as streams_module
-from gradcomp.torch.ddp import BucketSteps
+from gradcomp.torch.ddp import HookState
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.streams import streams_of
 from gradcomp.torch.tensors import Form
@@ -172,7 +172,7 @@ def test_a_hook_notices_that_a_model_has_moved() -> None:
     )  # fmt: skip
     complaint = "dense and on meta when ddp_comm_hook was called; its gradient is .* on cpu now"
     with pytest.raises(gc.StateError, match=f"layer 'w' .*{complaint}"):
-        BucketSteps._contents(state, bucket)
+        HookState._contents(state, bucket)
 
 
 def test_devices_that_cannot_be_used_are_named() -> None:

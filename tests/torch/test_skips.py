@@ -137,7 +137,7 @@ def test_a_rank_that_ends_without_its_step_votes_against_it():
     """The last exchange: the others must not wait for a vote that never comes."""
     model = net()
     optimizer = wrap(model, on_skip="agree")
-    exchanger = optimizer._gradcomp.exchange.exchanger
+    exchanger = optimizer._gradcomp.exchanger
     backward(model, 0)
     if gc.rank() == LOSER:
         exchanger.part()

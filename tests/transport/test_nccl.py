@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import threading
@@ -15,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu.nccl import Communicator, QueuedDriver, World, nccl_ranks, on_each
+from cuda_on_cpu.nccl import Communicator, QueuedDriver, World, nccl_ranks
+from threads import meets, on_each
 
 from gradcomp.core.errors import ConfigError, TransportError, WireFormatError
 from gradcomp.transport.base import wait
@@ -200,89 +200,58 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def meeting(size: int) -> Callable[[int], Callable[[bytes], list[bytes]]]:
-    told: list[bytes] = [b""] * size
-    barrier = threading.Barrier(size)
-
-    def of(rank: int) -> Callable[[bytes], list[bytes]]:
-        def meet(mine: bytes) -> list[bytes]:
-            told[rank] = mine
-            barrier.wait(30)
-            return list(told)
-
-        return meet
-
-    return of
-
-
 def joined(machine: Machine, gpus: list[int | None], seconds: float = 30.0) -> list[Any]:
     from gradcomp.transport import nccl as nccl_module
 
-    meet = meeting(len(gpus))
+    meet = meets(len(gpus))
 
     def work(rank: int) -> Any:
         machine.place.gpu, machine.place.rank = gpus[rank], rank
-        return nccl_module.nccl_transport(rank, len(gpus), meet(rank), seconds)
+        return nccl_module.nccl_transport(rank, len(gpus), meet[rank], seconds)
 
     return on_each(len(gpus), work)
 
 
+def no_identity() -> bytes:
+    raise FakeNcclError("NCCL_ERROR_SYSTEM_ERROR")
+
+
 @pytest.mark.parametrize(
-    ("gpus", "complaint"),
+    ("gpus", "spoil", "complaint"),
     [
-        ([0, 1, 0], "ranks 0 and 2 are both on GPU 0000:00:00.0 of .*, but NCCL needs one for each"),
-        ([0, None, 2], "rank 1: the nccl transport needs a GPU: no CUDA-capable device"),
+        ([0, 1, 0], {}, "ranks 0 and 2 are both on GPU 0000:00:00.0 of .*, but NCCL needs one for each"),
+        ([0, None, 2], {}, "rank 1: the nccl transport needs a GPU: no CUDA-capable device"),
+        ([0, 1], {"available": False}, r"rank 0: .* CuPy does not find: pip install 'gradcomp\[nccl13\]'"),
+        ([0, 1], {"get_unique_id": no_identity}, "rank 0: NCCL cannot begin: NCCL_ERROR_SYSTEM_ERROR"),
+        ([0, 1], None, r"rank 0: .* needs CuPy and NCCL: pip install 'gradcomp\[nccl13\]'"),
     ],
 )
 def test_all_ranks_hear_what_is_wrong_with_one(
-    machine: Machine, gpus: list[int | None], complaint: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, gpus: list[int | None], spoil: Any, complaint: str
 ) -> None:
+    if spoil is None:
+        monkeypatch.setitem(sys.modules, "cupy", None)
+    else:
+        vars(machine.nccl).update(spoil)
     for found in joined(machine, gpus):
         with pytest.raises(ConfigError, match=complaint):
             raise found
 
 
-def test_nccl_or_cupy_that_is_not_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.nccl.available = False
-    for found in joined(machine, [0, 1]):
-        with pytest.raises(
-            ConfigError, match=r"rank 0: .* CuPy does not find: pip install 'gradcomp\[nccl13\]'"
-        ):
-            raise found
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    for found in joined(machine, [0, 1]):
-        with pytest.raises(
-            ConfigError, match=r"rank 0: .* needs CuPy and NCCL: pip install 'gradcomp\[nccl13\]'"
-        ):
-            raise found
-
-
-def test_nccl_that_cannot_begin(machine: Machine) -> None:
-    def fail() -> bytes:
-        raise FakeNcclError("NCCL_ERROR_SYSTEM_ERROR")
-
-    machine.nccl.get_unique_id = fail
-    for found in joined(machine, [0, 1]):
-        with pytest.raises(ConfigError, match="rank 0: NCCL cannot begin: NCCL_ERROR_SYSTEM_ERROR"):
-            raise found
-
-
-@pytest.mark.parametrize("identity", [b'{"device": "a"}', b'{"device": "a", "id": "no digits"}'])
-def test_an_identity_that_is_none(machine: Machine, identity: bytes) -> None:
+@pytest.mark.parametrize(
+    ("told", "complaint"),
+    [
+        (b'{"device": "a"}', "has no identity"),
+        (b'{"device": "a", "id": "no digits"}', "has no identity"),
+        *((part, "start-up message of a rank") for part in (b"\xff", b"[]", b"3")),
+    ],
+)
+def test_what_another_rank_says_of_itself_is_checked(machine: Machine, told: bytes, complaint: str) -> None:
     from gradcomp.transport import nccl as nccl_module
 
     machine.place.gpu, machine.place.rank = 0, 1
-    with pytest.raises(WireFormatError, match="has no identity"):
-        nccl_module.nccl_transport(1, 2, lambda mine: [identity, mine], 5.0)
-
-
-def test_what_another_rank_says_of_itself_is_checked() -> None:
-    from gradcomp.transport import nccl as nccl_module
-
-    for part in (b"\xff", b"[]", b"3"):
-        with pytest.raises(WireFormatError, match="start-up message of a rank"):
-            nccl_module._introduction(part)
-    assert nccl_module._introduction(json.dumps({"id": "00"}).encode()) == {"id": "00"}
+    with pytest.raises(WireFormatError, match=complaint):
+        nccl_module.nccl_transport(1, 2, lambda mine: [told, mine], 5.0)
 
 
 def test_ranks_that_do_not_come_together_in_time(machine: Machine) -> None:

@@ -170,28 +170,15 @@ def test_a_rank_that_leaves_fails_the_others() -> None:
         ({"local": 3}, "local has this rank as 0 of 3"),
         ({"back": 3}, "back has this rank as 0 of 3"),
         ({"leaders": 3}, "leaders has this rank as 0 of 3"),
+        ({"rank": 1}, "is no leader"),
     ],
 )
 def test_transports_must_fit_the_topology(wrong, error: str) -> None:
-    def first(size: int):
-        return World(size).transports()[0]
-
-    arguments = {
-        "local": 2,
-        "remote": 4,
-        "topology": Topology((0, 0, 1, 1)),
-        "leaders": 2,
-        "back": 2,
-        **wrong,
+    sizes = {"local": 2, "remote": 4, "leaders": 2, "back": 2, "topology": Topology((0, 0, 1, 1)), **wrong}
+    rank = sizes.pop("rank", 0)
+    made = {
+        name: World(size).transports()[rank] if isinstance(size, int) else size
+        for name, size in sizes.items()
     }
-    made = {name: first(value) if isinstance(value, int) else value for name, value in arguments.items()}
     with pytest.raises(ConfigError, match=error):
         TwoLevelTransport(**made)
-
-
-def test_a_rank_that_leads_nothing_has_no_leaders() -> None:
-    one = [World(2).transports()[1] for _ in range(2)]
-    with pytest.raises(ConfigError, match="is no leader"):
-        TwoLevelTransport(
-            one[0], World(2).transports()[1], Topology((0, 0)), World(1).transports()[0], one[1]
-        )  # fmt: skip

@@ -214,5 +214,4 @@ class _Memory:
 def _both(group: Group, context: StepContext, name: str) -> tuple[Addresses, Addresses]:
     """Return the addresses of a field's current values, and of its next values."""
     assert context.fields is not None, "state is there when a step runs"
-    field, starts = context.fields[name], group.table["start"]
-    return field.read_addresses(group.layers, starts), field.write_addresses(group.layers, starts)
+    return context.fields[name].addresses(group.layers, group.table["start"])
