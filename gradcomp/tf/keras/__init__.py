@@ -15,6 +15,7 @@ import gradcomp
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.core.errors import ConfigError
+from gradcomp.job.names import refusing
 from gradcomp.job.process_sets import Members
 from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.tf import collectives, names, saving
@@ -24,7 +25,7 @@ from gradcomp.tf.names import *  # noqa: F403 - those that gradcomp.tf has too
 
 Optimizer = TypeVar("Optimizer", bound="keras.optimizers.Optimizer")
 
-__getattr__ = names.refusing(__name__, names.KERAS)
+__getattr__ = refusing(__name__, names.KERAS)
 
 __all__ = [  # noqa: PLE0604
     *(name for name in gradcomp.__all__ if name != "__version__"),

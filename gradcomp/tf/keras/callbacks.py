@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradcomp.job.names import refusing
 from gradcomp.tf import names
 from gradcomp.tf.callbacks import (
     BroadcastGlobalVariables,
@@ -20,7 +21,7 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-__getattr__ = names.refusing(__name__, names.CALLBACKS)
+__getattr__ = refusing(__name__, names.CALLBACKS)
 
 
 class BroadcastGlobalVariablesCallback(BroadcastGlobalVariables):
