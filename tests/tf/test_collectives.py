@@ -22,6 +22,7 @@ pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp
 import numpy as np
 import tensorflow as tf
 import tf_horovod_checks  # noqa: F401 - adds its checks
+from keras_checks import ENV, world_of_one
 from tf_collective_checks import CHECKS
 
 import gradcomp.tf as gc
@@ -48,7 +49,7 @@ def outcomes(meet: str, world: int) -> list[dict[str, str]]:
             ended = run_ranks(
                 PROGRAM,
                 world,
-                env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+                env=ENV,
                 timeout=240,
                 arguments=(directory, "1"),
                 imported=preloaded.TENSORFLOW,
@@ -74,9 +75,8 @@ def test_in_a_world(name: str, meet: str, world: int) -> None:
 
 @pytest.fixture
 def one_rank():
-    gc.init(log_level="warning")
-    yield
-    gc.shutdown()
+    with world_of_one():
+        yield
 
 
 @pytest.mark.usefixtures("one_rank")
