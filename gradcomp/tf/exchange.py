@@ -23,7 +23,8 @@ from gradcomp.exchange.driver import Words
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFingerprint, Digests, Fingerprint
 from gradcomp.job import joining, runtime, start
-from gradcomp.job.momentum import Group, momenta
+from gradcomp.job.momentum import Group
+from gradcomp.job.momentum import momenta as momenta_of
 from gradcomp.job.process_sets import members
 from gradcomp.job.settings import Arguments
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
@@ -41,6 +42,10 @@ class _Step:
     site: Site | None
     submitted: set[int] = field(default_factory=set)  # numbers of groups
     means: dict[int, Any] = field(default_factory=dict)  # layer -> a value of the memory
+
+
+#: The optimizer's momentum by layer, if there is any before compression.
+Momenta = npt.NDArray[np.float64] | None
 
 
 class Exchange:
@@ -217,13 +222,14 @@ class Exchange:
     # -- a step, by ops or in eager mode --------------------------------------------------------------------------
 
     def _submit(self, site: Site, number: int, _: Any, scale: Any, learning_rate: Any, *values: Any) -> Array:
-        """Submit a group's gradients, which must not change until the step ends. An op must have an output.
+        """Submit a group's gradients, which must not change until the step ends.
 
-        The step's first group opens it, its last one flushes it.
+        The step's first group opens it, its last one flushes it. The third argument is the turn, which only orders
+        ops. The result is a number, because an op must have an output.
         """
         with self._lock:
-            if self._step is None:
-                self._momenta()  # checked first, so that a problem that all ranks share is raised by all of them
+            # Checked first, so that a problem that all ranks share is raised by all of them.
+            momenta = self._momenta() if self._step is None else None
             self.driver.check()
             with self.driver.telling():
                 step = self._step
@@ -232,7 +238,7 @@ class Exchange:
                         float(scale) * self._arguments.gradient_predivide_factor,
                         float(learning_rate),
                     )
-                    step = self._open(site)
+                    step = self._open(site, momenta)
                 if step.site is not site or number in step.submitted:
                     raise StateError(
                         "the last exchange did not end: no step is possible after a step that failed; start the job "
@@ -245,13 +251,13 @@ class Exchange:
                     self.driver.flush()
         return np.zeros((), dtype=np.int64)
 
-    def _open(self, site: Site | None) -> _Step:
-        self.driver.open(*self._last, self._momenta())
+    def _open(self, site: Site | None, momenta: Momenta) -> _Step:
+        self.driver.open(*self._last, momenta)
         self.listener.open(self.driver.exchanger.pipeline.layout)
         self._step = _Step(site)
         return self._step
 
-    def _momenta(self) -> npt.NDArray[np.float64] | None:
+    def _momenta(self) -> Momenta:
         """Return the optimizer's momentum by layer.
 
         Raises ConfigError, and tells the other ranks, if the momentum would be applied twice.
@@ -263,7 +269,7 @@ class Exchange:
             if not pipeline.is_open:
                 pipeline.lay_out()
             of_one_group = np.zeros(len(self._layers), dtype=np.int64)
-            return momenta(pipeline, [self._momentum()], of_one_group)[0]
+            return momenta_of(pipeline, [self._momentum()], of_one_group)[0]
 
     def _hand_in(self, step: _Step, layer: int, parts: Sequence[Any]) -> None:
         if len(parts) == 2:
@@ -329,7 +335,7 @@ class Exchange:
             self._stands_in = True
             try:
                 with self.driver.telling():
-                    self._open(None)
+                    self._open(None, self._momenta())
                     self.driver.flush()
                     self.driver.wait()
                     self._step = None
