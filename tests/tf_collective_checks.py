@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_checks import new_names
 from without_inline import nothing_inline_among
 
 import gradcomp.tf as gc
@@ -461,7 +462,7 @@ def some_ranks_can_do_without_the_others(rank: int, world: int, mode: Mode) -> N
 
 def model(seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
-    keras.backend.clear_session()
+    new_names()
     layers = [
         keras.layers.Embedding(7, 4), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5),
         keras.layers.Dense(2, dtype="mixed_bfloat16"),

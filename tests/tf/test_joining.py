@@ -13,7 +13,7 @@ from batch import on_ranks
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 
 import keras
-from keras_checks import ONE_THREAD
+from keras_checks import ONE_THREAD, new_names
 
 import gradcomp.tf as gc
 
@@ -21,7 +21,7 @@ import gradcomp.tf as gc
 def model_of(words: bool = False) -> Any:
     """Its layers are called the same on all ranks, whatever models those have made before."""
     keras.utils.set_random_seed(1)
-    keras.backend.clear_session()
+    new_names()
     first = keras.layers.Embedding(11, 6) if words else keras.layers.Dense(6, activation="tanh")
     return keras.Sequential([keras.Input((4,)), first, keras.layers.Flatten(), keras.layers.Dense(3)])
 

@@ -27,6 +27,7 @@ from keras_checks import (
     data,
     fit,
     model,
+    new_names,
     world_of_one,
 )
 
@@ -88,7 +89,7 @@ def test_fit_is_that_of_one_process_with_the_whole_batch(name: str) -> None:
 @on_ranks(2, env=ENV)
 def test_embeddings(name: str) -> None:
     def build() -> Any:
-        keras.backend.clear_session()
+        new_names()
         keras.utils.set_random_seed(1)
         embedding = [keras.layers.Embedding(9, 5), keras.layers.Flatten()]
         return keras.Sequential([keras.layers.Input((4,)), *embedding, keras.layers.Dense(2)])
@@ -411,7 +412,7 @@ def test_local_layers_learn_from_their_own_rank(scales: bool) -> None:
 
 def momentum_acts(factor: Any, momentum: float, scaled: bool = False, fits: int = 2, **compiling: Any) -> Any:
     """Weights after ``fits`` epochs under DGC; before the last of three the momentum is halved."""
-    x, y, _, _ = data()
+    x, y, _, _ = data(batches=3)
     policy: Any = "none"
     if factor is not None:
         policy = gc.Policy(gc.DGC(1.0, momentum_factor=factor, mask=False), filter=gc.Filter(min_elements=1))
@@ -460,7 +461,7 @@ def test_momentum_that_acts_twice_or_cannot_be_taken_is_refused_before_a_weight_
 
 @on_ranks(2, env=ENV)
 def test_the_optimizers_momentum_neither_leaves_local_layers_behind_nor_comes_and_goes() -> None:
-    x, y, _, _ = data()
+    x, y, _, _ = data(batches=1)
     taken = gc.Policy(gc.DGC(0.5, momentum_factor="optimizer"), filter=gc.Filter(min_elements=1))
     local, kept = (gc.DistributedOptimizer(SGD(0.1, momentum=0.9), compression=taken) for _ in range(2))
     ours = compiled(local)
