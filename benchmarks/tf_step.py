@@ -135,6 +135,7 @@ def tensorflow_rows(initial: Any, text: Any, rank: int) -> list[Row]:
     import tensorflow as tf
 
     import gradcomp.tf as gc
+    from gradcomp.job.settings import Arguments
     from gradcomp.tf.exchange import Exchange
 
     shapes = [tuple(p.shape) for p in initial.parameters()]
@@ -143,7 +144,7 @@ def tensorflow_rows(initial: Any, text: Any, rank: int) -> list[Row]:
         draw = np.random.default_rng(rank)
         variables = [tf.Variable(tf.zeros(shape), name=f"layer{i}") for i, shape in enumerate(shapes)]
         given = [tf.constant(draw.normal(size=shape).astype("f") * 0.01) for shape in shapes]
-        made = Exchange(variables, COMPRESSIONS[name])
+        made = Exchange(variables, Arguments(COMPRESSIONS[name]))
 
         @tf.function
         def means(*gradients: Any) -> Any:

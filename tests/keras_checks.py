@@ -1,29 +1,59 @@
-"""What tests with Keras models have in common; imports TensorFlow only when it is asked to."""
+"""What tests of TensorFlow and Keras have in common."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
+
+import gradcomp.tf as gc
+from gradcomp.job.settings import Arguments
+from gradcomp.tf.exchange import Exchange
 
 INPUTS, OUTPUTS = 8, 3
+#: For ranks, which have no GPU; and for those with one thread for ops.
+ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+ONE_THREAD = {**ENV, "ONE_INTER_OP_THREAD": "1"}
+if "ONE_INTER_OP_THREAD" in os.environ:
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+#: Makes a function run in one of the two ways.
+MODES: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "eager": lambda function: function,
+    "graph": tf.function,
+}
+
+
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    gc.init(log_level="warning")
+    try:
+        yield
+    finally:
+        gc.shutdown()
+
+
+def new_names() -> None:
+    """Let names of layers begin anew, as in a new process. The garbage that Keras would collect costs more than it."""
+    keras.backend.clear_session(free_memory=False)
 
 
 def model(seed: int = 1, policy: str = "float32", dropout: float | None = None) -> Any:
     """A built perceptron whose initial weights depend on the seed alone."""
-    import keras
-
-    from gradcomp.job import runtime
-
-    keras.backend.clear_session()  # as in a new process: names of layers begin anew
+    new_names()
     keras.utils.set_random_seed(seed)
     keras.config.set_dtype_policy(policy)
     try:
         hidden = [keras.layers.Dense(16, activation="tanh")]
         if dropout is not None:
-            hidden.append(keras.layers.Dropout(dropout, seed=runtime.rank()))
+            hidden.append(keras.layers.Dropout(dropout, seed=gc.rank()))
         layers = [keras.layers.Input((INPUTS,)), *hidden, keras.layers.Dense(OUTPUTS)]
         return keras.Sequential(layers, name="model")
     finally:
@@ -39,9 +69,7 @@ def compiled(optimizer: Any, one: Any = None, **compiling: Any) -> Any:
 
 def data(batches: int = 8, per_rank: int = 4, seed: int = 5) -> tuple[Any, Any, Any, Any]:
     """This rank's part of every batch, as x and y, and the whole of all batches."""
-    from gradcomp.job import runtime
-
-    rank, size = runtime.rank(), runtime.size()
+    rank, size = gc.rank(), gc.size()
     generator = np.random.default_rng(seed)
     x = generator.standard_normal((batches, size, per_rank, INPUTS)).astype(np.float32)
     y = generator.standard_normal((batches, size, per_rank, OUTPUTS)).astype(np.float32)
@@ -60,29 +88,22 @@ def fit(one: Any, x: Any, y: Any, batch: int = 4, **arguments: Any) -> Any:
 
 def compression() -> Any:
     """Few bits and a residual, also for layers that are as small as these."""
-    import gradcomp as gc
-
     return gc.Policy(gc.ErrorFeedback(gc.Quantize(bits=4)), filter=gc.Filter(min_elements=1))
 
 
 def exchange(variables: Any, compression: Any = "none", **arguments: Any) -> Any:
     """The exchange of these variables with these arguments of a wrapper."""
-    from gradcomp.job.settings import Arguments
-    from gradcomp.tf.exchange import Exchange
-
     return Exchange(variables, Arguments(compression, **arguments))
 
 
 def assert_alike(*lists: Any) -> None:
     """The variables have the same bytes on all ranks."""
-    from gradcomp.tf.objects import broadcast_object
-
     own = [
         (getattr(v, "path", v.name), hashlib.sha256(np.asarray(v).tobytes()).hexdigest())
         for variables in lists
         for v in variables
     ]
-    first = broadcast_object([list(one) for one in own])
+    first = gc.broadcast_object([list(one) for one in own])
     different = [name for (name, digest), (_, other) in zip(own, first, strict=True) if digest != other]
     assert not different, different
 
@@ -100,6 +121,4 @@ def assert_close(ours: Any, theirs: Any, rtol: float = 1e-4, atol: float = 2e-6)
 
 def shared_directory() -> str:
     """A new directory, the same on all ranks."""
-    from gradcomp.tf.objects import broadcast_object
-
-    return str(broadcast_object(tempfile.mkdtemp(prefix="gradcomp-test-")))
+    return str(gc.broadcast_object(tempfile.mkdtemp(prefix="gradcomp-test-")))

@@ -11,32 +11,11 @@ from gradcomp.job.checkpoint import load, save
 from gradcomp.job.names import refusing
 from gradcomp.job.reduce_op import ReduceOp
 from gradcomp.job.runtime import is_homogeneous
-from gradcomp.tf import callbacks, names
+from gradcomp.tf import callbacks, collectives, names, objects
 from gradcomp.tf.bridge import typed_errors
-from gradcomp.tf.collectives import (
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    reducescatter,
-    size_op,
-)
+from gradcomp.tf.collectives import *  # noqa: F403
 from gradcomp.tf.names import *  # noqa: F403 - those that gradcomp.tf.keras has too
-from gradcomp.tf.objects import (
-    allgather_object,
-    broadcast_,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-)
+from gradcomp.tf.objects import *  # noqa: F403
 from gradcomp.tf.optimizer import DistributedOptimizer
 from gradcomp.tf.runtime import join
 from gradcomp.tf.saving import CompressionState, load_model
@@ -50,11 +29,10 @@ __getattr__ = refusing(__name__, names.TF)
 
 __all__ = [
     "CompressionState", "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",
-    "ReduceOp", "SyncBatchNormalization", "allgather", "allgather_object", "allreduce", "alltoall", "barrier",
-    "broadcast", "broadcast_", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "callbacks",
-    "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "is_homogeneous", "join", "load",
-    "load_model", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "record_gradients",
-    "reducescatter", "save", "size_op", "typed_errors",
+    "ReduceOp", "SyncBatchNormalization", "callbacks", "is_homogeneous", "join", "load", "load_model",
+    "record_gradients", "save", "typed_errors",
 ]  # fmt: skip
+__all__ += collectives.__all__
+__all__ += objects.__all__
 __all__ += names.__all__
 __all__ += gradcomp.__all__

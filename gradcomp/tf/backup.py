@@ -13,20 +13,13 @@ import keras
 import numpy as np
 
 from gradcomp.core.errors import ConfigError, StateError, WireFormatError
-from gradcomp.core.strings import printable
 from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
 from gradcomp.job import runtime
 from gradcomp.job.all_or_none import Together
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.process_sets import ProcessSet
-from gradcomp.tf.keras_model import (
-    build_optimizers,
-    optimizers_of,
-    ranks_of,
-    require_distributed,
-    variables_of,
-)
-from gradcomp.tf.objects import broadcast_object, broadcast_variables
+from gradcomp.tf import keras_model
+from gradcomp.tf.objects import broadcast_variables
 
 _LATEST = "latest"
 # Keras' BackupAndRestore uses the next two names too, so it can read a backup's directory.
@@ -79,13 +72,13 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the last backup, if there is one."""
-        require_distributed(self.model, self)
-        if not self.model.built or not build_optimizers(self.model):
+        keras_model.require_distributed(self.model, self)
+        if not self.model.built or not keras_model.build_optimizers(self.model):
             raise ConfigError(
                 "BackupAndRestore needs a model that is built before fit(), because it restores the weights then. If "
                 "the model has no call() of its own, set model.built = True"
             )
-        if unbuilt := [name for name, one in optimizers_of(self.model).items() if not one.built]:
+        if unbuilt := [name for name, one in keras_model.optimizers_of(self.model).items() if not one.built]:
             raise ConfigError(
                 "BackupAndRestore needs all optimizers of a model with several to be built before fit(): call "
                 f"build(variables) of {', '.join(unbuilt)}"
@@ -121,7 +114,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     # ------------------------------------------------------------------------------------------ files
 
     def _backup(self, epoch: int, batch: int) -> None:
-        optimizers = optimizers_of(self.model)
+        optimizers = keras_model.optimizers_of(self.model)
         iteration = sum(int(getattr(one, "inner_optimizer", one)._iterations) for one in optimizers.values())
         name = f"epoch-{epoch}-iteration-{iteration}"
         directory = self._directory(name)
@@ -147,8 +140,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _restore(self, directory: Path, found: dict[str, Any]) -> None:
         model = self.model
         self._of_root("read", lambda: model.load_weights(str(directory / _WEIGHTS)))
-        ranks = ranks_of(model)
-        broadcast_variables(variables_of(model), ranks[0], process_set=ProcessSet(ranks))
+        ranks = keras_model.ranks_of(model)
+        broadcast_variables(keras_model.variables_of(model), ranks[0], process_set=ProcessSet(ranks))
         self._on_all("random states", lambda: self._read_random_states(directory))
         for path, optimizer in self._compressions(directory):
             load(path, optimizer)
@@ -190,13 +183,13 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _steps(self) -> int:
         """Return the sum of the optimizers' step numbers."""
-        return sum(checkpoint_manager_of(one).step for one in optimizers_of(self.model).values())
+        return sum(checkpoint_manager_of(one).step for one in keras_model.optimizers_of(self.model).values())
 
     def _compressions(self, directory: Path) -> list[tuple[Path, Any]]:
         """Return, for each optimizer, the path of its compression state in a backup, and the optimizer."""
         return [
             (directory / (_COMPRESSION if name == "optimizer" else f"{_COMPRESSION}-{name}"), optimizer)
-            for name, optimizer in optimizers_of(self.model).items()
+            for name, optimizer in keras_model.optimizers_of(self.model).items()
         ]
 
     def _write_random_states(self, directory: Path) -> None:
@@ -211,14 +204,9 @@ class BackupAndRestore(keras.callbacks.Callback):
                 for variable, name in zip(self._random_states(), states.files, strict=True):
                     variable.assign(states[name])
 
-    def _on_all(self, stage: str, work: Callable[[], None]) -> None:
+    def _on_all(self, stage: str, work: Callable[[], object]) -> None:
         """Run ``work`` on every rank; if it fails on one, raise on all. Collective."""
-
-        def done() -> tuple[None, None]:
-            work()
-            return None, None
-
-        Together("BackupAndRestore", ranks_of(self.model)).do(stage, done)
+        Together("BackupAndRestore", keras_model.ranks_of(self.model)).do(stage, lambda: (work(), None))
 
     def _file_of_rank(self, directory: Path) -> Path:
         return directory / f"random-{runtime.rank()}-of-{runtime.size()}.npz"
@@ -234,17 +222,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         Raises StateError on every rank if ``work`` raises. ``what``: a
         participle for the message, such as "read". Collective.
         """
-        ranks = ranks_of(self.model)
-        told: dict[str, Any] = {}
-        cause: Exception | None = None
-        if runtime.rank() == ranks[0]:
+        ranks = Together("BackupAndRestore", keras_model.ranks_of(self.model))
+
+        def of_first() -> tuple[None, Any]:
             try:
-                told = {"result": work()}
-            except Exception as error:  # noqa: BLE001 - the other ranks wait in the broadcast
-                cause, told = error, {"error": f"{type(error).__name__}: {error}"}
-        told = broadcast_object(told, ranks[0], process_set=ProcessSet(ranks))
-        if "error" in told:
-            raise StateError(
-                f"a backup in {self.backup_dir} cannot be {what}: {printable(told['error'])}"
-            ) from cause
-        return told["result"]
+                return None, work() if ranks.rank == 0 else None
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                raise StateError(f"a backup in {self.backup_dir} cannot be {what}: {text}") from error
+
+        return ranks.do(what, of_first)[1][0]

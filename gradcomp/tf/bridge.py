@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,15 +54,11 @@ VALUES = (*REDUCIBLE, tf.complex64, tf.complex128)
 
 #: TensorFlow takes an array over as a tensor if its data begin at a multiple of this; else it copies.
 ALIGNMENT_BYTES = 64
-_MOST_ARRAYS = 3
 _MOST_ERRORS = 16
 #: Errors that were raised inside ops, the latest last.
 _raised: deque[GradcompError] = deque(maxlen=_MOST_ERRORS)
 #: The variable of :func:`the_turn`.
 _turn: Any = None
-_probe = [np.empty(0)]
-#: The ``sys.getrefcount`` of an array that only a list holds.
-_IDLE = sys.getrefcount(_probe[0])
 
 
 def dense(value: Any, dtypes: Iterable[Any] = VALUES) -> tuple[Any, str | None]:
@@ -273,24 +268,3 @@ def aligned(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
     memory = np.empty(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES
     return memory[start : start + nbytes].view(kind).reshape(shape)
-
-
-class Pool:
-    """Arrays for the means of layers, reused once TensorFlow no longer refers to them.
-
-    A variable that was assigned a mean may go on using the array's memory, so the next step may need another array.
-    """
-
-    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[npt.DTypeLike]) -> None:
-        self._forms = list(zip(shapes, dtypes, strict=True))
-        self._arrays: dict[int, list[Array]] = {}
-
-    def take(self, layer: int) -> Array:
-        """Return an array for the layer's mean; nothing else refers to the array."""
-        arrays = self._arrays.setdefault(layer, [])
-        for number in range(len(arrays)):
-            if sys.getrefcount(arrays[number]) == _IDLE:
-                return arrays[number]
-        fresh = aligned(*self._forms[layer])
-        arrays[:] = [*arrays[-(_MOST_ARRAYS - 1) :], fresh]
-        return fresh

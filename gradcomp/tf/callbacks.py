@@ -16,15 +16,8 @@ from gradcomp.exchange.request_group import Call
 from gradcomp.job import runtime
 from gradcomp.job.channel import channel_of
 from gradcomp.job.process_sets import ProcessSet
+from gradcomp.tf import keras_model
 from gradcomp.tf.backup import BackupAndRestore
-from gradcomp.tf.keras_model import (
-    build_optimizers,
-    core_of,
-    optimizers_of,
-    ranks_of,
-    require_distributed,
-    variables_of,
-)
 from gradcomp.tf.local import Local
 from gradcomp.tf.objects import broadcast_variables
 
@@ -63,8 +56,8 @@ class BroadcastGlobalVariables(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast now, or after the first batch if the model is not built."""
-        require_distributed(self.model, self)
-        self._due = not build_optimizers(self.model)
+        keras_model.require_distributed(self.model, self)
+        self._due = not keras_model.build_optimizers(self.model)
         if not self._due:
             self._broadcast()
         elif self.model.steps_per_execution > 1 and runtime.size() > 1:
@@ -80,8 +73,10 @@ class BroadcastGlobalVariables(keras.callbacks.Callback):
             self._broadcast()
 
     def _broadcast(self) -> None:
-        shared = [variable for variable in variables_of(self.model) if variable not in self._local]
-        broadcast_variables(shared, self.root_rank, process_set=ProcessSet(ranks_of(self.model)))
+        shared = [
+            variable for variable in keras_model.variables_of(self.model) if variable not in self._local
+        ]
+        broadcast_variables(shared, self.root_rank, process_set=ProcessSet(keras_model.ranks_of(self.model)))
 
 
 class MetricAverage(keras.callbacks.Callback):
@@ -95,7 +90,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the numbers in ``logs`` by their means."""
-        channel = channel_of(ranks_of(self.model))
+        channel = channel_of(keras_model.ranks_of(self.model))
         if channel is None:
             return
         logs = {} if logs is None else logs
@@ -131,7 +126,7 @@ class Progress(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Check that the model has a distributed optimizer."""
-        require_distributed(self.model, self)
+        keras_model.require_distributed(self.model, self)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches, self._counted = epoch, 0, 0
@@ -152,8 +147,11 @@ class Progress(keras.callbacks.Callback):
         self._counted, self._time, self._before = self._batches, perf_counter(), self._bytes()
 
     def _bytes(self) -> tuple[int, int, int]:
-        exchanges = [core and core.exchange for core in map(core_of, optimizers_of(self.model).values())]
-        found = [one.exchanger.pipeline.statistics for one in exchanges if one and one.exchanger]
+        found = [
+            one.statistics()
+            for one in keras_model.optimizers_of(self.model).values()
+            if keras_model.core_of(one)
+        ]
         return (
             max((one.steps for one in found), default=0),
             sum(one.wire_bytes for one in found),
@@ -163,7 +161,7 @@ class Progress(keras.callbacks.Callback):
     def _say(self, head: str) -> None:
         rate = (self._batches - self._counted) / max(perf_counter() - self._time, 1e-9)
         steps, sent, dense = (now - before for now, before in zip(self._bytes(), self._before, strict=True))
-        if runtime.rank() == ranks_of(self.model)[0]:
+        if runtime.rank() == keras_model.ranks_of(self.model)[0]:
             line = f"{head}: {rate:.1f} steps/s"
             if steps and sent:
                 line += (
@@ -299,7 +297,7 @@ class LearningRateWarmup(LearningRateSchedule):
             logger.info("epoch %d: the warm-up of the learning rate has ended at %g", epoch + 1, rate)
 
     def _rising(self, epoch: float) -> float:
-        size = len(ranks_of(self.model))
+        size = len(keras_model.ranks_of(self.model))
         assert self.steps_per_epoch is not None, "on_train_begin comes first"
         done = epoch + 1 / self.steps_per_epoch  # e after this batch, so that epochs end with whole numbers
         return (done * (size - 1) / self.warmup_epochs + 1) / size

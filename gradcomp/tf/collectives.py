@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from gradcomp.job.collectives import Descriptor, refuse
 from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, ProcessSet, global_process_set, members, root_of
 from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, Sum, coder_of, scaled_op_of
-from gradcomp.tf import bridge
+from gradcomp.tf import bridge, differentiable
 from gradcomp.tf.bridge import (
     INTEGERS,
     REDUCIBLE,
@@ -28,14 +28,13 @@ from gradcomp.tf.bridge import (
     refuse_xla,
     run,
 )
-from gradcomp.tf.differentiable import (
-    Tensors,
-    broadcast_tensor,
-    gather_tensors,
-    reduce_tensors,
-    reducescatter_tensors,
-    swap_rows,
-)
+from gradcomp.tf.differentiable import Tensors
+
+__all__ = [
+    "allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce",
+    "grouped_reducescatter", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "reducescatter",
+    "size_op",
+]  # fmt: skip
 
 _UNSUPPORTED = "tf.IndexedSlices take Average and Sum only, without factors; use tf.convert_to_tensor"
 
@@ -132,29 +131,30 @@ def _reduced(
     kind: str, tensors: Any, name: str | None, compression: Any, how: ScaledOp, process_set: Members
 ) -> list[Any]:
     """Reduce a group; an "allreduce" takes tf.IndexedSlices too."""
-    slices = {}
+    slices, problem = {}, how.problem
     if kind == "allreduce" and isinstance(tensors, list | tuple):
         slices = {place: given for place, given in enumerate(tensors) if isinstance(given, tf.IndexedSlices)}
         tensors = [given.values if place in slices else given for place, given in enumerate(tensors)]
-    given, wrong = _given_tensors(tensors, REDUCIBLE)
     if slices and (how.op not in (Average, Sum) or how.scales):
-        wrong = wrong or _UNSUPPORTED
+        problem = problem or _UNSUPPORTED
     (compress, decompress), unknown = coder_of(compression, _coder)
     try:
-        ranks = _agreed(kind, given, name, process_set, how.problem or wrong or unknown, how)
+        given, ranks = _agreed(kind, tensors, name, process_set, problem or unknown, how)
     except ConfigError as error:
-        raise UnsupportedError(None, None, str(error)) if wrong is _UNSUPPORTED else error  # noqa: B904
+        raise UnsupportedError(None, None, str(error)) if problem is _UNSUPPORTED else error  # noqa: B904
     places = [place for place in range(len(given)) if place not in slices]
     results: list[Any] = [None] * len(given)
     if places:
         coded, contexts = zip(*(compress(given[place]) for place in places), strict=True)
-        reduce = reduce_tensors if kind == "allreduce" else reducescatter_tensors
+        reduce = (
+            differentiable.reduce_tensors if kind == "allreduce" else differentiable.reducescatter_tensors
+        )
         for place, tensor, context in zip(places, reduce(coded, name, how, ranks), contexts, strict=True):
             results[place] = decompress(tensor, context)
     if slices:
         parts = [*(given[place] for place in slices), *(each.indices for each in slices.values())]
         # Only one call at a time may have a name, and the dense tensors' call has this one.
-        gathered = gather_tensors(parts, f"{name}.slices" if places and name else name, ranks)
+        gathered = differentiable.gather_tensors(parts, f"{name}.slices" if places and name else name, ranks)
         rows, indices = gathered[: len(slices)], gathered[len(slices) :]
         for (place, each), values, index in zip(slices.items(), rows, indices, strict=True):
             averages = how.op is Average and len(ranks) > 1
@@ -176,8 +176,7 @@ def allgather(
     gradient of a rank's part is the mean over ranks of the gradients of its rows. Wire: one all-to-all, (N-1)
     d bytes per rank.
     """
-    given, problem = _given_tensors([tensor])
-    return gather_tensors(given, name, _agreed("allgather", given, name, process_set, problem))[0]
+    return grouped_allgather([tensor], name, process_set=process_set)[0]
 
 
 @plain
@@ -188,9 +187,8 @@ def grouped_allgather(
     process_set: Members = None,
 ) -> list[Any]:
     """Gather each tensor as :func:`allgather` does, all in one message."""
-    given, problem = _given_tensors(tensors)
-    ranks = _agreed("allgather", given, name, process_set, problem)
-    return gather_tensors(given, name, ranks) if given else []
+    given, ranks = _agreed("allgather", tensors, name, process_set)
+    return differentiable.gather_tensors(given, name, ranks) if given else []
 
 
 @plain
@@ -207,11 +205,9 @@ def broadcast(
     takes part. The root's gradient is the mean over ranks of all gradients, the others' is zero. Wire: d
     bytes to every rank but the root, along a binomial tree.
     """
-    given, problem = _given_tensors([tensor])
-    problem = problem or root_of(root_rank, process_set)[1]
-    return broadcast_tensor(
-        given[0], root_rank, name, _agreed("broadcast", given, name, process_set, problem)
-    )
+    problem = root_of(root_rank, process_set)[1]
+    given, ranks = _agreed("broadcast", [tensor], name, process_set, problem)
+    return differentiable.broadcast_tensor(given[0], root_rank, name, ranks)
 
 
 @plain
@@ -230,12 +226,10 @@ def alltoall(
     behind the first must be the same on all ranks. The gradient of a row goes back to the rank that sent it.
     Wire: two all-to-alls, 8 (N-1) bytes and the rows for other ranks.
     """
-    given, problem = _given_tensors([tensor])
-    counts = None
-    if splits is not None:
-        counts, wrong = dense(splits, INTEGERS)
-        problem = problem or (f"splits: {wrong}" if wrong else None)
-    rows, received = swap_rows(given[0], counts, name, _agreed("alltoall", given, name, process_set, problem))
+    counts, wrong = (None, None) if splits is None else dense(splits, INTEGERS)
+    problem = None if wrong is None else f"splits: {wrong}"
+    given, ranks = _agreed("alltoall", [tensor], name, process_set, problem)
+    rows, received = differentiable.swap_rows(given[0], counts, name, ranks)
     return rows if splits is None else (rows, received)
 
 
@@ -252,37 +246,36 @@ def barrier(process_set: Members = None) -> None:
         run("barrier", meet, [], [])
 
 
-def _given_tensors(tensors: Any, dtypes: Iterable[Any] = VALUES) -> tuple[list[Any], str | None]:
-    """Return a group as tensors, and why it cannot be exchanged, or None; ``dtypes`` are those allowed."""
-    if not isinstance(tensors, list | tuple):
-        return [], f"not a list of tensors but {type(tensors).__name__}"
-    found, problem = [], None
-    for place, value in enumerate(tensors):
-        tensor, wrong = dense(value, dtypes)
-        found.append(tensor)
-        if wrong and problem is None:
-            problem = wrong if len(tensors) == 1 else f"tensor {place}: {wrong}"
-    return found, problem
-
-
 def _agreed(
     kind: str,
-    tensors: Tensors,
+    tensors: Any,
     name: str | None,
     process_set: Members,
-    problem: str | None,
+    problem: str | None = None,
     how: ScaledOp | None = None,
-) -> Ranks:
-    """Return the ranks that take part; raise a problem on all of them, also while a function is traced."""
+) -> tuple[list[Any], Ranks]:
+    """Return a group as tensors, and the ranks that take part.
+
+    It raises a problem on all of these, also while a function is traced.
+    """
     ranks = members(process_set)
-    for tensor in [] if problem else tensors:
-        # If the number of dimensions is not known yet, the call checks it when it runs.
-        shape = (0,) if tensor.shape.rank is None else tuple(size or 0 for size in tensor.shape)
-        dtype = tensor.dtype
-        problem = problem or Descriptor(kind, ranks, name, dtype.name, dtype.size, shape, how).problem
+    if not isinstance(tensors, list | tuple):
+        problem = problem or f"not a list of tensors but {type(tensors).__name__}"
+        tensors = []
+    given = []
+    for place, value in enumerate(tensors):
+        tensor, wrong = dense(value, VALUES if how is None else REDUCIBLE)
+        if tensor is not None:
+            # If the number of dimensions is not known yet, the call checks it when it runs.
+            shape = (0,) if tensor.shape.rank is None else tuple(size or 0 for size in tensor.shape)
+            wrong = Descriptor(kind, ranks, name, tensor.dtype.name, tensor.dtype.size, shape, how).problem
+        elif len(tensors) > 1:
+            wrong = f"tensor {place}: {wrong}"
+        problem = problem or wrong
+        given.append(tensor)
     if problem is not None:
         refuse(kind, ranks, problem, name if isinstance(name, str) else None)
-    return ranks
+    return given, ranks
 
 
 def _coder(half: str | None) -> Coder:

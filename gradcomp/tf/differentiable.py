@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,8 @@ from gradcomp.job.reduce_op import Average, ReduceOp, ScaledOp, shares
 from gradcomp.tf.bridge import Array, bytes_of, lent, op, plain, refuse_graph, the_turn
 
 Tensors = Sequence[Any]
+#: A call that has started: its reply, and a function that makes TensorFlow's arrays of the reply's result.
+Begun = tuple[Reply[Any], Callable[[Any], list[Array]]]
 
 #: Capacity of a queue, which must have one: more calls than a program ever makes.
 _MOST_TOKENS = 1 << 30
@@ -31,43 +33,24 @@ _MOST_TOKENS = 1 << 30
 _latest: WeakValueDictionary[tuple[Ranks, str], Reply[Any]] = WeakValueDictionary()
 
 
-@dataclass(frozen=True)
-class Called:
-    """Holds what all tensors of a call have in common; ``name`` is the user's."""
-
-    kind: str
-    name: str | None
-    ranks: Ranks
-    how: ScaledOp | None = None
-    root: int | None = None
-
-    def descriptors(self, values: Sequence[Array]) -> list[Descriptor]:
-        return [
-            Descriptor(
-                self.kind, self.ranks, self.name, v.dtype.name, v.itemsize, v.shape, self.how, self.root
-            )
-            for v in values
-        ]
+def _described(call: Descriptor, values: Sequence[Array]) -> list[Descriptor]:
+    """Return the descriptor of each tensor of a call; ``call`` has what they have in common."""
+    return [replace(call, dtype=v.dtype.name, itemsize=v.itemsize, shape=v.shape) for v in values]
 
 
 def reduce_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ranks) -> list[Any]:
     """Allreduce a group; the gradient is the allreduce of the gradients, with the same op and factors."""
-    if len(ranks) == 1 and not how.scales:
-        return [tf.identity(tensor) for tensor in tensors]
-
-    called = Called("allreduce", name, ranks, how)
+    call = Descriptor("allreduce", ranks, name, how=how)
 
     def reduce(*values: Array) -> Begun:
         flats = [value.flatten() for value in values]
-        return Begun(
-            collectives.allreduce(called.descriptors(values), flats),
-            lambda _: [flat.reshape(value.shape) for flat, value in zip(flats, values, strict=True)],
-        )
+        reply = collectives.allreduce(_described(call, values), flats)
+        return reply, lambda _: [flat.reshape(value.shape) for flat, value in zip(flats, values, strict=True)]
 
     def backward(gradients: list[Any], _: Any) -> list[Any]:
         return reduce_tensors(gradients, gradient_name(name), how, ranks)
 
-    return _op(called, reduce, tensors, [tensor.shape for tensor in tensors], backward)[0]
+    return _op(call, reduce, tensors, [tensor.shape for tensor in tensors], backward)[0]
 
 
 def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ranks: Ranks) -> list[Any]:
@@ -75,21 +58,16 @@ def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ran
 
     The gradient of a row is that of the rank that holds it, times the factors, and times N for a sum.
     """
-    if len(ranks) == 1 and not how.scales:
-        return [tf.identity(tensor) for tensor in tensors]
-    called = Called("reducescatter", name, ranks, how)
+    call = Descriptor("reducescatter", ranks, name, how=how)
     place, size = ranks.index(runtime.rank()), len(ranks)
 
     def scatter(*values: Array) -> Begun:
-        described = called.descriptors(values)
+        described = _described(call, values)
         flats = [np.ascontiguousarray(value).reshape(-1) for value in values]
-        return Begun(
-            collectives.reducescatter(described, flats),
-            lambda parts: [
-                part.reshape(shares(each.rows, size)[place], *each.shape[1:])
-                for part, each in zip(parts, described, strict=True)
-            ],
-        )
+        return collectives.reducescatter(described, flats), lambda parts: [
+            part.reshape(shares(each.rows, size)[place], *each.shape[1:])
+            for part, each in zip(parts, described, strict=True)
+        ]
 
     def backward(gradients: list[Any], _: Any) -> list[Any]:
         if how.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -103,14 +81,12 @@ def reducescatter_tensors(tensors: Tensors, name: str | None, how: ScaledOp, ran
         _with_rows(tensor, None if count is None else shares(count, size)[place])
         for tensor, count in zip(tensors, rows, strict=True)
     ]
-    return _op(called, scatter, tensors, shapes, backward)[0]
+    return _op(call, scatter, tensors, shapes, backward)[0]
 
 
 def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any]:
     """Allgather a group; the gradient of a rank's rows is the mean over ranks of their gradients."""
-    if len(ranks) == 1:
-        return [tf.identity(tensor) for tensor in tensors]
-    called = Called("allgather", name, ranks)
+    call = Descriptor("allgather", ranks, name)
     place = ranks.index(runtime.rank())
 
     def gather(*values: Array) -> Begun:
@@ -118,7 +94,7 @@ def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any
             wholes = [_rows_of(whole, v, rows) for (whole, rows), v in zip(found, values, strict=True)]
             return [*wholes, np.asarray([sum(rows[:place]) for _, rows in found], np.int64)]
 
-        return Begun(collectives.allgather(called.descriptors(values), list(map(bytes_of, values))), arrays)
+        return collectives.allgather(_described(call, values), list(map(bytes_of, values))), arrays
 
     def backward(gradients: list[Any], starts: Any) -> list[Any]:
         means = _means(gradients, gradient_name(name), ranks)
@@ -130,29 +106,23 @@ def gather_tensors(tensors: Tensors, name: str | None, ranks: Ranks) -> list[Any
         ]
 
     shapes = [_with_rows(tensor, None) for tensor in tensors]
-    return _op(called, gather, tensors, shapes, backward, tf.int64)[0]
+    return _op(call, gather, tensors, shapes, backward, tf.int64)[0]
 
 
 def broadcast_tensor(tensor: Any, root_rank: int, name: str | None, ranks: Ranks) -> Any:
     """Broadcast a tensor; the root's gradient is the mean over ranks of the gradients, the others' is zero."""
-    if len(ranks) == 1:
-        return tf.identity(tensor)
-
-    called = Called("broadcast", name, ranks, root=root_rank)
+    call = Descriptor("broadcast", ranks, name, root=root_rank)
 
     def send(value: Array) -> Begun:
         buffer = bytes_of(value).copy()
-        (described,) = called.descriptors([value])
-        return Begun(
-            collectives.broadcast(described, buffer),
-            lambda _: [buffer.view(value.dtype).reshape(value.shape)],
-        )
+        reply = collectives.broadcast(_described(call, [value])[0], buffer)
+        return reply, lambda _: [buffer.view(value.dtype).reshape(value.shape)]
 
     def backward(gradients: list[Any], _: Any) -> list[Any]:
         (mean,) = _means(gradients, gradient_name(name), ranks)
         return [mean if runtime.rank() == root_rank else tf.zeros_like(mean)]
 
-    (output,), _ = _op(called, send, [tensor], [tensor.shape], backward)
+    (output,), _ = _op(call, send, [tensor], [tensor.shape], backward)
     return output
 
 
@@ -161,28 +131,24 @@ def swap_rows(tensor: Any, splits: Any, name: str | None, ranks: Ranks) -> tuple
 
     The gradient of a row goes back to the rank that sent the row.
     """
-    if len(ranks) == 1 and splits is None:
-        return tf.identity(tensor), None
-
-    called = Called("alltoall", name, ranks)
+    call = Descriptor("alltoall", ranks, name)
 
     def swap(value: Array, *given: Array) -> Begun:
-        (described,) = called.descriptors([value])
+        (described,) = _described(call, [value])
         parts, problem = splits_of(described, given[0] if given else None)
 
         def arrays(found: tuple[Array, list[int]]) -> list[Array]:
             whole, counts = found
             return [_rows_of(whole, value, counts), np.asarray(counts, np.int32)]
 
-        return Begun(collectives.alltoall(described, bytes_of(value), parts, problem), arrays)
+        return collectives.alltoall(described, bytes_of(value), parts, problem), arrays
 
     def backward(gradients: list[Any], received: Any) -> list[Any]:
         return [swap_rows(gradients[0], received, gradient_name(name), ranks)[0]]
 
     more = [] if splits is None else [splits]
-    shapes = [_with_rows(tensor, None)]
-    (rows,), received = _op(called, swap, [tensor], shapes, backward, tf.int32, more)
-    received.set_shape([len(ranks)])
+    shapes = [_with_rows(tensor, None), tf.TensorShape([len(ranks)])]
+    (rows,), received = _op(call, swap, [tensor], shapes, backward, tf.int32, more)
     return rows, received
 
 
@@ -205,7 +171,7 @@ def _has_gradient(tensor: Any) -> bool:
 
 
 def _op(
-    called: Called,
+    call: Descriptor,
     begin: Callable[..., Begun],
     tensors: Tensors,
     shapes: Sequence[Any],
@@ -217,13 +183,16 @@ def _op(
 
     ``extra`` is the dtype of a further output, without a gradient, and ``more`` are inputs without a
     gradient. ``backward`` computes the gradients of the inputs that have one, from those of their outputs and
-    from the extra output.
+    from the extra output. In a world of one the tensors are returned, without the extra output, unless they are scaled
+    or there are more inputs.
     """
+    if len(call.ranks) == 1 and not more and not (call.how is not None and call.how.scales):
+        return [tf.identity(tensor) for tensor in tensors], None
     dtypes = [tensor.dtype for tensor in tensors] + ([] if extra is None else [extra])
     places = [place for place, tensor in enumerate(tensors) if _has_gradient(tensor)]
 
     def forward(*given: Any) -> tuple[list[Any], Callable[..., list[Any]]]:
-        outputs = _call(called, begin, [*given, *more], dtypes)
+        outputs = _call(call, begin, [*given, *more], dtypes)
         for output, shape in zip(outputs, shapes, strict=False):
             output.set_shape(shape)
 
@@ -249,19 +218,9 @@ def _with_rows(tensor: Any, rows: int | None) -> Any:
     return tf.TensorShape(None) if tensor.shape.rank is None else tf.TensorShape([rows, *tensor.shape[1:]])
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A call that has started; ``arrays`` makes TensorFlow's arrays of its result."""
-
-    reply: Reply[Any]
-    arrays: Callable[[Any], list[Array]]
-
-    def results(self) -> list[Array]:
-        """Wait for the arrays, or raise the call's error."""
-        return self.arrays(self.reply.result())
-
-
-def _call(called: Called, begin: Callable[..., Begun], tensors: Tensors, dtypes: Sequence[Any]) -> list[Any]:
+def _call(
+    call: Descriptor, begin: Callable[..., Begun], tensors: Tensors, dtypes: Sequence[Any]
+) -> list[Any]:
     """Start the call that ``begin`` makes of the tensors' values as arrays, wait, and return its results.
 
     ``begin`` must not write to the arrays. In eager mode errors reach the caller unchanged. Inside a
@@ -269,10 +228,11 @@ def _call(called: Called, begin: Callable[..., Begun], tensors: Tensors, dtypes:
     :func:`gradcomp.tf.bridge.typed_errors` restores them.
     """
     if tf.executing_eagerly():
-        results = begin(*map(lent, tensors)).results()
+        reply, arrays = begin(*map(lent, tensors))
+        results = arrays(reply.result())
         return [tf.constant(array, dtype) for array, dtype in zip(results, dtypes, strict=True)]
-    refuse_graph(called.kind)
-    site = _Site(begin, None if called.name is None else (called.ranks, called.name))
+    refuse_graph(call.kind)
+    site = _Site(begin, None if call.name is None else (call.ranks, call.name))
     turn = the_turn()
     with tf.device("CPU:0"):
         # The turn's value is an input, so the op also waits inside a while loop, which has no control edges.
@@ -310,12 +270,12 @@ class _Site:
             with suppress(GradcompError):
                 earlier.result()
         # TensorFlow may pass a scalar tensor as a NumPy scalar.
-        begun = self._begin(*map(np.asarray, values))
+        reply, arrays = self._begin(*map(np.asarray, values))
         if self._key is not None:
-            _latest[self._key] = begun.reply
+            _latest[self._key] = reply
         number = next(self._numbers)
-        self._begun[number] = begun
-        begun.reply.when_ended(self._add_token)
+        self._begun[number] = reply, arrays
+        reply.when_ended(self._add_token)
         return np.asarray(number)
 
     def end(self, number: Array, _: Array) -> list[Array]:
@@ -323,7 +283,8 @@ class _Site:
 
         It waits only if it took the token of another call, as happens in a loop or before an error.
         """
-        return self._begun.pop(int(number)).results()
+        reply, arrays = self._begun.pop(int(number))
+        return arrays(reply.result())
 
     def _add_token(self) -> None:
         self.tokens.enqueue(self._token)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
@@ -21,6 +20,10 @@ from gradcomp.job.collectives import refuse
 from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, members, root_of
 from gradcomp.tf.bridge import VALUES, Array, bytes_of, name_of, plain, run
+
+__all__ = [
+    "allgather_object", "broadcast_", "broadcast_object", "broadcast_object_fn", "broadcast_variables",
+]  # fmt: skip
 
 _LENGTH_BYTES = 8
 
@@ -145,13 +148,7 @@ def _channel(ranks: Ranks) -> Channel:
     return channel
 
 
-_DTYPES = {
-    np.dtype(kind).name: np.dtype(kind)
-    for kind in (
-        *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
-        *(np.float16, np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16),
-    )
-}
+_DTYPES = {dtype.name: np.dtype(dtype.as_numpy_dtype) for dtype in VALUES}
 
 
 @plain

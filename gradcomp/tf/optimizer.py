@@ -42,14 +42,13 @@ class Arguments(settings.Arguments):
 
 #: Methods of Keras' optimizers that :class:`Distributed` replaces or calls.
 _HOOKS = (
-    *("_clip_gradients", "_backend_apply_gradients", "_backend_update_step"),
-    *("_check_variables_are_known", "_var_key"),
-)
+    "_clip_gradients", "_backend_apply_gradients", "_backend_update_step", "_check_variables_are_known", "_var_key",
+)  # fmt: skip
 #: Numeric settings of Keras' optimizers. The learning rate is not one: it may be a schedule, whose value is passed.
 _SCALARS = (
-    *("momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay", "clipnorm", "clipvalue"),
-    *("global_clipnorm", "amsgrad", "centered", "initial_accumulator_value", "learning_rate_power"),
-)
+    "momentum", "nesterov", "rho", "beta_1", "beta_2", "epsilon", "weight_decay", "clipnorm", "clipvalue",
+    "global_clipnorm", "amsgrad", "centered", "initial_accumulator_value", "learning_rate_power",
+)  # fmt: skip
 
 
 class Core:
@@ -69,9 +68,14 @@ class Core:
         self.applying: list[Any] | None = None
         #: The tensors of the means of ``applying``.
         self.arrived: list[Any] = []
-        #: Key of an exchanged variable -> its number in the exchange; ``_own``: keys of local variables.
+        #: The keys of all variables, and the number of each exchanged one in the exchange, by its key.
+        self.known: set[Any] = set()
         self._rows: dict[Any, int] = {}
-        self._own: set[Any] = set()
+
+    @property
+    def exchanger(self) -> Exchanger | None:
+        """The exchanger; None before the optimizer is built, and in a world of one."""
+        return None if self.exchange is None else self.exchange.exchanger
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
@@ -101,24 +105,12 @@ class Core:
                 scalars=self._scalars,
                 momentum=self._momentum,
             )
-        if self.exchange.exchanger is not None and self.exchange.exchanger.pipeline.transport.rank == 0:
+        if self.exchanger is not None and self.exchanger.pipeline.transport.rank == 0:
             inner = self._inner
             if getattr(inner, "beta_1", 0.0):
                 warn_of_averages(as_policy(given.compression), type(inner).__name__)
+        self.known = set(map(self.owner._var_key, variables))
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(exchanged)}
-        self._own = {self.owner._var_key(variable) for variable in variables} - set(self._rows)
-
-    def set_compression(self, compression: Policy | Compressor | str) -> None:
-        """Change the compression; before the optimizer is built, start with this one."""
-        takes = takes_momentum(as_policy(compression))
-        if self.exchange is not None and self.exchange.exchanger is not None:
-            if takes != takes_momentum(as_policy(self.arguments.compression)):
-                raise ConfigError(
-                    'a momentum factor of "optimizer" cannot be added or removed during training: the train step that '
-                    "Keras has traced contains the optimizer's momentum, or none"
-                )
-            self.exchange.set_compression(compression)
-        self.arguments = replace(self.arguments, compression=compression, controller=None)
 
     @property
     def _inner(self) -> Any:
@@ -138,7 +130,7 @@ class Core:
             problem = NO_SUM % (kind, "keras.optimizers.SGD")
         elif inner.nesterov:
             problem = LOOKS_AHEAD
-        elif self._own:
+        elif len(self._rows) < len(self.known):
             problem = (
                 "local variables, whose gradients are not exchanged, would lose their momentum; give a number"
             )
@@ -153,8 +145,8 @@ class Core:
         """
         inner = self._inner
         momentum = getattr(inner, "momentum", None)  # the exchange refuses an optimizer without one
-        exchanges = self.exchange is not None and self.exchange.exchanger is not None
-        if momentum is None or not exchanges or not takes_momentum(as_policy(self.arguments.compression)):
+        taken = self.exchanger is not None and takes_momentum(as_policy(self.arguments.compression))
+        if momentum is None or not taken:
             yield
             return
         inner.momentum = 0.0
@@ -163,23 +155,13 @@ class Core:
         finally:
             inner.momentum = momentum
 
-    def refuse_unknown(self, variables: Sequence[Any]) -> None:
-        """Raise StateError for variables that did not exist when the exchange began."""
-        known = self._rows.keys() | self._own
-        if unknown := [v for v in variables if self.owner._var_key(v) not in known]:
-            raise StateError(
-                f"variables that did not exist when the optimizer was built are not exchanged: "
-                f"{', '.join(map(name_of, unknown[:5]))}; a model that was rebuilt, or has other trainable layers, "
-                "needs a new optimizer"
-            )
-
     def move_to(self, outer: Any) -> None:
         """Let ``outer``, a ``LossScaleOptimizer`` around the owner, exchange in its place."""
         self.owner = outer
         adopt(outer, self)
 
     def means(
-        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = None, learning_rate: Any = None
+        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any = 1.0, learning_rate: Any = 0.0
     ) -> list[Any]:
         """Return the means of the gradients of these variables, and the own gradients of local ones.
 
@@ -197,9 +179,8 @@ class Core:
             if row is not None:
                 own[row] = gradient
         means = self.exchange.exchange(own, scale, learning_rate)
-        size = len(self.ranks)
         return [
-            given.local.gradient(gradient, size) if row is None else means[row]
+            given.local.gradient(gradient, len(self.ranks)) if row is None else means[row]
             for row, gradient in zip(rows, results, strict=True)
         ]
 
@@ -352,8 +333,7 @@ class Distributed(Readers):
     _gradcomp: Core
 
     def _exchanger_or_none(self) -> Exchanger | None:
-        exchange = self._gradcomp.exchange
-        return None if exchange is None else exchange.exchanger
+        return self._gradcomp.exchanger
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make the slots, and begin to exchange. Collective the first time."""
@@ -386,7 +366,16 @@ class Distributed(Readers):
         did not call, or with another argument, the next step raises: a PlanMismatchError on every rank that
         called, and on the others this or the TransportError of the abort.
         """
-        self._gradcomp.set_compression(compression)
+        core = self._gradcomp
+        takes = takes_momentum(as_policy(compression))
+        if core.exchange is not None and core.exchanger is not None:
+            if takes != takes_momentum(as_policy(core.arguments.compression)):
+                raise ConfigError(
+                    'a momentum factor of "optimizer" cannot be added or removed during training: the train step that '
+                    "Keras has traced contains the optimizer's momentum, or none"
+                )
+            core.exchange.set_compression(compression)
+        core.arguments = replace(core.arguments, compression=compression, controller=None)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Apply gradients; exchanges them here if they are loss-scaled, else before Keras clips them."""
@@ -394,9 +383,7 @@ class Distributed(Readers):
         if core.owner is not self or not isinstance(self, keras.optimizers.LossScaleOptimizer):
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables
-        variables = list(trainable_variables)
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
             with keras.name_scope(self.name):
                 self.build(variables)
@@ -408,8 +395,14 @@ class Distributed(Readers):
             super().apply(means, variables)  # type: ignore[misc]
 
     def _check_variables_are_known(self, variables: Sequence[Any]) -> None:
-        if self._gradcomp.owner is self:
-            self._gradcomp.refuse_unknown(variables)
+        core = self._gradcomp
+        unknown = [v for v in variables if self._var_key(v) not in core.known]  # type: ignore[attr-defined]
+        if core.owner is self and unknown:
+            raise StateError(
+                f"variables that did not exist when the optimizer was built are not exchanged: "
+                f"{', '.join(map(name_of, unknown[:5]))}; a model that was rebuilt, or has other trainable layers, "
+                "needs a new optimizer"
+            )
         super()._check_variables_are_known(variables)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
@@ -442,7 +435,7 @@ class Distributed(Readers):
         variables, core.applying = core.applying, None
         if variables is not None:
             learning_rate = tf.convert_to_tensor(self.learning_rate)  # type: ignore[attr-defined]
-            grads = core.means(grads, variables, None, learning_rate)
+            grads = core.means(grads, variables, 1.0, learning_rate)
             core.arrived = [
                 mean.values if isinstance(mean, tf.IndexedSlices) else mean
                 for mean in grads

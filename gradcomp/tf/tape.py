@@ -215,45 +215,38 @@ class _Distributed:
         return [each for each in pairs if each[0] in local], [each for each in pairs if each[0] not in local]
 
 
-@dataclass
-class _Known:
-    """The exchanges of one runtime by the ids of their variables, which they keep alive."""
-
-    state: Runtime
-    count: int = 0
-    exchanges: dict[tuple[int, ...], list[tuple[_Arguments, Exchange]]] = field(default_factory=dict)
-
-
-_known: _Known | None = None
+#: The exchanges of the last runtime by the ids of their variables, which they keep alive.
+_known: dict[tuple[int, ...], list[tuple[_Arguments, Exchange]]] = {}
+_runtime: Runtime | None = None
 
 
 def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
     """Return the exchange of these variables and arguments; collective the first time."""
-    global _known
-    state = runtime.current()
-    if _known is None or _known.state is not state:
-        _known = _Known(state)
-    found = _known.exchanges.setdefault(tuple(map(id, variables)), [])
+    global _runtime
+    if _runtime is not runtime.current():
+        _runtime = runtime.current()
+        _known.clear()
+    found = _known.setdefault(tuple(map(id, variables)), [])
     for arguments, exchange in found:
         if arguments == given:
             return exchange
     if len({id(variable) for variable in variables}) < len(variables):
         raise ConfigError("the sources contain a variable more than once; pass each variable once")
-    if _known.count >= MOST_EXCHANGES:
+    count = sum(map(len, _known.values()))
+    if count >= MOST_EXCHANGES:
         names = ", ".join(layer.name for layer in specs(variables)[:3])
         raise StateError(
-            f"tapes have {_known.count} exchanges already, and this one has other variables or arguments "
+            f"tapes have {count} exchanges already, and this one has other variables or arguments "
             f"({names}{', ...' if len(variables) > 3 else ''}): make the model and its variables once, not in every "
             "step"
         )
     with tf.init_scope():
         exchange = Exchange(variables, given)
-    if _known.count:
+    if count:
         runtime.logger.warning(
             "a DistributedGradientTape has other variables, or other arguments, than earlier ones: it begins an "
             "exchange of its own (number %d), without their residuals",
-            _known.count + 1,
+            count + 1,
         )
-    _known.count += 1
     found.append((given, exchange))
     return exchange

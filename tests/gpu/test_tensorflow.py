@@ -18,7 +18,7 @@ from keras_checks import exchange as Exchange
 from gradcomp import Filter, Policy
 from gradcomp.job import runtime
 from gradcomp.kernels import devices
-from gradcomp.tf.layers import address_of, place_of
+from gradcomp.tf.memory import address_of, place_of
 
 GPUS = tf.config.list_physical_devices("GPU")
 for each in GPUS:
@@ -96,8 +96,9 @@ def test_where_a_variable_lies() -> None:
             variable = tf.Variable(tf.ones([1000]))
         place = place_of([variable])
         assert place is not None
-        assert place.name == tf.convert_to_tensor(variable).backing_device
-        assert place.device.driver is not None
-        assert place.device.driver.reaches(address_of(tf.convert_to_tensor(variable)))
+        name, device = place
+        assert name == tf.convert_to_tensor(variable).backing_device
+        assert device.driver is not None
+        assert device.driver.reaches(address_of(tf.convert_to_tensor(variable)))
     with tf.device("CPU:0"):
         assert place_of([variable, tf.Variable(tf.ones([1000]))]) is None

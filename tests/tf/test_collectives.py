@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 import tf_collective_checks  # noqa: F401 - adds its checks
 import tf_horovod_checks  # noqa: F401 - the same
+from keras_checks import ENV, world_of_one
 from tf_collectives import CHECKS
 
 import gradcomp.tf as gc
@@ -53,7 +54,7 @@ def outcomes(meet: str, world: int) -> list[dict[str, str]]:
             ended = run_ranks(
                 PROGRAM,
                 world,
-                env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+                env=ENV,
                 timeout=240,
                 arguments=(directory, "1"),
                 imported=preloaded.TENSORFLOW,
@@ -79,9 +80,8 @@ def test_in_a_world(name: str, meet: str, world: int) -> None:
 
 @pytest.fixture
 def one_rank():
-    gc.init(log_level="warning")
-    yield
-    gc.shutdown()
+    with world_of_one():
+        yield
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,7 +1,6 @@
 """The exchange of gradients under TensorFlow, in eager mode and inside tf.function.
 
-The ranks meet through torch.distributed, once through MPI. Where there are two they have one thread for ops: a collect
-that ran before a submit would never return.
+Where there are two ranks they have one thread for ops: a collect that ran before a submit would never return.
 """
 
 # ruff: noqa: E402
@@ -10,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +18,13 @@ import preloaded
 import pytest
 from batch import on_ranks
 from launching import run_ranks
-from transport_engines import no_mpi, under_mpiexec
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
+keras = pytest.importorskip("keras")
 if not preloaded.HAS_TORCH:
     pytest.skip("needs torch: pip install gradcomp[torch]", allow_module_level=True)
 
+from keras_checks import ENV, MODES, ONE_THREAD, world_of_one
 from keras_checks import exchange as Exchange
 
 from gradcomp import LGC, PowerSGD, Quantize, TopK
@@ -35,16 +33,9 @@ from gradcomp.exchange.driver import mean_of_rows
 from gradcomp.job import runtime
 from gradcomp.job.reduce_op import Sum
 from gradcomp.tf import bridge
+from gradcomp.tf.groups import groups_of
 from gradcomp.tf.layers import specs
-from gradcomp.tf.steps import groups_of
-
-THREADS = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-ONE_THREAD = {**THREADS, "ONE_INTER_OP_THREAD": "1"}
-if "ONE_INTER_OP_THREAD" in os.environ:
-    tf.config.threading.set_inter_op_parallelism_threads(1)
-
-Mode = Callable[[Callable[..., Any]], Callable[..., Any]]
-MODES: dict[str, Mode] = {"eager": lambda function: function, "graph": tf.function}
+from gradcomp.tf.memory import HostMemory
 
 SHAPES = [(300, 40), (40,), (), (0, 3), (3, 3, 8, 16), (5000,)]
 
@@ -76,12 +67,6 @@ def own(step: int = 0, shapes=SHAPES) -> list[Any]:
     return tensors(draw(runtime.rank(), step, shapes))
 
 
-def inside(exchange: Exchange) -> Any:
-    """Its exchanger."""
-    assert exchange.exchanger is not None
-    return exchange.exchanger
-
-
 def four_bits(shapes=((64, 64),)) -> Exchange:
     return Exchange(variables(shapes), Quantize(bits=4, rounding="nearest"))
 
@@ -93,7 +78,7 @@ def close(ours, expected, tolerance: float = 1e-6) -> None:
 
 def assert_same_on_all_ranks(exchange: Exchange, values) -> None:
     mine = b"".join(np.asarray(value).tobytes() for value in values)
-    assert set(inside(exchange).allgather_bytes(mine)) == {mine}
+    assert set(exchange.exchanger.allgather_bytes(mine)) == {mine}
 
 
 # ------------------------------------------------------------------------- means
@@ -115,7 +100,7 @@ def test_means_are_numpys(mode: str) -> None:
     check_means(mode)
 
 
-@on_ranks(3, env=THREADS)
+@on_ranks(3, env=ENV)
 def test_means_of_three_ranks() -> None:
     check_means("graph")
 
@@ -186,7 +171,7 @@ def test_a_function_is_traced_once_and_every_step_exchanges() -> None:
     for number in range(50):
         step(tensors(draw(runtime.rank(), number, shapes)))
     assert len(traces) == 1
-    assert inside(exchange).pipeline.step == 50
+    assert exchange.exchanger.pipeline.step == 50
     assert_same_on_all_ranks(exchange, weights)
 
 
@@ -204,7 +189,7 @@ def check_loop() -> None:
             free.assign_sub(0.01 * means[1])
 
     train()
-    assert inside(exchange).pipeline.step == 50
+    assert exchange.exchanger.pipeline.step == 50
     mean = (runtime.size() - 1) / 2
     np.testing.assert_allclose(free, 1 - 50 * 0.01 * mean, rtol=1e-4)
     np.testing.assert_allclose(weight, (1 - 0.01 * mean) ** 50, rtol=1e-4)
@@ -216,7 +201,7 @@ def test_fifty_steps_in_a_loop_of_the_graph() -> None:
     check_loop()
 
 
-@on_ranks(3, env=THREADS)
+@on_ranks(3, env=ENV)
 def test_fifty_steps_in_a_loop_with_many_threads() -> None:
     check_loop()
 
@@ -277,14 +262,6 @@ def test_a_variable_that_was_assigned_a_mean_keeps_it() -> None:
         np.testing.assert_array_equal(held[0], -1.0)
 
 
-@on_ranks(2, env=ONE_THREAD)
-def test_xla_cannot_call_out() -> None:
-    exchange = Exchange(variables())
-    function = tf.function(lambda *given: exchange.exchange(given), jit_compile=True)
-    with pytest.raises(ConfigError, match="jit_compile=False"):
-        function(*tensors(draw(0)))
-
-
 # ------------------------------------------------------------------------- sparse and absent
 
 
@@ -296,33 +273,32 @@ def slices(rank: int, rows: int, size: int, wide: int) -> Any:
     return tf.IndexedSlices(tf.constant(values), tf.constant(index), tf.constant([rows, wide]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [6, 200], ids=["few rows", "many rows"])
-@pytest.mark.parametrize("as_dense", [False, True], ids=["gathered", "dense"])
-@on_ranks(3, env=THREADS)
-def test_indexed_slices(mode: str, size: int, as_dense: bool) -> None:
-    shapes = [(100, 4), (10,)]
-    exchange = Exchange(variables(shapes), sparse_as_dense=as_dense)
-    mine = slices(runtime.rank(), 100, size, 4)
-    function = MODES[mode](lambda given, other: exchange.exchange([given, other]))
-    expected = sum(tf.convert_to_tensor(slices(rank, 100, size, 4)).numpy() for rank in range(3)) / 3
-    for _ in range(3):
-        mean, other = function(mine, tf.ones([10]))
-        assert isinstance(mean, tf.IndexedSlices) == (not as_dense)
-        close([tf.convert_to_tensor(mean), other], [expected, np.ones(10)], 1e-5)
-        if isinstance(mean, tf.IndexedSlices):
-            assert_same_on_all_ranks(exchange, [mean.values, mean.indices])
-            assert len(set(mean.indices.numpy())) == len(mean.indices)
+#: By name: the number of rows, arguments, and the number of layers, of which the first is sparse.
+SPARSE: dict[str, tuple[int, dict[str, Any], int]] = {
+    "few rows": (6, {}, 2),
+    "many rows": (200, {}, 2),
+    "dense": (6, {"sparse_as_dense": True}, 2),
+    "alone": (6, {"op": Sum}, 1),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@on_ranks(3, env=THREADS)
-def test_nothing_but_indexed_slices(mode: str) -> None:
-    exchange = Exchange(variables([(100, 4)]), op=Sum)
-    function = MODES[mode](lambda given: exchange.exchange([given]))
-    expected = sum(tf.convert_to_tensor(slices(rank, 100, 6, 4)).numpy() for rank in range(3))
+@pytest.mark.parametrize("name", SPARSE)
+@on_ranks(3, env=ENV)
+def test_indexed_slices(name: str, mode: str) -> None:
+    size, arguments, layers = SPARSE[name]
+    exchange = Exchange(variables([(100, 4), (10,)][:layers]), **arguments)
+    given = [slices(runtime.rank(), 100, size, 4), tf.ones([10])][:layers]
+    function = MODES[mode](lambda *given: exchange.exchange(given))
+    total = sum(tf.convert_to_tensor(slices(rank, 100, size, 4)).numpy() for rank in range(3))
+    expected = [total if "op" in arguments else total / 3, np.ones(10)][:layers]
     for _ in range(3):
-        close([tf.convert_to_tensor(function(slices(runtime.rank(), 100, 6, 4))[0])], [expected], 1e-5)
+        found = function(*given)
+        close(map(tf.convert_to_tensor, found), expected, 1e-5)
+        assert isinstance(found[0], tf.IndexedSlices) == ("sparse_as_dense" not in arguments)
+        if isinstance(found[0], tf.IndexedSlices):
+            assert_same_on_all_ranks(exchange, [found[0].values, found[0].indices])
+            assert len(set(found[0].indices.numpy())) == len(found[0].indices)
 
 
 @on_ranks(2, env=ONE_THREAD)
@@ -416,16 +392,6 @@ def test_variables_that_differ_between_ranks() -> None:
 
 
 @on_ranks(2, env=ONE_THREAD)
-def test_variables_that_drift_apart_are_named() -> None:
-    weights = variables()
-    exchange = Exchange(weights)
-    exchange.exchange(own())
-    weights[4].assign_add(tf.fill(SHAPES[4], float(runtime.rank())))
-    with pytest.raises(StateError, match="layer4"):
-        exchange.exchange(own())
-
-
-@on_ranks(2, env=ONE_THREAD)
 def test_a_gradient_of_another_dtype_or_shape() -> None:
     shapes = [(30, 20)]
     with pytest.raises(StateError, match=r"layer0.*float64"):
@@ -445,7 +411,7 @@ def test_after_a_step_that_was_interrupted_there_is_no_other() -> None:
         raise KeyboardInterrupt
 
     if runtime.rank() == 0:
-        exchange._steps.listener.wait = interrupt
+        exchange.listener.wait = interrupt
         with pytest.raises(KeyboardInterrupt):
             exchange.exchange(gradients)
         with pytest.raises(StateError, match="the last exchange did not end"):
@@ -456,25 +422,6 @@ def test_after_a_step_that_was_interrupted_there_is_no_other() -> None:
 
 
 # ------------------------------------------------------------------------- what else an exchange has
-
-
-@on_ranks(2, env=ONE_THREAD)
-def test_state_is_saved_and_loaded() -> None:
-    from gradcomp.job import checkpoint
-
-    shapes = [(64, 64), (64,)]
-    with tempfile.TemporaryDirectory() as made:
-        exchange, fresh = four_bits(shapes), four_bits(shapes)
-        for step in range(3):
-            exchange.exchange(own(step, shapes))
-        (directory, *_) = inside(exchange).allgather_bytes(made.encode())
-        checkpoint.save(directory.decode(), exchange)
-        checkpoint.load(directory.decode(), fresh)
-        for step in range(3, 6):
-            gradients = own(step, shapes)
-            for one, other in zip(exchange.exchange(gradients), fresh.exchange(gradients), strict=True):
-                np.testing.assert_array_equal(one, other)
-        inside(exchange).allgather_bytes(b"")  # the directory is rank 0's
 
 
 @on_ranks(2, env=ONE_THREAD)
@@ -490,7 +437,7 @@ def test_a_controller_changes_levels_inside_a_graph() -> None:
             drawn = draw(runtime.rank(), step, shapes)
             scaled = [(size * g).astype("float32") for size, g in zip(sizes, drawn, strict=True)]
             assert_same_on_all_ranks(exchange, function(*tensors(scaled)))
-        plan = inside(exchange).pipeline.plan
+        plan = exchange.exchanger.pipeline.plan
         assert plan.version > 0
         assert any(isinstance(a.level, tuple) for a in plan.assignments) == form.startswith("lgreco")
 
@@ -511,7 +458,7 @@ def test_another_compression_inside_a_graph_sends_what_was_held_back() -> None:
             assert max(np.abs(layer).max() for layer in missing) > 0.5
     for layer in missing:
         np.testing.assert_allclose(layer, 0, atol=1e-5)
-    assert {a.compressor for a in inside(exchange).pipeline.plan.assignments} == {"none"}
+    assert {a.compressor for a in exchange.exchanger.pipeline.plan.assignments} == {"none"}
 
 
 # ------------------------------------------------------------------------- as the other frontend
@@ -588,68 +535,38 @@ def test_fifty_steps_end_where_those_of_the_torch_frontend_do(name: str) -> None
     assert_same_on_all_ranks(exchange, weights.values())
 
 
-# ------------------------------------------------------------------------- over MPI, and when a rank dies
+# ------------------------------------------------------------------------- when a rank dies
 
-PROGRAM = """
+A_RANK_DIES = """
 import os, time
-import numpy as np
 import tensorflow as tf
-import gradcomp.tf.runtime as tf_runtime
-from gradcomp.core.errors import TransportError
-from gradcomp.job import runtime
-from gradcomp.tf import bridge
+import gradcomp.tf as gc
 from keras_checks import exchange as Exchange
 
-tf_runtime.init(log_level="error", timeout_seconds=20.0)
+gc.init(log_level="error", timeout_seconds=20.0)
 weight = tf.Variable(tf.ones([300, 200]))
 exchange = Exchange([weight], "quantize:bits=4")
-own = np.random.default_rng(runtime.rank()).standard_normal((300, 200)).astype(np.float32)
 
 @tf.function
-def step(gradient):
-    weight.assign_sub(0.1 * exchange.exchange([gradient * weight])[0])
-"""
+def step():
+    weight.assign_sub(0.1 * exchange.exchange([weight * gc.rank()])[0])
 
-OVER_MPI = (
-    PROGRAM
-    + """
-for _ in range(50):
-    step(tf.constant(own))
-parts = exchange.exchanger.allgather_bytes(weight.numpy().tobytes())
-assert len(parts) == 2 and parts[0] == parts[1] and np.isfinite(weight).all()
-print("rank", runtime.rank(), "over", runtime.current().config.transport, "is done", flush=True)
-runtime.shutdown()
-"""
-)
-
-A_RANK_DIES = (
-    PROGRAM
-    + """
 for number in range(10):
-    if runtime.rank() == 1 and number == 5:
+    if gc.rank() == 1 and number == 5:
         os._exit(3)
     begin = time.monotonic()
     try:
-        with bridge.typed_errors():
-            step(tf.constant(own))
-    except TransportError as error:
+        with gc.typed_errors():
+            step()
+    except gc.TransportError as error:
         print(f"a rank has died, seen after {time.monotonic() - begin:.1f} s: {error}", flush=True)
         os._exit(0)
 """
-)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(bool(no_mpi()), reason=no_mpi() or "there is MPI")
-def test_fifty_steps_over_mpi_alone() -> None:
-    finished = under_mpiexec(OVER_MPI, 2, THREADS)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert finished.stdout.count("over mpi is done") == 2, finished.stdout
 
 
 @pytest.mark.alone
 def test_a_rank_that_dies_is_an_error_on_the_others_within_seconds() -> None:
-    (survivor, dead) = run_ranks(A_RANK_DIES, 2, env=THREADS, timeout=60, imported=preloaded.TENSORFLOW)
+    (survivor, dead) = run_ranks(A_RANK_DIES, 2, env=ENV, timeout=60, imported=preloaded.TENSORFLOW)
     assert dead.returncode == 3
     assert survivor.returncode == 0, survivor.stderr
     assert "a rank has died" in survivor.stdout, survivor.stderr
@@ -661,20 +578,14 @@ def test_a_rank_that_dies_is_an_error_on_the_others_within_seconds() -> None:
 
 
 def test_a_world_of_one_returns_gradients_as_they_are() -> None:
-    from gradcomp.tf.runtime import init
-
-    init(log_level="error")
-    try:
+    with world_of_one():
         exchange = Exchange(variables(), Quantize(bits=4))
         given = tensors(draw(0))
         assert exchange.exchanger is None
         assert all(one is other for one, other in zip(exchange.exchange(given), given, strict=True))
-    finally:
-        runtime.shutdown()
 
 
 def test_layers_of_variables() -> None:
-    keras = pytest.importorskip("keras")
     keras.utils.clear_session()
     convolution, norm = keras.layers.Conv2D(16, 3, name="conv"), keras.layers.BatchNormalization(name="batch")
     rest = [keras.layers.Flatten(), keras.layers.Dense(10, name="dense")]
@@ -711,17 +622,17 @@ def test_groups_follow_the_order_of_production() -> None:
 
 
 def test_arrays_are_taken_over_and_used_again() -> None:
-    pool = bridge.Pool([(300, 200)], ["float32"])
-    array = pool.take(0)
+    memory = HostMemory([(300, 200)], [tf.float32])
+    array = memory.allocate(0)
     array[:] = 1.0
     address = array.ctypes.data
-    tensor = bridge.taken_over(array)
+    tensor = memory.tensor(array)
     assert bridge.lent(tensor).ctypes.data == address
     del array
-    other = pool.take(0)
+    other = memory.allocate(0)
     assert other.ctypes.data != address
     del tensor, other
-    assert pool.take(0).ctypes.data == address
+    assert memory.allocate(0).ctypes.data == address
 
 
 def test_errors_of_ops_become_typed_again() -> None:

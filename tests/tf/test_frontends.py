@@ -14,11 +14,11 @@ from batch import on_ranks
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 
 import keras
+from keras_checks import ENV
 
 import gradcomp.tf as gc
 from gradcomp.tf import tape as tapes
 
-ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 tapes.MOST_EXCHANGES = 1000  # every model is new
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,15 @@ from batch import on_ranks
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 
 import keras
+from keras_checks import ONE_THREAD, new_names
 
 import gradcomp.tf as gc
-
-ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "ONE_INTER_OP_THREAD": "1"}
-if "ONE_INTER_OP_THREAD" in os.environ:
-    tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
 def model_of(words: bool = False) -> Any:
     """Its layers are called the same on all ranks, whatever models those have made before."""
     keras.utils.set_random_seed(1)
-    keras.backend.clear_session()
+    new_names()
     first = keras.layers.Embedding(11, 6) if words else keras.layers.Dense(6, activation="tanh")
     return keras.Sequential([keras.Input((4,)), first, keras.layers.Flatten(), keras.layers.Dense(3)])
 
@@ -98,24 +94,24 @@ def check_training(words: bool, compression: str, mode: Any) -> None:
     assert_equal_on_all_ranks(model)
 
 
-@on_ranks(2, env=ENV)
+@on_ranks(2, env=ONE_THREAD)
 def test_the_others_train_on_until_all_have_joined():
     check_training(False, "none", tf.function)
 
 
 @pytest.mark.full
-@on_ranks(3, env=ENV)
+@on_ranks(3, env=ONE_THREAD)
 def test_three_ranks_with_sparse_gradients_join_one_after_the_other():
     check_training(True, "none", tf.function)
 
 
 @pytest.mark.parametrize("compression", ["quantize:bits=4,bucket_size=32", "topk:density=0.2"])
-@on_ranks(2, env=ENV)
+@on_ranks(2, env=ONE_THREAD)
 def test_compression_goes_on_too(compression):
     check_training(False, compression, lambda function: function)
 
 
-@on_ranks(2, env=ENV)
+@on_ranks(2, env=ONE_THREAD)
 def test_keras_fit_on_unequal_numbers_of_batches():
     """The second time with another optimizer: the first one's exchange has ended on no rank."""
     model = model_of()
@@ -133,7 +129,7 @@ def test_keras_fit_on_unequal_numbers_of_batches():
     assert int(model.optimizer.iterations) == batches(1)
 
 
-@on_ranks(2, env=ENV)
+@on_ranks(2, env=ONE_THREAD)
 def test_join_is_an_op_inside_a_function():
     for number in range(2 * gc.rank()):
         assert gc.allreduce(tf.constant(1.0), op=gc.Sum, name=str(number)) == 1.0
@@ -141,7 +137,7 @@ def test_join_is_an_op_inside_a_function():
     gc.barrier()
 
 
-@on_ranks(2, env=ENV)
+@on_ranks(2, env=ONE_THREAD)
 def test_what_cannot_go_on_without_a_rank_is_an_error_that_says_so():
     if gc.rank() == 1:
         for call in (lambda: gc.allgather(tf.ones(1)), lambda: gc.broadcast(tf.ones(1), 0), gc.barrier):

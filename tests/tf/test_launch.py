@@ -61,7 +61,15 @@ class Hide:
 
 sys.meta_path.insert(0, Hide())
 import numpy as np
+import tensorflow as tf
 import gradcomp.tf as gc
+
+weight = tf.Variable(tf.ones(3))
+
+def mean_gradient():
+    with gc.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(weight * (gc.rank() + 1.0))
+    return tape.gradient(loss, weight)
 
 found = []
 try:
@@ -69,6 +77,7 @@ try:
         gc.init(timeout_seconds=40)
         total = gc.allreduce(np.full(3, gc.rank() + 1.0, dtype=np.float32), op=gc.Sum)
         found = [gc.rank(), gc.size(), gc.local_rank(), gc.local_size(), total.numpy().tolist()]
+        found.append(tf.function(mean_gradient)().numpy().tolist())
         some = gc.ProcessSet([gc.size() - 2, gc.size() - 1])
         if some.included():
             found.append(gc.allgather(np.array([gc.rank()]), process_set=some).numpy().tolist())
@@ -93,7 +102,10 @@ def test_mpi_is_enough(world: int, imported: tuple[str, ...]):
     done = under_mpiexec(PROGRAM.replace("HIDDEN", '("torch",)'), world, imported=imported)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(json.loads(line) for line in done.stdout.splitlines()) == [
-        [rank, world, rank, world, [world * (world + 1) / 2] * 3, *([some] if rank in some else []), False]
+        [
+            *(rank, world, rank, world, [world * (world + 1) / 2] * 3, [(world + 1) / 2] * 3),
+            *(*([some] if rank in some else []), False),
+        ]
         for some in [[world - 2, world - 1]]
         for rank in range(world)
     ]

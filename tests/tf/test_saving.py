@@ -18,19 +18,24 @@ from batch import on_ranks
 tf = pytest.importorskip("tensorflow")
 
 import keras
-from keras_checks import assert_alike, assert_equal, compiled, compression, data, fit, model, shared_directory
+from keras.optimizers import SGD, Adam, LossScaleOptimizer
+from keras_checks import (
+    ENV,
+    assert_alike,
+    assert_equal,
+    compiled,
+    compression,
+    data,
+    fit,
+    model,
+    shared_directory,
+    world_of_one,
+)
 
 import gradcomp.tf as gc
 import gradcomp.tf.keras as hvd
 from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of
 from gradcomp.tf.optimizer import Distributed
-
-ENV = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-Adam, LossScaleOptimizer, SGD = (
-    keras.optimizers.Adam,
-    keras.optimizers.LossScaleOptimizer,
-    keras.optimizers.SGD,
-)
 
 #: Loads a model, and trains it on, where gradcomp cannot be imported.
 WITHOUT_GRADCOMP = """
@@ -183,8 +188,7 @@ def test_horovods_load_model_knows_optimizers_of_ones_own(tmp_path: Path) -> Non
     class Own(SGD):
         pass
 
-    hvd.init(log_level="warning")
-    try:
+    with world_of_one():
         compiled(Own(0.25)).save(tmp_path / "model.keras")
         found = hvd.load_model(tmp_path / "model.keras", custom_optimizers=[Own], compression="fp16")
         assert isinstance(found.optimizer, Distributed)
@@ -192,5 +196,3 @@ def test_horovods_load_model_knows_optimizers_of_ones_own(tmp_path: Path) -> Non
         assert float(found.optimizer.learning_rate) == 0.25
         with pytest.raises(hvd.ConfigError, match="legacy"):
             hvd.load_model(tmp_path / "model.keras", legacy_opts=True)
-    finally:
-        hvd.shutdown()
