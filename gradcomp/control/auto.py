@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor, Identity
+from gradcomp.compress.checks import check_positive, check_whole
 from gradcomp.compress.policy import AUTO_CHOICES, EXACT, assign, resolve
 from gradcomp.control.base import Controller, Doubles, Environment, Step
 from gradcomp.control.distortion.round_trip import Rates, measure_rates
 from gradcomp.control.forecast import MARGIN, Observed, decide, slower
-from gradcomp.control.levels import check_count, check_number
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Plan, level_text, short_name
@@ -435,10 +435,10 @@ class Auto(Controller):
                 reason = "it has a schedule, momentum or clipping"
                 raise ConfigError(f"{choice.to_string()} cannot be one of several choices: {reason}")
         object.__setattr__(self, "choices", resolved)
-        check_count("warmup_steps", self.warmup_steps)
-        check_count("check_every", self.check_every)
-        check_number("hidden", self.hidden, positive=True)
-        check_number("drift", self.drift, positive=True)
+        for name in ("warmup_steps", "check_every"):
+            check_whole(name, getattr(self, name))
+        for name in ("hidden", "drift"):
+            check_positive(name, getattr(self, name))
 
     @property
     def by_times(self) -> bool:

@@ -9,10 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
-from gradcomp.compress.checks import is_number
+from gradcomp.compress.checks import check_number, check_positive, is_number
 from gradcomp.control.base import ControllerRun, Doubles, Environment, Mask
-from gradcomp.control.candidates import Candidate, CandidateLevels, make_candidates, resolve
-from gradcomp.control.levels import Decision, PeriodObservations, check_number, checked
+from gradcomp.control.candidates import Candidate, CandidateLevels, checked, make_candidates, resolve
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.periodic import Periodic, PeriodicRun
 from gradcomp.core.errors import ConfigError
 
@@ -130,12 +130,8 @@ class Accordion(TwoLevels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("eta", self.eta, positive=True)
-        check_number("rate_fall", self.rate_fall, positive=True)
-        if self.rate_fall > 1:
-            raise ConfigError(
-                f"rate_fall is a fraction of the learning rate, at most 1, got {self.rate_fall!r}"
-            )
+        check_positive("eta", self.eta)
+        check_number("rate_fall", self.rate_fall, "(0, 1]")
 
     @property
     def start(self) -> Candidate:
