@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.checks import check_whole
 from gradcomp.core.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -256,8 +257,7 @@ def check_correction(correction: Correction, shuffles: int) -> None:
     """Raises ConfigError for values that :func:`mutual_information` does not accept."""
     if correction not in get_args(Correction):
         raise ConfigError(f"correction must be none or miller-madow, got {correction!r}")
-    if isinstance(shuffles, bool) or not isinstance(shuffles, int) or shuffles < 0:
-        raise ConfigError(f"shuffles must be a whole number of at least 0, got {shuffles!r}")
+    check_whole("shuffles", shuffles, 0)
 
 
 def _entropy(counts: Counts, correction: Correction) -> float:

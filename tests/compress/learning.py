@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from gradcomp import LGC, Filter, LayerSpec, Policy
-from gradcomp.exchange.snapshot import restore, snapshot
 from gradcomp.testing.simulation import Simulation
 
 # In the order of a model: the norm and the bias are excluded by the filter.
@@ -44,22 +43,6 @@ def nets_of(ranks: Simulation) -> np.ndarray:
 
 def weights_of(ranks: Simulation) -> np.ndarray:
     return nets_of(ranks)[:-1]
-
-
-def check_resumed(compressor: LGC, stop: int) -> None:
-    """A run that is saved after ``stop`` steps and resumed goes on bit for bit as one that is not."""
-    straight, first, again = (job(compressor, shuffle=True) for _ in range(3))
-    for _ in range(stop):
-        first.step()
-    again.drawn = first.drawn
-    for old, new in zip(first.pipelines, again.pipelines, strict=True):
-        restore(new, snapshot(old))
-    for step in range(9):
-        want = straight.step().all_means()
-        if step >= stop:
-            assert [m.tobytes() for m in again.step().all_means()] == [m.tobytes() for m in want]
-    assert again.state() == straight.state()
-    np.testing.assert_array_equal(nets_of(again), nets_of(straight))
 
 
 def owe_nothing(ranks: Simulation) -> None:

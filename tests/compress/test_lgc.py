@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,6 @@ from compress.learning import (
     SMALL,
     A,
     B,
-    check_resumed,
     job,
     largest,
     nets_of,
@@ -92,9 +92,19 @@ def test_steps_that_are_skipped_count_teach_nothing_and_spoil_no_other_layer():
     assert np.isfinite(outcome.mean(A)).all()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_ranks_stay_identical_through_all_phases(world: int):
-    ranks = job(LGC(0.01, warmup_steps=5, train_steps=25, least_parameters=0), world, shuffle=True, delay=0.2)
+@pytest.mark.parametrize(
+    ("form", "train_steps", "world"),
+    [
+        *[("ring", 25, 2), ("server", 10, 3)],
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [("ring", 25, 3), ("server", 10, 2), ("server", 10, 4)]
+        ),
+    ],
+)
+def test_ranks_stay_identical_through_all_phases(form: str, train_steps: int, world: int):
+    compressor = replace(SMALL, form=form, warmup_steps=5, train_steps=train_steps)
+    ranks = job(compressor, world, shuffle=True, delay=0.2)
     for step in range(60):
         absent = [A] if step in (7, 40, 41, 42, 43) else []
         ranks.step(ranks.gradients(absent), commit=step not in (12, 33)).all_means()
@@ -106,7 +116,9 @@ def test_the_settings_of_the_paper_are_the_defaults():
     default = LGC()
     assert default.changes == (200, 500)
     assert (default.density, default.momentum_factor, default.learning_rate) == (0.001, 0.9, 0.001)
+    assert (default.innovation, default.similarity) == (0.1, 0.5)
     assert from_string("lgc") == default
+    assert from_string("lgc:form=server") == LGC(form="server")
     assert default.at_step(199).traits.exact
     assert default.at_step(199).traits.momentum == 0.9
     assert default.at_step(200) == LGC(warmup_steps=0)
@@ -235,9 +247,14 @@ def test_the_order_in_which_gradients_come_changes_nothing():
 # --- what is kept -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"form": "server"}, pytest.param({"form": "server", "innovation": 0.0}, marks=pytest.mark.full)],
+    ids=["ring", "server", "server without innovations"],
+)
 @pytest.mark.parametrize("feedback", [True, False])
-def test_what_was_not_applied_is_owed_only_with_feedback(feedback: bool):
-    ranks = job(without_momentum(train_steps=2, feedback=feedback), 3)
+def test_what_was_not_applied_is_owed_only_with_feedback(feedback: bool, settings):
+    ranks = job(without_momentum(train_steps=2, feedback=feedback, **settings), 3)
     missing = [np.zeros(layer.size) for layer in LAYERS]
     for step in range(8):
         gradients = ranks.gradients()
@@ -248,9 +265,27 @@ def test_what_was_not_applied_is_owed_only_with_feedback(feedback: bool):
             assert telescopes == (feedback or layer == LAST or step < 2), (step, layer)
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5, 7])
-def test_a_run_goes_on_in_any_phase(stop: int):
-    check_resumed(SMALL, stop)
+@pytest.mark.parametrize(
+    ("form", "stop"),
+    [
+        *[("ring", stop) for stop in (1, 3, 5, 7)],
+        *[("server", stop) for stop in (3, 7)],
+        pytest.param("server", 5, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit_in_any_phase(form: str, stop: int):
+    straight, first, again = (job(replace(SMALL, form=form), shuffle=True) for _ in range(3))
+    for _ in range(stop):
+        first.step()
+    again.drawn = first.drawn
+    for old, new in zip(first.pipelines, again.pipelines, strict=True):
+        restore(new, snapshot(old))
+    for step in range(9):
+        want = straight.step().all_means()
+        if step >= stop:
+            assert [m.tobytes() for m in again.step().all_means()] == [m.tobytes() for m in want]
+    assert again.state() == straight.state()
+    np.testing.assert_array_equal(nets_of(again), nets_of(straight))
 
 
 @pytest.mark.parametrize("unit", [1.0, 3.0])
@@ -304,6 +339,11 @@ def test_the_loss_is_kept_and_said_once(caplog):
         {"least_parameters": True},
         {"feedback": 1},
         {"indices": "gzip"},
+        {"form": "star"},
+        {"innovation": 1.1},
+        {"innovation": True},
+        {"similarity": -1},
+        {"similarity": float("nan")},
     ],
 )
 def test_impossible_settings_are_refused(arguments):

@@ -402,31 +402,9 @@ def test_auto_is_a_policy():
     assert [c is not None for c in policy.adjustable(LAYERS)] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("choices", [(), "none", Quantize(4), ("none", "nonsense"), ("none", 4), ("none", "none"),
-                                     ("none", Warmup(Quantize(4), 10)), ("none", "dgc:density=0.01")])  # fmt: skip
-def test_choices_that_cannot_be(choices):
-    with pytest.raises(ConfigError):
-        Auto(choices)
-
-
 def test_momentum_must_not_come_and_go():
     with pytest.raises(ConfigError, match="momentum"):
         Simulation(LAYERS, Policy("dgc:density=0.01"), 2, controller=Auto())
-
-
-BAD_STEPS, BAD_SHARES = (0, 1.5, True, "5", None), (0, -0.1, float("nan"), float("inf"), True, "0.1", None)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[(name, value) for name in ("warmup_steps", "check_every") for value in BAD_STEPS],
-        *[(name, value) for name in ("hidden", "drift") for value in BAD_SHARES],
-    ],
-)
-def test_numbers_that_cannot_be(name, value):
-    with pytest.raises(ConfigError, match=name):
-        Auto(**{name: value})
 
 
 @pytest.mark.parametrize(

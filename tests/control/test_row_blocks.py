@@ -89,12 +89,6 @@ def test_wrapped_quantisers_are_divided_as_the_quantiser_is(own):
     assert candidates(LGreCo(10, blocks=8), own=own).layers.tolist() == [0] * 8 + [1] * 8 + [2, 3, 4]
 
 
-@pytest.mark.parametrize("blocks", [0, -1, 257, 2.0, True, "8", None])
-def test_impossible_numbers_of_blocks(blocks):
-    with pytest.raises(ConfigError):
-        LGreCo(10, blocks=blocks)
-
-
 @pytest.mark.parametrize("own", [Quantize((2, 4)), ErrorFeedback(Quantize((2, 4)))], ids=str)
 def test_levels_by_block_are_no_reference(own):
     with pytest.raises(ConfigError, match="single levels"):

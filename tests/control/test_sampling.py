@@ -162,12 +162,6 @@ def test_what_l_greco_does_by_default():
     assert KMeans(5, samples=3).sampled == 3
 
 
-@pytest.mark.parametrize("bad", [{"samples": 0}, {"samples": 1.5}, {"samples": 4, "window": 5}])
-def test_samples_that_cannot_be(bad):
-    with pytest.raises(ConfigError, match="samples"):
-        LGreCo(**bad)
-
-
 def embedding(step: int) -> list:
     """A layer of which two rows of 200 have a gradient, other ones in every step, and a dense one."""
     rng = np.random.default_rng(step)
