@@ -142,11 +142,17 @@ def _kind(a: Assignment) -> str:
     return "" if a.level is None else level_kind(a.compressor) or "level"
 
 
+def _points(rows: Rows, kind: str, family: str | None = None) -> list[tuple[int, float]]:
+    """Returns the layers' numbers and levels of this kind, of one compressor or of all."""
+    numbered = [(number, a) for number, a in enumerate(rows, 1) if family in (None, a.compressor)]
+    return [(number, level_number(a.level)) for number, a in numbered if _kind(a) == kind]
+
+
 def _draw_first(panel: Any, run: Run, rows: Rows, kind: str, legend: Legend) -> None:
     """Draws the run's first plan, unless it is the one that is shown."""
     first = _rows(run, run.plans[0])
     if kind and first != rows and any(_kind(a) == kind for a in first):
-        points = [(number, level_number(a.level)) for number, a in enumerate(first, 1) if _kind(a) == kind]
+        points = _points(first, kind)
         label = f"plan {run.plans[0].plan.version}, from step {run.plans[0].step}"
         lines = panel.step(*zip(*points, strict=True), where="mid", color=REFERENCE_COLOUR, linestyle="--")
         legend.setdefault(label, lines[0])
@@ -158,12 +164,7 @@ def _draw_levels(panel: Any, rows: Rows, kind: str, legend: Legend) -> None:
     single = len(rows) <= MARKED_LAYERS
     style = {"markersize": 4, "linewidth": 1.2} if single else {"markersize": 2, "linewidth": 0.6}
     for i, family in enumerate(sorted({a.compressor for a in rows if a.level is not None})):
-        points = [
-            (number, level_number(a.level))
-            for number, a in enumerate(rows, 1)
-            if a.compressor == family and _kind(a) == kind
-        ]
-        if points:
+        if points := _points(rows, kind, family):
             lines = panel.step(*zip(*points, strict=True), where="mid", **look(i) | style)
             legend[_entry(named[family], len(points))] = lines[0]
 

@@ -42,6 +42,7 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.compress import as_policy, from_string
+from gradcomp.compress.messages import Reply
 from gradcomp.contrib.lgc.autoencoder import Autoencoder
 from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.job.start import propose, refusal
@@ -378,42 +379,72 @@ def test_controllers_schedules_devices_and_a_late_begin_are_refused():
 # --- ranks that lie ---------------------------------------------------------------------------------------------
 
 HEADER = ByteHeader.size(2)
+LIES = [LayerSpec("a", (20, 20)), LayerSpec("b", (400,))]
+RING, SERVER = without_momentum(ends=False), without_momentum(ends=False, train_steps=0, form="server")
 
 
-def attempt(change) -> list[Exception | None]:
-    """Two layers, four values each; what rank 1 gets from rank 0 is changed."""
-    layers = [LayerSpec("a", (20, 20)), LayerSpec("b", (400,))]
+def attempt(compressor: LGC, leads: int, number: int, begin: int, stream: bytes) -> Exception | None:
+    """The error of rank 1, to which rank 0 sends an impossible stream in its message with this number.
+
+    Four values a layer, one innovation each. Both rounds have a message of sizes, and then one of payloads. ``leads``:
+    the rank that draws the indices. ``begin``: the payload's byte from which on the stream replaces it.
+    """
+    seen = 0
 
     def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
-        return change(message) if (source, destination) == (0, 1) else message
+        nonlocal seen
+        seen += (source, destination) == (0, 1)
+        if (source, destination) == (0, 1) and seen == number:
+            end = HEADER + len(payload_of(message))
+            room = end - HEADER - begin
+            message[HEADER + begin : end] = np.frombuffer(stream.ljust(room, b"\0")[:room], np.uint8)
+        return message
 
-    compressor = without_momentum(ends=False)
     for seed in range(20):
-        ranks = Simulation(layers, compressor, 2, tamper=tamper, reorder=False, config_seed=seed)
-        context = ranks.pipelines[0]._context()
-        if compressor.leader(context) == 0:
-            return ranks.attempt()
-    raise AssertionError("rank 0 never leads")
+        ranks = Simulation(LIES, compressor, 2, tamper=tamper, reorder=False, config_seed=seed)
+        if compressor.leader(ranks.pipelines[0]._context()) == leads:
+            return ranks.attempt()[1]
+    raise AssertionError("no such leader")
+
+
+def deflated(*gaps: int) -> bytes:
+    return zlib.compress(np.array(gaps, "<u4").tobytes())
 
 
 @pytest.mark.parametrize(
-    "stream",
+    ("compressor", "leads", "number", "begin", "stream"),
     [
-        zlib.compress(bytes(2**24)),  # a bomb
-        zlib.compress(np.array([1, 2, 1, 1, 1, 1, 1], "<u4").tobytes()),  # one too few
-        zlib.compress(np.array([1, 0, 1, 1, 1, 1, 1, 1], "<u4").tobytes()),  # not ascending
-        zlib.compress(np.array([1, 400, 1, 1, 1, 1, 1, 1], "<u4").tobytes()),  # out of range
-        b"no stream",
+        (RING, 0, 2, 0, zlib.compress(bytes(2**24))),
+        (RING, 0, 2, 0, deflated(1, 2, 1, 1, 1, 1, 1)),
+        (RING, 0, 2, 0, deflated(1, 0, 1, 1, 1, 1, 1, 1)),
+        (RING, 0, 2, 0, deflated(1, 400, 1, 1, 1, 1, 1, 1)),
+        (RING, 0, 2, 0, b"no stream"),
+        (SERVER, 0, 2, 4 * 4, b"no stream"),  # behind the code
+        (SERVER, 1, 4, 4 * 2, deflated(1)),
+        (SERVER, 1, 4, 4 * 2, deflated(0, 1)),
+        (SERVER, 1, 4, 4 * 2, deflated(401, 1)),
+        (SERVER, 1, 4, 4 * 2, deflated(1, 1, 1)),
+        (SERVER, 1, 4, 4 * 2, b"no"),
     ],
-    ids=["bomb", "too few", "not ascending", "out of range", "no stream"],
+    ids=[
+        *["bomb", "too few", "not ascending", "out of range", "no stream", "behind a code: no stream"],
+        *[
+            f"innovations: {what}"
+            for what in ("too few", "not ascending", "out of range", "too many", "none")
+        ],
+    ],
 )
-def test_impossible_indices_are_an_error(stream: bytes):
-    def change(message: np.ndarray) -> np.ndarray:
-        room = len(payload_of(message))
-        if room > 8:  # the announcement of the size is as long as that
-            message[HEADER : HEADER + room] = np.frombuffer(stream.ljust(room, b"\0")[:room], np.uint8)
-        return message
+def test_impossible_indices_are_an_error(compressor, leads: int, number: int, begin: int, stream: bytes):
+    error = attempt(compressor, leads, number, begin, stream)
+    assert isinstance(error, WireFormatError)
+    assert "rank 0 sent an impossible sparse payload" in str(error)
 
-    errors = attempt(change)
-    assert isinstance(errors[1], WireFormatError)
-    assert "rank 0" in str(errors[1])
+
+def test_less_than_a_code_is_an_error():
+    pipeline = Simulation(LIES, SERVER, 2).pipelines[1]
+    pipeline.lay_out()
+    (bucket,) = pipeline.layout.buckets
+    exchange = SERVER.exchange(bucket.groups[0], pipeline._context())
+    next(exchange)
+    with pytest.raises(WireFormatError, match="10 bytes, fewer than the 16 in front of the indices"):
+        exchange.send(Reply(np.zeros(2, np.uint8), np.zeros(10, np.uint8)))

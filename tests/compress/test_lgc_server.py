@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -21,11 +20,9 @@ from compress.learning import (
     without_momentum,
 )
 
-from gradcomp import LGC, LayerSpec, StateError, WireFormatError
-from gradcomp.compress.messages import Reply
+from gradcomp import LGC, StateError
 from gradcomp.contrib.lgc.server import Decoders
 from gradcomp.exchange.snapshot import merge, restore, snapshot
-from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import Simulation
 
@@ -190,76 +187,6 @@ def test_weights_of_no_number_of_ranks_are_refused():
     state.fields[kind]["a"] = state.fields[kind]["a"][:-5]
     with pytest.raises(StateError, match=f"missing {kind} of 'a'"):
         restore(job(SERVER, world=2).pipelines[0], state)
-
-
-# --- ranks that lie ---------------------------------------------------------------------------------
-
-
-HEADER = ByteHeader.size(2)
-LIES = [LayerSpec("a", (20, 20)), LayerSpec("b", (400,))]
-
-
-def attempt(leads: int, changes) -> Exception | None:
-    """Four values a layer, one innovation each; what rank 1 gets from rank 0 is changed, message by message.
-
-    Both rounds have a message of sizes, and then one of payloads. ``leads``: the rank that draws the indices. Returns
-    the error of rank 1.
-    """
-    seen = 0
-
-    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
-        nonlocal seen
-        if (source, destination) != (0, 1):
-            return message
-        seen += 1
-        return changes.get(seen, lambda message: message)(message)
-
-    compressor = server(ends=False, train_steps=0)
-    for seed in range(20):
-        ranks = Simulation(LIES, compressor, 2, tamper=tamper, reorder=False, config_seed=seed)
-        if leader_of(ranks, compressor) == leads:
-            return ranks.attempt()[1]
-    raise AssertionError("no such leader")
-
-
-def put(begin: int, stream: bytes):
-    """Put a stream into a payload, from a byte on to the end."""
-
-    def change(message: np.ndarray) -> np.ndarray:
-        end = HEADER + len(payload_of(message))
-        room = end - HEADER - begin
-        message[HEADER + begin : end] = np.frombuffer(stream.ljust(room, b"\0")[:room], np.uint8)
-        return message
-
-    return change
-
-
-STREAMS = {"too few": [1], "not ascending": [0, 1], "out of range": [401, 1], "too many": [1, 1, 1]}
-
-
-@pytest.mark.parametrize("kind", [*STREAMS, "no stream"])
-def test_impossible_innovations_are_an_error(kind: str):
-    stream = zlib.compress(np.array(STREAMS[kind], "<u4").tobytes()) if kind in STREAMS else b"no"
-    error = attempt(1, {4: put(4 * 2, stream)})
-    assert isinstance(error, WireFormatError)
-    assert "rank 0 sent an impossible sparse payload" in str(error)
-
-
-def test_impossible_indices_behind_a_code_are_an_error():
-    error = attempt(0, {2: put(4 * 4, b"no stream")})
-    assert isinstance(error, WireFormatError)
-    assert "rank 0 sent an impossible sparse payload" in str(error)
-
-
-def test_less_than_a_code_is_an_error():
-    compressor = server(ends=False, train_steps=0)
-    pipeline = Simulation(LIES, compressor, 2).pipelines[1]
-    pipeline.lay_out()
-    (bucket,) = pipeline.layout.buckets
-    exchange = compressor.exchange(bucket.groups[0], pipeline._context())
-    next(exchange)
-    with pytest.raises(WireFormatError, match="10 bytes, fewer than the 16 in front of the indices"):
-        exchange.send(Reply(np.zeros(2, np.uint8), np.zeros(10, np.uint8)))
 
 
 @pytest.mark.parametrize("refresh", [1, 4])

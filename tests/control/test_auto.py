@@ -108,14 +108,6 @@ def phase(ranks: Simulation) -> Phase:
 # --- decisions ----------------------------------------------------------------------------------------------
 
 
-def test_it_starts_without_compression(times):
-    ranks = job()
-    for _ in range(SETTLING_STEPS + 4):
-        assert travels(ranks) == ["none"] * 4
-        step(ranks, times)
-    assert times.asked == 0
-
-
 @pytest.mark.parametrize(
     ("beta", "seconds", "expected"),
     [
@@ -127,7 +119,11 @@ def test_it_starts_without_compression(times):
 def test_it_takes_what_hides_the_link(times, beta, seconds, expected):
     times.beta, times.step = beta, seconds
     ranks = job()
-    run(ranks, times, SETTLING_STEPS + 4 + 6)
+    for _ in range(SETTLING_STEPS + 4):
+        assert travels(ranks) == ["none"] * 4
+        step(ranks, times)
+    assert times.asked == 0
+    run(ranks, times, 6)
     assert phase(ranks) is Phase.CRUISE
     assert times.asked == 1
     assert travels(ranks) == expected

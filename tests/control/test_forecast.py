@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from gradcomp import Config, LayerSpec, PowerSGD, Quantize, TopK
-from gradcomp.compress import Cast, Compressor, Identity, from_string
-from gradcomp.compress.groups import Piece, pack
+from gradcomp.compress import Cast, Identity, from_string
+from gradcomp.compress.groups import Piece
 from gradcomp.control import Environment
 from gradcomp.control.forecast import (
     Forecast,
@@ -382,13 +382,3 @@ def test_a_link_that_hides_everything_is_left_as_measured():
     observed = observation(1e-13)
     job = observed_job(setting_of(MODEL), CHOICES[0], observed)
     assert fit_link(job, CHOICES[0], SPEEDS[0], observed.network, observed.step * 1.01) == 1.0
-
-
-def test_the_buckets_are_those_of_the_layout():
-    """What is predicted for is what the pipeline makes of the plan."""
-    for choice in CHOICES:
-        job = job_of(MODEL, [0.0] * len(MODEL), slice_elements=1 << 18)
-        compressors: list[Compressor] = assignment(job.environment, choice)
-        pieces = pack(MODEL, compressors, job.order, frozenset(), 1 << 18)
-        trips = plan_trips(job, choice, ENDLESS, link(1e-9))
-        assert [trip.layers for trip in trips] == [tuple(dict.fromkeys(p.layer for p in b)) for b in pieces]

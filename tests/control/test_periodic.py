@@ -181,12 +181,6 @@ def test_decisions_that_fail_or_do_not_exist_are_every_ranks_error(controller, e
         several_steps(ranks)
 
 
-def test_the_cap_on_memory_is_kept():
-    with pytest.raises(ConfigError, match="memory_bytes"):
-        Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(3, memory_bytes=100))
-    Simulation(LAYERS, Quantize(4, 32), 2, controller=Loudest(3, memory_bytes=2000))
-
-
 def test_layers_are_shared_out_by_size():
     owners = share_out({0: 100, 1: 60, 2: 50, 3: 0, 4: 1}, 2)
     assert owners == {0: 0, 1: 1, 2: 1, 4: 0, 3: 0}

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from control.golden_runs import GOLDEN, Run, whole, with_control
 from control.resumed import resumed, states_of
-from late import Late
+from late import After, Late
 from loudest import LAYERS, Loudest, levels
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.compress import at_level
-from gradcomp.control.base import at_once
 from gradcomp.control.candidates import CandidateLevels, layer_bytes
 from gradcomp.control.distortion import Budget
 from gradcomp.control.distortion.errors import errors
@@ -118,20 +117,8 @@ def test_low_rank_alone_is_measured_with_its_residual(compression, with_residual
         assert observed.norm[row] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
 
 
-class Slow:
-    """A background whose work is done after so many steps."""
-
-    def __init__(self, steps: float) -> None:
-        self.step, self.steps = 0, steps
-
-    def __call__(self, work):
-        future, due = at_once(work), self.step + self.steps
-        future.done = lambda: self.step >= due
-        return future
-
-
 def test_late_measuring_leaves_samples_out_and_never_mixes_them():
-    background = Slow(3)
+    background = After(3)
     ranks = Simulation(LAYERS, FOUR, 2, controller=Loudest(8, samples=8), background=background)
     for step in range(8):
         background.step = step
@@ -233,7 +220,7 @@ def test_a_table_of_other_choices_is_not_used():
     """A rank that looks after no layer holds no rows that could not fit: all begin anew."""
     layers = [LayerSpec("a", (40, 8)), LayerSpec("b", (0,))]
     old, new = (
-        Simulation(layers, FOUR, 2, controller=LGreCo(3, levels=given), background=Slow(np.inf))
+        Simulation(layers, FOUR, 2, controller=LGreCo(3, levels=given), background=After(np.inf))
         for given in ([2, 4, 8], [2, 3, 4, 6, 8])
     )
     for _ in range(5):
