@@ -281,6 +281,12 @@ def plans(ranks: Simulation) -> list:
     return [at_level(a.compressor, a.level) for a in ranks.pipelines[0].plan.assignments]
 
 
+def go_on(ranks: Simulation, steps: range) -> None:
+    for step in steps:
+        ranks.step(drawn(ranks, step))
+        plans(ranks)
+
+
 def sends(ranks: Simulation) -> list[str]:
     return [getattr(c, "send", "exact") for c in plans(ranks)]
 
@@ -507,15 +513,12 @@ def test_resumed_is_uninterrupted_bit_for_bit(per_layer: bool, tmp_path, monkeyp
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_another_number_of_ranks_goes_on(world: int):
     old, new = (Simulation(LAYERS, TopK(0.5), w, controller=SMALL) for w in (3, world))
-    for step in range(9):
-        old.step(drawn(old, step))
+    go_on(old, range(9))
     resumed(new, states_of(old))
     before, after = old.pipelines[0].controller.search, new.pipelines[-1].controller.search
     assert chosen(before) == chosen(after)
     assert before.gains.tobytes() == after.gains.tobytes()
-    for step in range(9, 20):
-        new.step(drawn(new, step))
-        plans(new)
+    go_on(new, range(9, 20))
     assert after.taken == 20
 
 
@@ -534,8 +537,7 @@ def test_from_another_controllers_state_it_begins_anew(caplog):
 
 def test_factors_that_are_none_here_begin_anew():
     old, new = (Simulation(LAYERS, TopK(0.5), 1, controller=c) for c in (SMALL, GraVAC(3, 12)))
-    for step in range(9):
-        old.step(drawn(old, step))
+    go_on(old, range(9))
     running = new.pipelines[0].controller
     running.restore(old.pipelines[0].controller.shared_state(), {})
     assert chosen(running.search) == (3, 3, 1)
@@ -547,8 +549,7 @@ def test_gains_of_another_form_begin_anew(caplog):
     old, new = (
         Simulation(LAYERS, TopK(0.5), 2, controller=replace(SMALL, gain=g)) for g in ("energy", "norm")
     )
-    for step in range(9):
-        old.step(drawn(old, step))
+    go_on(old, range(9))
     assert "gain" not in old.pipelines[0].controller.shared_state()
     resumed(new, states_of(old))
     line = "the checkpoint's gains are by energy, but gain='norm' is set: gains begin anew"
@@ -557,9 +558,7 @@ def test_gains_of_another_form_begin_anew(caplog):
     assert chosen(after) == chosen(before)
     assert np.isnan(after.gains[:, 1:]).all()
     assert np.isnan(after.throughput).all()
-    for step in range(9, 20):
-        new.step(drawn(new, step))
-        plans(new)
+    go_on(new, range(9, 20))
     assert after.taken == 20
     assert after.steps.sum() == 20
 
@@ -579,8 +578,7 @@ def test_gains_of_another_form_begin_anew(caplog):
 )
 def test_a_state_that_is_none_is_refused(change):
     ranks = Simulation(LAYERS, TopK(0.5), 1, controller=SMALL)
-    for step in range(5):
-        ranks.step(drawn(ranks, step))
+    go_on(ranks, range(5))
     running = ranks.pipelines[0].controller
     state = json.loads(json.dumps(running.shared_state()))
     change(state)

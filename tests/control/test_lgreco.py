@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from control.observed import environment_of
+from control.observed import environment_of, observations
 from control.resumed import resumed, states_of
 from late import Late
 from loudest import levels
@@ -29,7 +29,8 @@ QUANTIZE = [Quantize(4)] * 4
 
 def see(controller: LGreCo, compressors=QUANTIZE, layers=LAYERS, **given) -> PeriodObservations:
     """What a controller decides from: errors that fall with every further choice, larger for later layers."""
-    candidates = make_candidates(environment_of(layers, compressors), controller.candidates())
+    candidates = given.pop("candidates", None)
+    candidates = candidates or make_candidates(environment_of(layers, compressors), controller.candidates())
     generator = np.random.default_rng(given.pop("seed", 0))
     rows = len(layers)
     errors = np.full(candidates.costs.shape, np.inf)
@@ -37,20 +38,8 @@ def see(controller: LGreCo, compressors=QUANTIZE, layers=LAYERS, **given) -> Per
         drawn = np.sort(generator.random(len(choices)))[::-1] * (row + 1.0)
         by_cost = np.argsort(np.argsort(candidates.costs[row, : len(choices)], kind="stable"))
         errors[row, : len(choices)] = drawn[by_cost]
-    about = {
-        "step": 10,
-        "candidates": candidates,
-        "norm": np.arange(1.0, rows + 1),
-        "mean": np.zeros(rows),
-        "deviation": np.ones(rows),
-        "errors": errors,
-        "wire": np.zeros(rows),
-        "sent": np.ones(rows),
-        "position": np.arange(rows),
-        "current": candidates.reference.copy(),
-        "memory": controller.begin_memory(candidates),
-    }
-    return PeriodObservations(**{**about, **given})
+    about = {"norm": np.arange(1.0, rows + 1), "errors": errors, "sent": np.ones(rows)}
+    return observations(controller, candidates, **{**about, **given})
 
 
 def total(choices, values: np.ndarray) -> float:

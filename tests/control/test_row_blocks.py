@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from control.observed import environment_of
+from control.observed import environment_of, shared
 from control.resumed import after_step, check_resumed, resumed, states_of, without_times
 from loudest import levels
 
@@ -155,15 +155,11 @@ def decided(
 ) -> tuple[Simulation, PeriodObservations]:
     """Ranks after their first decision, and what it was made from."""
     ranks = Simulation(layers, own, world, controller=controller, **settings)
-    seen = None
-    for _ in range(3 * controller.every_steps):
+    seen, _ = shared(ranks, lambda _: uneven(ranks), 3 * controller.every_steps)
+    while ranks.pipelines[0].controller.observations is not None:
         ranks.step(uneven(ranks))
-        run = ranks.pipelines[0].controller
-        seen = seen or run.observations
-        if seen is not None and run.observations is None:
-            ranks.step(uneven(ranks))  # the plan is announced in one step and applies from the next
-            return ranks, seen
-    raise AssertionError("nothing was decided")
+    ranks.step(uneven(ranks))  # the plan is announced in one step and applies from the next
+    return ranks, seen
 
 
 def predicted(plan, world: int) -> float:

@@ -112,6 +112,7 @@ def test_string_forms_tell_ranks_apart_that_were_given_different_things():
         Linear(4, levels=[2, 4, 8], alpha=1.0),
         FixedPlan({"*": 4}),
         FixedPlan({"*": 8}),
+        *map(Schedule, ({0: 8}, {1: 8}, {0: 4}, {0: {"a": 8}}, {0: TopK(0.1)})),
     ]
     forms = {c.to_string() for c in controllers}
     assert len(forms) == len(controllers)

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from control.golden_runs import GOLDEN, Run, whole, with_control
+from control.observed import shared
 from control.resumed import resumed, states_of
 from late import After, Late
 from loudest import LAYERS, Loudest, levels
@@ -33,22 +34,9 @@ def test_samples_are_spread_over_the_period(every, samples):
     assert max(np.diff([-1, *steps, every])) <= -(-every // min(every, samples)) + 1
 
 
-def seen(controller, steps=20, compression=FOUR, layers=LAYERS, draw=None, world=2):
-    """What is decided from first, and the gradients of the steps until then."""
-    ranks = Simulation(layers, compression, world, controller=controller)
-    drawn = []
-    for step in range(steps):
-        drawn.append(ranks.gradients() if draw is None else draw(step))
-        ranks.step(drawn[-1])
-        found = [p.controller.observations for p in ranks.pipelines]
-        if found[0] is not None:
-            assert len({seen.errors.tobytes() for seen in found}) == 1
-            return found[0], drawn, ranks
-    raise AssertionError("nothing was shared")
-
-
 def test_tables_are_root_mean_squares_of_single_steps():
-    observed, drawn, ranks = seen(Loudest(9, samples=3))
+    ranks = Simulation(LAYERS, FOUR, 2, controller=Loudest(9, samples=3))
+    observed, drawn = shared(ranks)
     owners = share_out({i: LAYERS[i].size for i in range(4)}, 2)
     for row, layer in enumerate(observed.candidates.layers.tolist()):
         choices, spec = observed.candidates.choices[row], observed.candidates.specs[row]
@@ -76,7 +64,8 @@ def test_a_layer_without_a_gradient_is_averaged_over_the_samples_that_have_one()
     def draw(step):
         return Simulation(LAYERS, FOUR, 2, seed=step).gradients(absent=[3] if step == 1 else [])
 
-    observed, drawn, _ = seen(Loudest(4, samples=2), draw=draw)  # steps 1 and 3
+    ranks = Simulation(LAYERS, FOUR, 2, controller=Loudest(4, samples=2))  # steps 1 and 3
+    observed, drawn = shared(ranks, draw)
     owner = share_out({i: LAYERS[i].size for i in range(4)}, 2)[3]
     assert observed.norm[3] == pytest.approx(np.linalg.norm(drawn[3][owner][3]), rel=1e-5)
 
@@ -102,18 +91,16 @@ MATRICES = [LayerSpec("a", (24, 20)), LayerSpec("b", (16, 30))]
 )
 def test_low_rank_alone_is_measured_with_its_residual(compression, with_residual):
     ranks = Simulation(MATRICES, compression, 2, controller=Loudest(4, samples=1))  # step 2
-    left = {}
-    for step in range(8):
+    left = []
+
+    def draw(step):
         if step == 2:
-            left = {i: ranks.pipelines[i].residuals.first.value(i).copy() for i in range(2)}
-        gradients = ranks.gradients()
-        if step == 2:
-            sampled = gradients
-        ranks.step(gradients)
-        if (observed := ranks.pipelines[0].controller.observations) is not None:
-            break
+            left.extend(p.residuals.first.value(i).copy() for i, p in enumerate(ranks.pipelines))
+        return ranks.gradients()
+
+    observed, drawn = shared(ranks, draw)
     for row in range(2):  # layer i is looked after by rank i
-        expected = sampled[row][row] + (left[row] if with_residual else 0)
+        expected = drawn[2][row][row] + (left[row] if with_residual else 0)
         assert observed.norm[row] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
 
 
@@ -241,8 +228,11 @@ def test_zeros_that_are_not_sent_cost_nothing(world):
             rank[1][nonzero[step // 3 % 3] :] = 0
         return drawn
 
-    controller = Loudest(9, samples=3)  # steps 1, 4 and 7
-    observed, _, _ = seen(controller, compression=TopK(0.1), layers=layers, draw=draw, world=world)
+    def seen(compression):
+        controller = Loudest(9, samples=3)  # steps 1, 4 and 7
+        return shared(Simulation(layers, compression, world, controller=controller), draw)[0]
+
+    observed = seen(TopK(0.1))
     np.testing.assert_allclose(observed.nonzero, [2000, 80], rtol=1e-6)
     costs, of_all = observed.costs, observed.candidates.costs
     np.testing.assert_allclose(costs[0], of_all[0])
@@ -252,9 +242,7 @@ def test_zeros_that_are_not_sent_cost_nothing(world):
         expected = layer_bytes(TopK(sent / 2000), layers[1], Scheme("sra"), Topology.one_host(world))
         assert cost == pytest.approx(expected), choice
         assert cost <= full * (1 + 1e-12)
-    with_zeros, _, _ = seen(
-        controller, compression=TopK(0.1, zeros=True), layers=layers, draw=draw, world=world
-    )
+    with_zeros = seen(TopK(0.1, zeros=True))
     assert with_zeros.nonzero is None
     np.testing.assert_array_equal(with_zeros.costs, with_zeros.candidates.costs)
 
@@ -289,9 +277,5 @@ def test_a_checkpoint_without_counts_of_zeros_goes_on_with_them(monkeypatch):
     for states, chosen in saved.values():
         new = resumed(Simulation(LAYERS, TopK(0.1), 2, controller=LGreCo(4)), states)
         assert levels(new) == chosen
-        for _ in range(9):
-            new.step()
-            levels(new)
-            if (observed := new.pipelines[0].controller.observations) is not None:
-                break
+        observed, _ = shared(new, steps=9)
         assert observed.nonzero is not None
