@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gradcomp.contrib.information_plane import Plane
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.journal import Logged, Run
 from gradcomp.core.plan import EXACT, Assignment, level_kind, level_number, names, readable
-from gradcomp.core.strings import printable
 
 #: Okabe and Ito's colours, which people with colour vision deficiency can tell apart; the palest two are left out.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -61,8 +59,8 @@ Legend = dict[str, Any]  # label -> the artist of matplotlib that it names
 ENTROPY_COLOUR = "#777777"
 #: Number of layers that are drawn over steps.
 _SHOWN_LAYERS = 4
-#: Longest name in a legend.
-_NAME_LETTERS = 32
+#: Longest title, and name in the legend, of the information plane.
+_LEGEND_LETTERS = 32
 
 
 @contextmanager
@@ -132,7 +130,7 @@ def draw_profile(run: Run, shown: Logged, path: str | os.PathLike[str]) -> None:
 
 def _labels(run: Run) -> list[str]:
     """Returns the layers' names, or none if there are too many to fit."""
-    return [_short(layer.name) for layer in run.layers] if len(run.layers) <= NAMED_LAYERS else []
+    return [_text(layer.name) for layer in run.layers] if len(run.layers) <= NAMED_LAYERS else []
 
 
 def _rows(run: Run, logged: Logged) -> Rows:
@@ -144,11 +142,17 @@ def _kind(a: Assignment) -> str:
     return "" if a.level is None else level_kind(a.compressor) or "level"
 
 
+def _points(rows: Rows, kind: str, family: str | None = None) -> list[tuple[int, float]]:
+    """Returns the layers' numbers and levels of this kind, of one compressor or of all."""
+    numbered = [(number, a) for number, a in enumerate(rows, 1) if family in (None, a.compressor)]
+    return [(number, level_number(a.level)) for number, a in numbered if _kind(a) == kind]
+
+
 def _draw_first(panel: Any, run: Run, rows: Rows, kind: str, legend: Legend) -> None:
     """Draws the run's first plan, unless it is the one that is shown."""
     first = _rows(run, run.plans[0])
     if kind and first != rows and any(_kind(a) == kind for a in first):
-        points = [(number, level_number(a.level)) for number, a in enumerate(first, 1) if _kind(a) == kind]
+        points = _points(first, kind)
         label = f"plan {run.plans[0].plan.version}, from step {run.plans[0].step}"
         lines = panel.step(*zip(*points, strict=True), where="mid", color=REFERENCE_COLOUR, linestyle="--")
         legend.setdefault(label, lines[0])
@@ -160,12 +164,7 @@ def _draw_levels(panel: Any, rows: Rows, kind: str, legend: Legend) -> None:
     single = len(rows) <= MARKED_LAYERS
     style = {"markersize": 4, "linewidth": 1.2} if single else {"markersize": 2, "linewidth": 0.6}
     for i, family in enumerate(sorted({a.compressor for a in rows if a.level is not None})):
-        points = [
-            (number, level_number(a.level))
-            for number, a in enumerate(rows, 1)
-            if a.compressor == family and _kind(a) == kind
-        ]
-        if points:
+        if points := _points(rows, kind, family):
             lines = panel.step(*zip(*points, strict=True), where="mid", **look(i) | style)
             legend[_entry(named[family], len(points))] = lines[0]
 
@@ -231,13 +230,17 @@ def _title(run: Run, shown: Logged) -> str:
 
 
 def _entry(name: str, layers: int) -> str:
-    return f"{_short(name)}, {layers} layer{'s' * (layers != 1)}"
+    return f"{_text(name)}, {layers} layer{'s' * (layers != 1)}"
 
 
-def _short(name: str) -> str:
-    """Returns a name on one line. Names come from a file, and an unescaped dollar would begin a formula."""
-    short = name if len(name) <= NAME_LETTERS else name[: NAME_LETTERS - 1] + "…"
-    return readable(short).replace("$", r"\$")
+def _text(name: str, letters: int = NAME_LETTERS, begin: bool = True) -> str:
+    """Returns the beginning or the end of a name, on one line.
+
+    Names come from a file, and an unescaped dollar would begin a formula.
+    """
+    if len(name) > letters:
+        name = name[: letters - 1] + "…" if begin else "…" + name[1 - letters :]
+    return readable(name).replace("$", r"\$")
 
 
 def draw_information(
@@ -258,7 +261,7 @@ def draw_information(
             _over_steps(left, plane)
             _over_layers(right, plane)
             for panel in (left, right):
-                panel.set_title(_text(name))
+                panel.set_title(_text(name, _LEGEND_LETTERS, begin=False))
                 panel.set_ylabel("bits per element")
                 panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
                 panel.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -269,22 +272,15 @@ def _over_steps(panel: Any, plane: Plane) -> None:
     marker = "." if len(plane.steps) < 50 else ""
     whole_numbers(panel.xaxis)
     for colour, place in zip(COLOURS, places, strict=False):
-        lines: tuple[tuple[npt.NDArray[np.float64], str, str, str], ...] = (
-            (plane.mutual, "-", colour, _text(plane.layers[place].name)),
-            (plane.entropy, ":", colour, ""),
-            (plane.null, "--", REFERENCE_COLOUR, "shuffled" if place == places[-1] else ""),
-        )
-        for values, style, shade, label in lines:
-            width = 0.8 if shade == REFERENCE_COLOUR else 1.4
-            panel.plot(
-                plane.steps,
-                values[place],
-                style,
-                color=shade,
-                linewidth=width,
-                marker=marker,
-                label=label or None,
-            )
+        name = _text(plane.layers[place].name, _LEGEND_LETTERS, begin=False)
+        shuffled = "shuffled" if place == places[-1] else None
+        for values, style, shade, width, label in (
+            (plane.mutual, "-", colour, 1.4, name),
+            (plane.entropy, ":", colour, 1.4, None),
+            (plane.null, "--", REFERENCE_COLOUR, 0.8, shuffled),
+        ):
+            look_of_line = {"color": shade, "linewidth": width, "marker": marker, "label": label}
+            panel.plot(plane.steps, values[place], style, **look_of_line)
     panel.plot([], [], ":", color=ENTROPY_COLOUR, label="entropy")
     panel.set_xlabel("step")
 
@@ -301,9 +297,3 @@ def _over_layers(panel: Any, plane: Plane) -> None:
     panel.set_xlabel("number of the layer")
     panel.set_xlim(0.5, len(numbers) + 0.5)
     whole_numbers(panel.xaxis)
-
-
-def _text(name: str) -> str:
-    """Returns a name on one line, with dollars escaped, since they would begin a formula."""
-    short = name if len(name) <= _NAME_LETTERS else "…" + name[1 - _NAME_LETTERS :]
-    return printable(short).replace("$", r"\$")

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from gradcomp.compress.checks import check_whole
 from gradcomp.core.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -110,11 +111,7 @@ def coded(values: npt.NDArray[np.float64], bins: int, binning: Binning) -> Coded
     else:
         edges = np.quantile(values, np.arange(1, bins) / bins, method="inverted_cdf")
         codes = np.searchsorted(np.unique(edges), values, side="left")
-    return dense(codes, bins)
-
-
-def dense(codes: Codes, bins: int) -> Coded:
-    """Renumbers codes below ``bins`` without gaps."""
+    # Bins that hold no value get no number.
     if bins > _MOST_CELLS:
         _, codes, counts = np.unique(codes, return_inverse=True, return_counts=True)
         return Coded(codes.reshape(-1).astype(np.int64), counts)
@@ -225,17 +222,19 @@ def mutual_information(
     a, b = coded(left, count, binning), coded(right, count, binning)
     counts = joint_counts(a, b)
     entropy_x, entropy_y = (_entropy(each.counts, correction) for each in (a, b))
-    shuffled = [
-        entropy_x + entropy_y - joint for joint in _shuffled_joints(a, b, correction, shuffles, seed)
-    ] or [np.nan]
+    random, shuffled = np.random.default_rng(seed), []
+    for _ in range(shuffles):
+        joint = joint_counts(a, Coded(random.permutation(b.codes), b.counts))
+        shuffled.append(entropy_x + entropy_y - _entropy(joint, correction))
+    null = shuffled or [np.nan]
     return Information(
         elements=elements,
         bins=count,
         entropy_x=entropy_x,
         entropy_y=entropy_y,
         joint=_entropy(counts, correction),
-        null=float(np.mean(shuffled)),
-        null_deviation=float(np.std(shuffled)),
+        null=float(np.mean(null)),
+        null_deviation=float(np.std(null)),
         correlation=_correlation(left, right),
         x_bins=a.used,
         y_bins=b.used,
@@ -256,8 +255,7 @@ def check_correction(correction: Correction, shuffles: int) -> None:
     """Raises ConfigError for values that :func:`mutual_information` does not accept."""
     if correction not in get_args(Correction):
         raise ConfigError(f"correction must be none or miller-madow, got {correction!r}")
-    if isinstance(shuffles, bool) or not isinstance(shuffles, int) or shuffles < 0:
-        raise ConfigError(f"shuffles must be a whole number of at least 0, got {shuffles!r}")
+    check_whole("shuffles", shuffles, 0)
 
 
 def _entropy(counts: Counts, correction: Correction) -> float:
@@ -270,12 +268,6 @@ def _entropy(counts: Counts, correction: Correction) -> float:
     ordered = np.sort(counts).astype(np.float64)
     plain = max(0.0, float(np.log2(total) - (ordered * np.log2(ordered)).sum() / total))
     return plain + ((len(counts) - 1) / (2 * total * np.log(2)) if correction == "miller-madow" else 0.0)
-
-
-def _shuffled_joints(x: Coded, y: Coded, correction: Correction, shuffles: int, seed: int) -> list[float]:
-    random = np.random.default_rng(seed)
-    pairs = (Coded(random.permutation(y.codes), y.counts) for _ in range(shuffles))
-    return [_entropy(joint_counts(x, each), correction) for each in pairs]
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:

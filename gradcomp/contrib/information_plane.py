@@ -6,7 +6,7 @@ It is that of Abrahamyan et al. 2021 (LGC), Figures 3, 4 and 12.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import numpy.typing as npt
 from gradcomp.contrib.information import (
     Binning,
     Correction,
-    Information,
     bins_for,
     check_correction,
     correlation_for,
@@ -112,7 +111,9 @@ def information_plane(
         raise ConfigError("the recording has no layer of at least 2 elements")
     bins_for(2, bins, binning)
     settings: dict[str, Any] = {"bins": bins, "binning": binning, "correction": correction}
-    grids = {name: np.full((len(numbers), len(recording.steps)), np.nan) for name in _FOUND}
+    shape = len(numbers), len(recording.steps)
+    grids = np.full((5, *shape), np.nan)
+    entropy, other_entropy, joint, null, gaussian = grids
     calibration = np.full(len(numbers), np.nan)
     for row, number in enumerate(numbers):
         x, y = recording.of(number, first), recording.of(number, second)
@@ -121,10 +122,10 @@ def information_plane(
             found = mutual_information(
                 x[step], y[step], shuffles=shuffles, seed=_seed(seed, row, step), **settings
             )
-            for name, take in _FOUND.items():
-                grids[name][row, step] = take(found)
-        known = grids["gaussian"][row]
-        known = known[np.isfinite(known)]
+            # The information of equal vectors is infinite, so that a mean over steps would be too; NaN stays NaN.
+            finite = np.minimum(found.gaussian, gaussian_information(1 - 2.0**-24))
+            grids[:, row, step] = found.entropy_y, found.entropy_x, found.joint, found.null, finite
+        known = gaussian[row][np.isfinite(gaussian[row])]
         if len(known):
             draws = gaussian_pair(correlation_for(float(known.mean())), x.shape[1], _seed(seed, row, -1))
             calibration[row] = mutual_information(*draws, shuffles=0, **settings).mutual
@@ -133,25 +134,13 @@ def information_plane(
         elements=tuple(len(recording.sampling.positions[i]) for i in numbers),
         steps=recording.steps,
         pair=(first, second),
+        entropy=entropy,
+        other_entropy=other_entropy,
+        joint=joint,
+        null=null,
+        gaussian=gaussian,
         calibration=calibration,
-        **grids,
     )
-
-
-def _gaussian(found: Information) -> float:
-    """Returns a finite value also for equal vectors; NaN stays NaN."""
-    return float(np.minimum(found.gaussian, gaussian_information(1 - 2.0**-24)))
-
-
-#: Computes the fields of a plane from the information of one step.
-_FOUND = {
-    "entropy": lambda found: found.entropy_y,
-    "other_entropy": lambda found: found.entropy_x,
-    "joint": lambda found: found.joint,
-    "null": lambda found: found.null,
-    "gaussian": _gaussian,
-}
-assert _FOUND.keys() < {field.name for field in fields(Plane)}
 
 
 def _checked(recording: Recording, pair: tuple[int, int]) -> tuple[int, int]:

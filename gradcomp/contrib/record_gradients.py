@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gradcomp.compress.checks import check_flag, check_whole
 from gradcomp.contrib.recording import Floats, Kept, Sampling, matching, read, sample, write
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec
@@ -85,7 +86,8 @@ def record_gradients(
         exchanger = _exchanger_of(opt)
         sampling = sample(_chosen(exchanger.pipeline.layers, patterns), elements, seed)
         kept = Kept(every, _most_steps(sampling, ranks.size, limit_bytes))
-        return (exchanger, sampling, kept), _digest(sampling)
+        positions = b"".join(part.tobytes() for part in sampling.positions)
+        return (exchanger, sampling, kept), hashlib.sha256(positions).hexdigest()
 
     (exchanger, sampling, kept), digests = ranks.do("check", check)
     if len(set(digests)) > 1:
@@ -218,12 +220,9 @@ class GradientRecorder:
 def _check(path: Any, append: Any, **numbers: Any) -> None:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"path must be a path, got {path!r}")
-    least = {"every": 1, "elements": 2, "seed": 0, "limit_bytes": 1}
-    for name, value in numbers.items():
-        if type(value) is not int or value < least[name]:
-            raise ConfigError(f"{name} must be a whole number of at least {least[name]}, got {value!r}")
-    if not isinstance(append, bool):
-        raise ConfigError(f"append must be True or False, got {append!r}")
+    for name, least in {"every": 1, "elements": 2, "seed": 0, "limit_bytes": 1}.items():
+        check_whole(name, numbers[name], least)
+    check_flag("append", append)
 
 
 def _exchanger_of(opt: Any) -> Exchanger:
@@ -286,11 +285,6 @@ def _begun(path: Path, sampling: Sampling, empty: Kept, size: int, append: bool,
     except OSError as error:
         raise ConfigError(f"cannot write the recording {path}: {error.strerror or error}") from error
     return kept
-
-
-def _digest(sampling: Sampling) -> str:
-    content = b"".join(part.tobytes() for part in sampling.positions)
-    return hashlib.sha256(content).hexdigest()
 
 
 def _history(told: Any) -> tuple[int, list[int]]:

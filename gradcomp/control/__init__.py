@@ -4,8 +4,8 @@ from gradcomp.control.auto import Auto
 from gradcomp.control.base import Controller, ControllerRun, Environment, Step
 from gradcomp.control.gravac import GraVAC
 from gradcomp.control.grouped import Bayes, KMeans, Linear
-from gradcomp.control.levels import Decision, PeriodObservations
 from gradcomp.control.lgreco import LGreCo
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.periodic import Periodic
 from gradcomp.control.registry import controller_from_string
 from gradcomp.control.schedule import FixedPlan, Schedule

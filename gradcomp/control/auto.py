@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor, Identity
+from gradcomp.compress.checks import check_positive, check_whole
 from gradcomp.compress.policy import AUTO_CHOICES, EXACT, assign, resolve
 from gradcomp.control.base import Controller, Doubles, Environment, Step
 from gradcomp.control.distortion.round_trip import Rates, measure_rates
-from gradcomp.control.forecast import MARGIN, Observed, decide, slower
-from gradcomp.control.levels import check_count, check_number
+from gradcomp.control.forecast import MARGIN, Observed, assignment, decide, slower
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Plan, level_text, short_name
@@ -142,12 +142,11 @@ class AutoRun(PhasedRun[AutoState]):
 
         The other layers are exact; if the choice is summed over ranks, so are they, in the same exchange buckets.
         """
-        rows = list(super().plan(before).assignments)
-        exact = EXACT if self.compressors[self.current].traits.reduces else Identity()
+        rows = list(before.assignments)
         replaced = (EXACT.family_string(), Identity().family_string())
-        for i, layer in enumerate(self.environment.layers):
-            if i not in self.choices and layer.dtype != "float64" and rows[i].compressor in replaced:
-                rows[i] = assign(layer.name, exact)
+        for i, compressor in enumerate(assignment(self.environment, self.compressors[self.current])):
+            if i in self.choices or rows[i].compressor in replaced:
+                rows[i] = assign(rows[i].layer, compressor)
         return Plan(before.version + 1, tuple(rows))
 
     # -- observe and share -------------------------------------------------------------------------------------
@@ -435,10 +434,10 @@ class Auto(Controller):
                 reason = "it has a schedule, momentum or clipping"
                 raise ConfigError(f"{choice.to_string()} cannot be one of several choices: {reason}")
         object.__setattr__(self, "choices", resolved)
-        check_count("warmup_steps", self.warmup_steps)
-        check_count("check_every", self.check_every)
-        check_number("hidden", self.hidden, positive=True)
-        check_number("drift", self.drift, positive=True)
+        for name in ("warmup_steps", "check_every"):
+            check_whole(name, getattr(self, name))
+        for name in ("hidden", "drift"):
+            check_positive(name, getattr(self, name))
 
     @property
     def by_times(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import types
 import typing
@@ -54,7 +53,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[S], data: Any, name: str) -> S:
-    """Inverse of :func:`to_plain`; raises StateError, with the controller's ``name``, for anything else."""
+    """Inverse of :func:`to_plain`; raises StateError, with the controller's ``name``, for anything else.
+
+    Fields that have a default may be absent.
+    """
     try:
         found: S = _read(kind, data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -80,22 +82,15 @@ def _read(kind: Any, data: Any) -> Any:
         return tuple(_read(one, item) for one, item in zip(arguments, data, strict=True))
     if origin is dict:
         return {str(key): _read(arguments[1], one) for key, one in data.items()}
-    if is_dataclass(kind):
-        return _read_fields(kind, data)
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        given = [f.name for f in fields(kind) if f.name in data or f.default is MISSING]
+        return kind(**{name: _read(hints[name], data[name]) for name in given})
     if isinstance(kind, enum.EnumMeta):
         return kind[data]
-    return kind(data) if isinstance(data, str) == (kind is str) else _refuse(kind, data)
-
-
-def _read_fields(kind: Any, data: Mapping[str, Any]) -> Any:
-    """Converts plain data to a dataclass; fields that have a default may be absent."""
-    hints = typing.get_type_hints(kind)
-    given = [f.name for f in fields(kind) if f.name in data or f.default is MISSING]
-    return kind(**{name: _read(hints[name], data[name]) for name in given})
-
-
-def _refuse(kind: Any, data: Any) -> Any:
-    raise TypeError(f"expected {kind.__name__}, got {data!r}")
+    if isinstance(data, str) != (kind is str):
+        raise TypeError(f"expected {kind.__name__}, got {data!r}")
+    return kind(data)
 
 
 def at_once(work: Callable[[], Any]) -> Future[Any]:
@@ -287,14 +282,12 @@ class Controller(ABC):
 
     def to_string(self) -> str:
         """Returns ``name(field=value, ...)``: equal on ranks that agree, and shown in logs."""
-        fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        return f"{self.name}({', '.join(f'{name}={_text(value)}' for name, value in fields)})"
+        given = ", ".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))
+        return f"{self.name}({given})"
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, Compressor):
-        return value.to_string()
-    if isinstance(value, Controller):
+    if isinstance(value, Compressor | Controller):
         return value.to_string()
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(_text, value)) + "]"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
 from gradcomp.compress import Compressor, PowerSGD, Quantize, TopK, from_string
 from gradcomp.compress.blocks import borders, count_for, unit_of
+from gradcomp.compress.checks import is_number
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.compress.lowrank.base import LowRank, clamped_rank
 from gradcomp.compress.messages import Broadcast, Reduce, Sum
@@ -30,6 +32,8 @@ from gradcomp.reduce.model import Load
 Candidate: TypeAlias = "Level | Compressor | str"
 #: What a user may give as ``levels=``: candidates, or :data:`HYBRID`.
 Candidates: TypeAlias = "Sequence[Candidate] | str"
+#: The candidates of all layers, or a function that returns those of one; None stands for the default ranges.
+CandidatesByLayer: TypeAlias = "Candidates | Callable[[LayerSpec, Compressor], Candidates] | None"
 
 #: Names thirteen levels of three families, which differ between convolutions and matrices, as in the benchmarks.
 HYBRID = "hybrid"
@@ -198,11 +202,7 @@ class CandidateLevels:
 
 
 def make_candidates(
-    environment: Environment,
-    candidates: Candidates | Callable[[LayerSpec, Compressor], Candidates] | None,
-    *,
-    wide: bool = False,
-    blocks: int = 1,
+    environment: Environment, candidates: CandidatesByLayer, *, wide: bool = False, blocks: int = 1
 ) -> CandidateLevels:
     """Returns the choices of every layer: ``candidates``, or what that returns for the layer, or a default range.
 
@@ -252,10 +252,7 @@ def _item(layer: LayerSpec, size: int) -> LayerSpec:
 
 
 def choices_of(
-    layer: LayerSpec,
-    own: Compressor,
-    candidates: Candidates | Callable[[LayerSpec, Compressor], Candidates] | None,
-    wide: bool = False,
+    layer: LayerSpec, own: Compressor, candidates: CandidatesByLayer, wide: bool = False
 ) -> tuple[Compressor, ...]:
     """Returns one layer's choices in the order given; its own compressor comes last if it was not among them."""
     _check_single(own)
@@ -267,7 +264,8 @@ def choices_of(
         levels = hybrid_levels(layer)
     else:
         levels = candidates
-        _check_candidates(own, levels)
+        check_levels(levels)
+        _check_range(own, levels)
     choices: dict[Compressor, None] = {}
     sent_exactly = False
     for candidate in levels:
@@ -286,6 +284,36 @@ def choices_of(
 def _check_single(choice: Compressor) -> None:
     if isinstance(choice.level, tuple):
         raise ConfigError(f"a controller chooses between single levels per layer, got {choice.to_string()}")
+
+
+def checked(choice: Any, what: str) -> int | float | Compressor:
+    """Returns a level or a compressor, parsed from its string form if need be; errors begin with ``what``."""
+    if isinstance(choice, str):
+        choice = from_string(choice)
+    if isinstance(choice, Compressor):
+        if choice.changes:
+            raise ConfigError(f"{what} must not be a schedule itself, got {choice.to_string()}")
+        return choice
+    if not is_number(choice) or not math.isfinite(choice):
+        raise ConfigError(f"{what} must be a level, a compressor or a string form, got {choice!r}")
+    return choice
+
+
+def text(choice: int | float | Compressor) -> str | int | float:
+    """Returns the choice as JSON holds it: the inverse of :func:`checked`."""
+    return choice.to_string() if isinstance(choice, Compressor) else choice
+
+
+def check_levels(levels: Candidates | None) -> None:
+    """Raises ConfigError for levels that no layer can have; the layers' own checks come later."""
+    if levels is None or levels == HYBRID:
+        return
+    if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
+        raise ConfigError(
+            f"levels must be a sequence of levels or compressors, and not empty, or {HYBRID!r}, got {levels!r}"
+        )
+    for level in levels:
+        checked(level, "each of the levels")
 
 
 def resolve(own: Compressor, candidate: Candidate) -> Compressor:
@@ -335,15 +363,9 @@ def _possible(own: Compressor, level: Level) -> bool:
     return True
 
 
-def _check_candidates(own: Compressor, candidates: Candidates) -> None:
-    if not candidates:
-        raise ConfigError("levels must not be empty")
-    if isinstance(candidates, str):
-        raise ConfigError(f"levels must be levels, compressors or the word {HYBRID!r}, got {candidates!r}")
-    numbers = [c for c in candidates if isinstance(c, int | float) and not isinstance(c, bool)]
-    if len(numbers) + sum(isinstance(c, Compressor | str) for c in candidates) != len(candidates):
-        raise ConfigError(f"levels must be levels, compressors or string forms, got {list(candidates)!r}")
-    level = own.level
+def _check_range(own: Compressor, candidates: Candidates) -> None:
+    """Raises ConfigError unless levels that are numbers lie on both sides of the layer's own level."""
+    numbers, level = [candidate for candidate in candidates if is_number(candidate)], own.level
     if numbers:
         if not isinstance(level, int | float):
             raise ConfigError(

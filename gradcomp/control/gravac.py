@@ -12,13 +12,19 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
-from gradcomp.compress.checks import check_flag, check_word
+from gradcomp.compress.checks import (
+    check_flag,
+    check_number,
+    check_positive,
+    check_whole,
+    check_word,
+    is_number,
+)
 from gradcomp.compress.policy import assign
 from gradcomp.compress.sparse import two_level_selection as selection
 from gradcomp.compress.sparse.base import elements_at
 from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Numbers, Step
 from gradcomp.control.gravac_search import Search, SearchState
-from gradcomp.control.levels import check_count, check_number
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Assignment, Plan
 from gradcomp.core.vectors import Floats
@@ -304,17 +310,16 @@ class GraVAC(Controller):
     gain: str = NORM
 
     def __post_init__(self) -> None:
-        for name in ("minimum", "maximum", "epsilon", "omega"):
-            check_number(name, getattr(self, name))
+        for name in ("minimum", "maximum"):
+            check_positive(name, getattr(self, name))
         if self.minimum < 1:
             raise ConfigError(f"minimum is a compression factor of at least 1, got {self.minimum!r}")
         if self.maximum < self.minimum:
             raise ConfigError(f"maximum must be at least the minimum {self.minimum!r}, got {self.maximum!r}")
-        if not 0 < self.epsilon <= 1:
-            raise ConfigError(f"epsilon must be in (0, 1], got {self.epsilon!r}")
-        check_count("window", self.window)
-        if self.omega < 0:
-            raise ConfigError(f"omega must not be negative, got {self.omega!r}")
+        check_number("epsilon", self.epsilon, "(0, 1]")
+        check_whole("window", self.window)
+        if not is_number(self.omega) or not 0 <= self.omega < math.inf:
+            raise ConfigError(f"omega must be a finite number of at least 0, got {self.omega!r}")
         check_word("policy", self.policy, ("exponential", "geometric"))
         check_word("gain", self.gain, (NORM, ENERGY))
         check_flag("per_layer", self.per_layer)
@@ -332,10 +337,13 @@ class GraVAC(Controller):
             exponent = 2 * exponent if self.policy == "exponential" else exponent + 1
         return tuple(found)
 
-    def begin(self, environment: Environment) -> ControllerRun:
-        rows = len(environment.controlled) if self.per_layer else 1
+    def search(self, world: int, rows: int) -> Search:
+        """Returns a search over the candidates, for as many rows, that has not begun."""
         factors = (1.0, *(factor for factor in self.candidates if factor > 1))
         first, by_norm = factors.index(float(self.minimum)), self.gain == NORM
-        rules = self.epsilon, self.window, self.omega, by_norm
-        search = Search(factors, first, environment.world, rows, *rules)
+        return Search(factors, first, world, rows, self.epsilon, self.window, self.omega, by_norm)
+
+    def begin(self, environment: Environment) -> ControllerRun:
+        rows = len(environment.controlled) if self.per_layer else 1
+        search = self.search(environment.world, rows)
         return GraVACRun(self.name, environment, search, self.per_layer)

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from gradcomp.compress.checks import check_positive, check_whole
 from gradcomp.control.base import Doubles, Numbers
-from gradcomp.control.candidates import CandidateLevels, Candidates
-from gradcomp.control.levels import Decision, PeriodObservations, check_count, check_levels, check_number
+from gradcomp.control.candidates import CandidateLevels, Candidates, check_levels
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.periodic import Periodic
 from gradcomp.core.errors import ConfigError
 
@@ -37,7 +38,7 @@ class Grouped(Periodic):
         super().__post_init__()
         check_levels(self.levels)
         if self.alpha is not None:
-            check_number("alpha", self.alpha, positive=True)
+            check_positive("alpha", self.alpha)
 
     @property
     def needs_errors(self) -> bool:
@@ -154,8 +155,7 @@ class KMeans(Grouped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clusters is not None:
-            check_count("clusters", self.clusters)
+        check_whole("clusters", self.clusters, or_none=True)
 
     def groups(self, observed: PeriodObservations) -> Sequence[Numbers]:
         """Returns the clusters of Algorithm 3.1 in their order."""
@@ -211,12 +211,10 @@ class Bayes(Grouped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("alpha", self.alpha, positive=True)
-        check_count("trials", self.trials)
-        if self.clusters is not None:
-            check_count("clusters", self.clusters)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 32:
-            raise ConfigError(f"seed must be a whole number from 0 to 2^32 - 1, got {self.seed!r}")
+        check_positive("alpha", self.alpha)
+        check_whole("trials", self.trials)
+        check_whole("clusters", self.clusters, or_none=True)
+        check_whole("seed", self.seed, 0, (1 << 32) - 1)
         if importlib.util.find_spec("optuna") is None:
             raise ConfigError("Bayes needs Optuna: pip install 'gradcomp[bayes]'")
 

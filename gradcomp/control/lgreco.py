@@ -9,18 +9,19 @@ from typing import ClassVar
 import numpy as np
 
 from gradcomp.compress import Compressor
-from gradcomp.compress.checks import check_flag, check_word
+from gradcomp.compress.checks import check_flag, check_positive, check_whole, check_word
 from gradcomp.control.base import Doubles, Environment, Numbers
 from gradcomp.control.candidates import (
     HYBRID,
     CandidateLevels,
     Candidates,
+    check_levels,
     default_levels,
     hybrid_levels,
     make_candidates,
     resolve,
 )
-from gradcomp.control.levels import Decision, PeriodObservations, check_count, check_levels, check_number
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.periodic import Periodic
 from gradcomp.control.two_levels import NEVER, Accordion, remembered
 from gradcomp.core.errors import ConfigError
@@ -122,9 +123,9 @@ class LGreCo(Periodic):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_levels(self.levels)
-        check_number("alpha", self.alpha, positive=True)
-        check_count("buckets", self.buckets, most=_MOST_BUCKETS)
-        check_count("blocks", self.blocks, most=MOST_BLOCKS)
+        check_positive("alpha", self.alpha)
+        check_whole("buckets", self.buckets, most=_MOST_BUCKETS)
+        check_whole("blocks", self.blocks, most=MOST_BLOCKS)
         check_word("objective", self.objective, ("bytes", "time", "position"))
         if self.metric is not None:
             check_word("metric", self.metric, ("norm", "squared", "adam"))

@@ -12,9 +12,9 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
+from gradcomp.compress.checks import check_whole
 from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Mask, Numbers, Step
 from gradcomp.control.candidates import CandidateLevels, Candidates, crowded_ends, goes_on, make_candidates
-from gradcomp.control.levels import Decision, PeriodObservations, check_count
 from gradcomp.control.measurement import (
     COLUMNS,
     Gathering,
@@ -25,6 +25,7 @@ from gradcomp.control.measurement import (
     measure,
     share_out,
 )
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Level
@@ -105,7 +106,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         own = {name: i for name, i in self._numbers.items() if owners[i] == environment.rank and sizes[i]}
         gathers = set(own.values())
         sizes_here = [sizes[i] if i in gathers else 0 for i in range(len(environment.layers))]
-        share = Share(environment, own, sizes_here, self._measure_timed, cap)
+        share = Share(environment, own, sizes_here, self._measure, cap)
         every = controller.every_steps
         gathering = kind(share, every, controller.sampled or controller.window or every)
         gathering.range_over(candidates, self._width)
@@ -176,13 +177,13 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     def measuring(self) -> Callable[[], Doubles]:
         return self._gathering.measuring()
 
-    def _measure_timed(self, values: Mapping[int, Vector], left: int | None) -> Doubles:
-        return self._timed("measure", lambda: self._measure(values, left))
-
     def _measure(self, values: Mapping[int, Vector], memory_bytes: int | None) -> Doubles:
         environment = self.environment
-        return measure(
-            self.candidates, values, self._width, environment.seed, environment.device, memory_bytes
+        return self._timed(
+            "measure",
+            lambda: measure(
+                self.candidates, values, self._width, environment.seed, environment.device, memory_bytes
+            ),
         )
 
     def row(self, measured: Doubles) -> Doubles:
@@ -381,10 +382,9 @@ class Periodic(Controller):
     memory_bytes: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "window", "samples", "memory_bytes"):
-            value = getattr(self, name)
-            if name == "every_steps" or value is not None:
-                check_count(name, value)
+        check_whole("every_steps", self.every_steps)
+        for name in ("window", "samples", "memory_bytes"):
+            check_whole(name, getattr(self, name), or_none=True)
         if self.window is not None and self.samples is not None:
             raise ConfigError(
                 f"window={self.window} adds gradients up and samples={self.samples} measures single steps: give one"

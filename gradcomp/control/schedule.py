@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 from gradcomp.compress import Compressor, from_string
 from gradcomp.compress.policy import assigned
 from gradcomp.control.base import Controller, ControllerRun, Environment, Step
-from gradcomp.control.candidates import Candidate, resolve
-from gradcomp.control.levels import checked, text
+from gradcomp.control.candidates import Candidate, checked, resolve, text
 from gradcomp.core.errors import ConfigError, GradcompError, StateError, WireFormatError
 from gradcomp.core.plan import Plan
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 
 from gradcomp.compress import Compressor
-from gradcomp.compress.checks import is_number
+from gradcomp.compress.checks import check_number, check_positive, is_number
 from gradcomp.control.base import ControllerRun, Doubles, Environment, Mask
-from gradcomp.control.candidates import Candidate, CandidateLevels, make_candidates, resolve
-from gradcomp.control.levels import Decision, PeriodObservations, check_number, checked
+from gradcomp.control.candidates import Candidate, CandidateLevels, checked, make_candidates, resolve
+from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.periodic import Periodic, PeriodicRun
 from gradcomp.core.errors import ConfigError
 
@@ -26,6 +25,9 @@ class TwoLevels(Periodic):
 
     Of ``compression=`` only the family is used, not the level: choices go from ``low``, first, to ``high``, last.
     """
+
+    #: The field with the choice of all layers until the first decision.
+    START: ClassVar[str]
 
     every_steps: int = field(kw_only=True)
     low: Candidate
@@ -41,20 +43,15 @@ class TwoLevels(Periodic):
         if low == high:
             raise ConfigError(f"low and high must differ, got {self.low!r} twice")
 
-    @property
-    @abstractmethod
-    def start(self) -> Candidate:
-        """Returns the choice of all layers until the first decision."""
-
     def candidates(self) -> list[Candidate]:
         return [self.low, self.high]
 
     def candidate_levels(self, environment: Environment) -> CandidateLevels:
-        """Returns the candidates, with :attr:`start` as reference.
+        """Returns the candidates, with the one of :attr:`START` as reference.
 
         ConfigError if low compression sends less than high.
         """
-        begin = checked(self.start, "start")
+        begin = getattr(self, self.START)
         own = [None if c is None else resolve(c, begin) for c in environment.compressors]
         candidates = make_candidates(replace(environment, compressors=own), self.candidates())
         sent = [candidates.bytes_of(row) for row in range(len(candidates.choices))]
@@ -66,7 +63,7 @@ class TwoLevels(Periodic):
         return candidates
 
     def begin(self, environment: Environment) -> ControllerRun:
-        """Returns a run whose layers begin at :attr:`start`, whatever the plan says."""
+        """Returns a run whose layers begin at the choice of :attr:`START`, whatever the plan says."""
         running = PeriodicRun(self, environment)
         running.choose()
         return running
@@ -124,23 +121,15 @@ class Accordion(TwoLevels):
     """
 
     name: ClassVar[str] = "accordion"
+    START: ClassVar[str] = "low"  # the first period is critical
 
     eta: float = 0.5
     rate_fall: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("eta", self.eta, positive=True)
-        check_number("rate_fall", self.rate_fall, positive=True)
-        if self.rate_fall > 1:
-            raise ConfigError(
-                f"rate_fall is a fraction of the learning rate, at most 1, got {self.rate_fall!r}"
-            )
-
-    @property
-    def start(self) -> Candidate:
-        """Returns ``low``, since the first period is critical."""
-        return self.low
+        check_positive("eta", self.eta)
+        check_number("rate_fall", self.rate_fall, "(0, 1]")
 
     def begin_memory(self, candidates: CandidateLevels) -> Doubles:
         return np.full(len(candidates.layers), NEVER)
@@ -195,6 +184,7 @@ class AdaQS(TwoLevels):
     """
 
     name: ClassVar[str] = "adaqs"
+    START: ClassVar[str] = "high"
 
     factor: float = 0.5
 
@@ -203,10 +193,6 @@ class AdaQS(TwoLevels):
         if not is_number(self.factor) or not 0 < self.factor < 1:
             raise ConfigError(f"factor must be between 0 and 1, got {self.factor!r}")
         self.candidates()
-
-    @property
-    def start(self) -> Candidate:
-        return self.high
 
     def candidates(self) -> list[Candidate]:
         """Returns the levels from ``low`` to ``high``, each half of the one before."""

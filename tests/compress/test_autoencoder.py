@@ -8,10 +8,18 @@ import torch
 from torch.nn import functional as F
 
 from gradcomp.contrib.lgc import autoencoder as autoencoder_module
-from gradcomp.contrib.lgc.autoencoder import Autoencoder, exact_product
+from gradcomp.contrib.lgc.autoencoder import Autoencoder, product, whole
 from gradcomp.contrib.lgc.server import Decoders
 
 TOLERANCE = 1e-5
+
+
+def exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return product(whole(a, a.shape[1]), whole(b, a.shape[1]))
+
+
+def weights_of(net: Autoencoder) -> np.ndarray:
+    return net.first_weights(3)
 
 
 def tensors(net: Autoencoder, weights: np.ndarray) -> list[torch.Tensor]:

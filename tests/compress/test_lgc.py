@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,6 @@ from compress.learning import (
     SMALL,
     A,
     B,
-    check_resumed,
     job,
     largest,
     nets_of,
@@ -42,6 +42,7 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.compress import as_policy, from_string
+from gradcomp.compress.messages import Reply
 from gradcomp.contrib.lgc.autoencoder import Autoencoder
 from gradcomp.exchange.snapshot import merge, restore, snapshot
 from gradcomp.job.start import propose, refusal
@@ -92,9 +93,19 @@ def test_steps_that_are_skipped_count_teach_nothing_and_spoil_no_other_layer():
     assert np.isfinite(outcome.mean(A)).all()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_ranks_stay_identical_through_all_phases(world: int):
-    ranks = job(LGC(0.01, warmup_steps=5, train_steps=25, least_parameters=0), world, shuffle=True, delay=0.2)
+@pytest.mark.parametrize(
+    ("form", "train_steps", "world"),
+    [
+        *[("ring", 25, 2), ("server", 10, 3)],
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [("ring", 25, 3), ("server", 10, 2), ("server", 10, 4)]
+        ),
+    ],
+)
+def test_ranks_stay_identical_through_all_phases(form: str, train_steps: int, world: int):
+    compressor = replace(SMALL, form=form, warmup_steps=5, train_steps=train_steps)
+    ranks = job(compressor, world, shuffle=True, delay=0.2)
     for step in range(60):
         absent = [A] if step in (7, 40, 41, 42, 43) else []
         ranks.step(ranks.gradients(absent), commit=step not in (12, 33)).all_means()
@@ -106,7 +117,9 @@ def test_the_settings_of_the_paper_are_the_defaults():
     default = LGC()
     assert default.changes == (200, 500)
     assert (default.density, default.momentum_factor, default.learning_rate) == (0.001, 0.9, 0.001)
+    assert (default.innovation, default.similarity) == (0.1, 0.5)
     assert from_string("lgc") == default
+    assert from_string("lgc:form=server") == LGC(form="server")
     assert default.at_step(199).traits.exact
     assert default.at_step(199).traits.momentum == 0.9
     assert default.at_step(200) == LGC(warmup_steps=0)
@@ -235,9 +248,14 @@ def test_the_order_in_which_gradients_come_changes_nothing():
 # --- what is kept -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"form": "server"}, pytest.param({"form": "server", "innovation": 0.0}, marks=pytest.mark.full)],
+    ids=["ring", "server", "server without innovations"],
+)
 @pytest.mark.parametrize("feedback", [True, False])
-def test_what_was_not_applied_is_owed_only_with_feedback(feedback: bool):
-    ranks = job(without_momentum(train_steps=2, feedback=feedback), 3)
+def test_what_was_not_applied_is_owed_only_with_feedback(feedback: bool, settings):
+    ranks = job(without_momentum(train_steps=2, feedback=feedback, **settings), 3)
     missing = [np.zeros(layer.size) for layer in LAYERS]
     for step in range(8):
         gradients = ranks.gradients()
@@ -248,9 +266,27 @@ def test_what_was_not_applied_is_owed_only_with_feedback(feedback: bool):
             assert telescopes == (feedback or layer == LAST or step < 2), (step, layer)
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5, 7])
-def test_a_run_goes_on_in_any_phase(stop: int):
-    check_resumed(SMALL, stop)
+@pytest.mark.parametrize(
+    ("form", "stop"),
+    [
+        *[("ring", stop) for stop in (1, 3, 5, 7)],
+        *[("server", stop) for stop in (3, 7)],
+        pytest.param("server", 5, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit_in_any_phase(form: str, stop: int):
+    straight, first, again = (job(replace(SMALL, form=form), shuffle=True) for _ in range(3))
+    for _ in range(stop):
+        first.step()
+    again.drawn = first.drawn
+    for old, new in zip(first.pipelines, again.pipelines, strict=True):
+        restore(new, snapshot(old))
+    for step in range(9):
+        want = straight.step().all_means()
+        if step >= stop:
+            assert [m.tobytes() for m in again.step().all_means()] == [m.tobytes() for m in want]
+    assert again.state() == straight.state()
+    np.testing.assert_array_equal(nets_of(again), nets_of(straight))
 
 
 @pytest.mark.parametrize("unit", [1.0, 3.0])
@@ -304,6 +340,11 @@ def test_the_loss_is_kept_and_said_once(caplog):
         {"least_parameters": True},
         {"feedback": 1},
         {"indices": "gzip"},
+        {"form": "star"},
+        {"innovation": 1.1},
+        {"innovation": True},
+        {"similarity": -1},
+        {"similarity": float("nan")},
     ],
 )
 def test_impossible_settings_are_refused(arguments):
@@ -338,42 +379,72 @@ def test_controllers_schedules_devices_and_a_late_begin_are_refused():
 # --- ranks that lie ---------------------------------------------------------------------------------------------
 
 HEADER = ByteHeader.size(2)
+LIES = [LayerSpec("a", (20, 20)), LayerSpec("b", (400,))]
+RING, SERVER = without_momentum(ends=False), without_momentum(ends=False, train_steps=0, form="server")
 
 
-def attempt(change) -> list[Exception | None]:
-    """Two layers, four values each; what rank 1 gets from rank 0 is changed."""
-    layers = [LayerSpec("a", (20, 20)), LayerSpec("b", (400,))]
+def attempt(compressor: LGC, leads: int, number: int, begin: int, stream: bytes) -> Exception | None:
+    """The error of rank 1, to which rank 0 sends an impossible stream in its message with this number.
+
+    Four values a layer, one innovation each. Both rounds have a message of sizes, and then one of payloads. ``leads``:
+    the rank that draws the indices. ``begin``: the payload's byte from which on the stream replaces it.
+    """
+    seen = 0
 
     def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
-        return change(message) if (source, destination) == (0, 1) else message
+        nonlocal seen
+        seen += (source, destination) == (0, 1)
+        if (source, destination) == (0, 1) and seen == number:
+            end = HEADER + len(payload_of(message))
+            room = end - HEADER - begin
+            message[HEADER + begin : end] = np.frombuffer(stream.ljust(room, b"\0")[:room], np.uint8)
+        return message
 
-    compressor = without_momentum(ends=False)
     for seed in range(20):
-        ranks = Simulation(layers, compressor, 2, tamper=tamper, reorder=False, config_seed=seed)
-        context = ranks.pipelines[0]._context()
-        if compressor.leader(context) == 0:
-            return ranks.attempt()
-    raise AssertionError("rank 0 never leads")
+        ranks = Simulation(LIES, compressor, 2, tamper=tamper, reorder=False, config_seed=seed)
+        if compressor.leader(ranks.pipelines[0]._context()) == leads:
+            return ranks.attempt()[1]
+    raise AssertionError("no such leader")
+
+
+def deflated(*gaps: int) -> bytes:
+    return zlib.compress(np.array(gaps, "<u4").tobytes())
 
 
 @pytest.mark.parametrize(
-    "stream",
+    ("compressor", "leads", "number", "begin", "stream"),
     [
-        zlib.compress(bytes(2**24)),  # a bomb
-        zlib.compress(np.array([1, 2, 1, 1, 1, 1, 1], "<u4").tobytes()),  # one too few
-        zlib.compress(np.array([1, 0, 1, 1, 1, 1, 1, 1], "<u4").tobytes()),  # not ascending
-        zlib.compress(np.array([1, 400, 1, 1, 1, 1, 1, 1], "<u4").tobytes()),  # out of range
-        b"no stream",
+        (RING, 0, 2, 0, zlib.compress(bytes(2**24))),
+        (RING, 0, 2, 0, deflated(1, 2, 1, 1, 1, 1, 1)),
+        (RING, 0, 2, 0, deflated(1, 0, 1, 1, 1, 1, 1, 1)),
+        (RING, 0, 2, 0, deflated(1, 400, 1, 1, 1, 1, 1, 1)),
+        (RING, 0, 2, 0, b"no stream"),
+        (SERVER, 0, 2, 4 * 4, b"no stream"),  # behind the code
+        (SERVER, 1, 4, 4 * 2, deflated(1)),
+        (SERVER, 1, 4, 4 * 2, deflated(0, 1)),
+        (SERVER, 1, 4, 4 * 2, deflated(401, 1)),
+        (SERVER, 1, 4, 4 * 2, deflated(1, 1, 1)),
+        (SERVER, 1, 4, 4 * 2, b"no"),
     ],
-    ids=["bomb", "too few", "not ascending", "out of range", "no stream"],
+    ids=[
+        *["bomb", "too few", "not ascending", "out of range", "no stream", "behind a code: no stream"],
+        *[
+            f"innovations: {what}"
+            for what in ("too few", "not ascending", "out of range", "too many", "none")
+        ],
+    ],
 )
-def test_impossible_indices_are_an_error(stream: bytes):
-    def change(message: np.ndarray) -> np.ndarray:
-        room = len(payload_of(message))
-        if room > 8:  # the announcement of the size is as long as that
-            message[HEADER : HEADER + room] = np.frombuffer(stream.ljust(room, b"\0")[:room], np.uint8)
-        return message
+def test_impossible_indices_are_an_error(compressor, leads: int, number: int, begin: int, stream: bytes):
+    error = attempt(compressor, leads, number, begin, stream)
+    assert isinstance(error, WireFormatError)
+    assert "rank 0 sent an impossible sparse payload" in str(error)
 
-    errors = attempt(change)
-    assert isinstance(errors[1], WireFormatError)
-    assert "rank 0" in str(errors[1])
+
+def test_less_than_a_code_is_an_error():
+    pipeline = Simulation(LIES, SERVER, 2).pipelines[1]
+    pipeline.lay_out()
+    (bucket,) = pipeline.layout.buckets
+    exchange = SERVER.exchange(bucket.groups[0], pipeline._context())
+    next(exchange)
+    with pytest.raises(WireFormatError, match="10 bytes, fewer than the 16 in front of the indices"):
+        exchange.send(Reply(np.zeros(2, np.uint8), np.zeros(10, np.uint8)))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from compress.learning import (
-    LAST,
     LAYERS,
     SENT,
     SMALL,
     A,
     B,
-    check_resumed,
     job,
     largest,
     nets_of,
@@ -23,14 +20,11 @@ from compress.learning import (
     without_momentum,
 )
 
-from gradcomp import LGC, ConfigError, LayerSpec, StateError, WireFormatError
-from gradcomp.compress import from_string
-from gradcomp.compress.messages import Reply
+from gradcomp import LGC, StateError
 from gradcomp.contrib.lgc.server import Decoders
 from gradcomp.exchange.snapshot import merge, restore, snapshot
-from gradcomp.reduce.header import ByteHeader
 from gradcomp.testing.recording import payload_of
-from gradcomp.testing.simulation import Simulation, true_mean
+from gradcomp.testing.simulation import Simulation
 
 SERVER = replace(SMALL, form="server")
 INNOVATIONS = {A: 2, B: 3}
@@ -133,23 +127,6 @@ def test_bytes_are_those_that_are_documented(channels: int, innovation: float):
 # --- what is kept -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "world", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
-)
-def test_ranks_stay_identical_through_all_phases(world: int):
-    ranks = job(
-        LGC(0.01, warmup_steps=5, train_steps=10, least_parameters=0, form="server"),
-        world,
-        shuffle=True,
-        delay=0.2,
-    )
-    for step in range(60):
-        absent = [A] if step in (7, 40, 41, 42, 43) else []
-        ranks.step(ranks.gradients(absent), commit=step not in (12, 33)).all_means()
-        if step > 4:
-            weights_of(ranks)
-
-
 @pytest.mark.full
 def test_ranks_stay_identical_over_500_steps():
     ranks = job(replace(SERVER, warmup_steps=20, train_steps=40, feedback=True), 3, shuffle=True)
@@ -169,20 +146,6 @@ def test_values_that_are_not_finite_are_seen_everywhere_and_spoil_no_other_layer
         assert ranks.state() == before
 
 
-@pytest.mark.parametrize("innovation", [0.1, pytest.param(0.0, marks=pytest.mark.full)])
-@pytest.mark.parametrize("feedback", [True, False])
-def test_what_nobody_can_decode_is_owed_only_with_feedback(feedback: bool, innovation: float):
-    ranks = job(server(train_steps=2, feedback=feedback, innovation=innovation), 3)
-    missing = [np.zeros(layer.size) for layer in LAYERS]
-    for step in range(8):
-        gradients = ranks.gradients()
-        means = ranks.step(gradients).all_means()
-        for layer in (A, B, LAST):
-            missing[layer] += true_mean(gradients, layer) - means[layer]
-            telescopes = np.allclose(missing[layer], ranks.owed(layer), rtol=0, atol=1e-5)
-            assert telescopes == (feedback or layer == LAST or step < 2), (step, layer)
-
-
 def test_innovations_leave_nothing_and_their_momentum_starts_again():
     ranks = job(replace(SERVER, warmup_steps=0, train_steps=0), 2)
     gradients, leader = ranks.gradients(), leader_of(ranks)
@@ -197,11 +160,6 @@ def test_innovations_leave_nothing_and_their_momentum_starts_again():
                 assert np.setdiff1d(
                     np.arange(LAYERS[layer].size), np.flatnonzero(held.value(layer))
                 ).tolist() == (sent.tolist())
-
-
-@pytest.mark.parametrize("stop", [3, 7, pytest.param(5, marks=pytest.mark.full)])
-def test_a_run_goes_on_in_any_phase(stop: int):
-    check_resumed(SERVER, stop)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -229,98 +187,6 @@ def test_weights_of_no_number_of_ranks_are_refused():
     state.fields[kind]["a"] = state.fields[kind]["a"][:-5]
     with pytest.raises(StateError, match=f"missing {kind} of 'a'"):
         restore(job(SERVER, world=2).pipelines[0], state)
-
-
-# --- refusals, and ranks that lie ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"form": "star"},
-        {"innovation": 1.1},
-        {"innovation": True},
-        {"similarity": -1},
-        {"similarity": float("nan")},
-    ],
-)
-def test_impossible_settings_are_refused(arguments):
-    with pytest.raises(ConfigError, match=next(iter(arguments))):
-        LGC(**{"form": "server", **arguments})
-
-
-def test_the_settings_of_the_paper_are_the_defaults():
-    default = LGC(form="server")
-    assert (default.innovation, default.similarity) == (0.1, 0.5)
-    assert from_string("lgc:form=server") == default
-    assert default.at_step(500) == LGC(form="server", warmup_steps=0, train_steps=0)
-
-
-HEADER = ByteHeader.size(2)
-LIES = [LayerSpec("a", (20, 20)), LayerSpec("b", (400,))]
-
-
-def attempt(leads: int, changes) -> Exception | None:
-    """Four values a layer, one innovation each; what rank 1 gets from rank 0 is changed, message by message.
-
-    Both rounds have a message of sizes, and then one of payloads. ``leads``: the rank that draws the indices. Returns
-    the error of rank 1.
-    """
-    seen = 0
-
-    def tamper(source: int, destination: int, message: np.ndarray) -> np.ndarray:
-        nonlocal seen
-        if (source, destination) != (0, 1):
-            return message
-        seen += 1
-        return changes.get(seen, lambda message: message)(message)
-
-    compressor = server(ends=False, train_steps=0)
-    for seed in range(20):
-        ranks = Simulation(LIES, compressor, 2, tamper=tamper, reorder=False, config_seed=seed)
-        if leader_of(ranks, compressor) == leads:
-            return ranks.attempt()[1]
-    raise AssertionError("no such leader")
-
-
-def put(begin: int, stream: bytes):
-    """Put a stream into a payload, from a byte on to the end."""
-
-    def change(message: np.ndarray) -> np.ndarray:
-        end = HEADER + len(payload_of(message))
-        room = end - HEADER - begin
-        message[HEADER + begin : end] = np.frombuffer(stream.ljust(room, b"\0")[:room], np.uint8)
-        return message
-
-    return change
-
-
-STREAMS = {"too few": [1], "not ascending": [0, 1], "out of range": [401, 1], "too many": [1, 1, 1]}
-
-
-@pytest.mark.parametrize("kind", [*STREAMS, "no stream"])
-def test_impossible_innovations_are_an_error(kind: str):
-    stream = zlib.compress(np.array(STREAMS[kind], "<u4").tobytes()) if kind in STREAMS else b"no"
-    error = attempt(1, {4: put(4 * 2, stream)})
-    assert isinstance(error, WireFormatError)
-    assert "rank 0 sent an impossible sparse payload" in str(error)
-
-
-def test_impossible_indices_behind_a_code_are_an_error():
-    error = attempt(0, {2: put(4 * 4, b"no stream")})
-    assert isinstance(error, WireFormatError)
-    assert "rank 0 sent an impossible sparse payload" in str(error)
-
-
-def test_less_than_a_code_is_an_error():
-    compressor = server(ends=False, train_steps=0)
-    pipeline = Simulation(LIES, compressor, 2).pipelines[1]
-    pipeline.lay_out()
-    (bucket,) = pipeline.layout.buckets
-    exchange = compressor.exchange(bucket.groups[0], pipeline._context())
-    next(exchange)
-    with pytest.raises(WireFormatError, match="10 bytes, fewer than the 16 in front of the indices"):
-        exchange.send(Reply(np.zeros(2, np.uint8), np.zeros(10, np.uint8)))
 
 
 @pytest.mark.parametrize("refresh", [1, 4])

@@ -12,7 +12,6 @@ import base64
 import json
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from control.resumed import resumed
+from late import After
 
 from gradcomp import LayerSpec, Quantize, TopK
 from gradcomp.compress.policy import Automatic
@@ -85,20 +85,6 @@ def controller_of(name: str) -> Any:
     return controller_from_string(CASES[name].controller)
 
 
-class Background:
-    """Work begins at once and counts as done two steps later."""
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def __call__(self, work: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(work())
-        due = self.step + 2
-        future.done = lambda: self.step >= due  # type: ignore[method-assign]
-        return future
-
-
 def drawn(ranks: Simulation, step: int, era_steps: int) -> list[list[Any]]:
     """Gradients whose norms, order and noise change by era; the large layer is always quiet."""
     era = step // era_steps
@@ -138,7 +124,7 @@ class Run:
 
     def __init__(self, name: str, controller: Any = None) -> None:
         case = CASES[name]
-        self.background = Background()
+        self.background = After(2)
         self.ranks = Simulation(
             case.layers, case.compression, WORLD, controller=controller or controller_of(name),
             background=self.background, slice_elements=100, **case.options,

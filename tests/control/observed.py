@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from gradcomp import Compressor, LayerSpec, Quantize
 from gradcomp.control import Environment, Periodic, PeriodObservations
+from gradcomp.control.candidates import CandidateLevels
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
+from gradcomp.testing.simulation import Simulation
 
 
 def environment(sizes: Sequence[int], own: Compressor | None = None, world: int = 2) -> Environment:
@@ -26,43 +29,59 @@ def environment_of(
     return Environment(layers, compressors, 0, Topology.one_host(world), Scheme("sra"))
 
 
+def observations(controller: Periodic, candidates: CandidateLevels, **given: Any) -> PeriodObservations:
+    """The first decision's, of layers whose norm is 1; some of them may be ``given``."""
+    rows = len(candidates.layers)
+    about = {
+        "step": 100,
+        "candidates": candidates,
+        **dict.fromkeys(("norm", "deviation"), np.ones(rows)),
+        **dict.fromkeys(("mean", "wire", "sent"), np.zeros(rows)),
+        "errors": None,
+        "position": np.arange(rows),
+        "current": candidates.reference.copy(),
+        "memory": controller.begin_memory(candidates),
+    }
+    return PeriodObservations(**{**about, **given})
+
+
 def seen_by(
     controller: Periodic,
     sizes: Sequence[int],
     norm: Sequence[float],
     *,
-    mean: Sequence[float] | None = None,
-    deviation: Sequence[float] | None = None,
-    current: Sequence[int] | None = None,
-    memory: Sequence[float] | None = None,
     errors: np.ndarray | None = None,
     own: Compressor | None = None,
     world: int = 2,
+    **given: Sequence[float] | None,
 ) -> PeriodObservations:
-    """The first decision's, unless ``memory`` and ``current`` say otherwise.
-
-    Errors by default: norm / 2^level.
-    """
+    """Observations of layers of these sizes; errors are by default norm / 2^level."""
     candidates = controller.candidate_levels(environment(sizes, own, world))
-    rows = len(candidates.layers)
-    norm = np.array(norm, dtype=np.float64)
     if errors is None:
         errors = np.full(candidates.costs.shape, np.inf)
         for row, choices in enumerate(candidates.choices):
             errors[row, : len(choices)] = [norm[row] * 2.0 ** -float(c.level) for c in choices]
-    return PeriodObservations(
-        100,
-        candidates,
-        norm,
-        np.zeros(rows) if mean is None else np.array(mean, dtype=np.float64),
-        np.ones(rows) if deviation is None else np.array(deviation, dtype=np.float64),
-        errors if controller.needs_errors else None,
-        np.zeros(rows),
-        np.zeros(rows),
-        np.zeros(rows, dtype=np.int64),
-        candidates.reference.copy() if current is None else np.array(current, dtype=np.int64),
-        controller.begin_memory(candidates) if memory is None else np.array(memory, dtype=np.float64),
-    )
+    arrays = {
+        name: np.array(value, dtype=np.int64 if name == "current" else np.float64)
+        for name, value in {"norm": norm, **given}.items()
+        if value is not None
+    }
+    return observations(controller, candidates, errors=errors if controller.needs_errors else None, **arrays)
+
+
+def shared(
+    ranks: Simulation, draw: Callable[[int], Any] | None = None, steps: int = 20
+) -> tuple[PeriodObservations, list[Any]]:
+    """What ranks decide from first, the same on all of them, and the gradients of the steps until then."""
+    drawn = []
+    for step in range(steps):
+        drawn.append(ranks.gradients() if draw is None else draw(step))
+        ranks.step(drawn[-1])
+        found = [p.controller.observations for p in ranks.pipelines]
+        if found[0] is not None:
+            assert len({one.errors.tobytes() for one in found}) == 1
+            return found[0], drawn
+    raise AssertionError("nothing was shared")
 
 
 def chosen(observed: PeriodObservations, choices) -> list:

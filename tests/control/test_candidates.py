@@ -70,25 +70,19 @@ def test_the_reference_is_always_a_choice_and_no_choice_comes_twice():
 
 
 @pytest.mark.parametrize(
-    ("candidates", "match"),
+    ("own", "candidates", "match"),
     [
-        ([], "empty"),
-        ([5, 6, 7], "outside"),
-        ([2, 3], "outside"),
-        ([True], "levels must be"),
-        ([None], "levels must be"),
-        ([3.5, 9], "bits"),
-        (["nonsense"], "unknown compression"),
+        (Quantize(4), [], "empty"),
+        *[(Quantize(4), given, "outside") for given in ([5, 6, 7], [2, 3])],
+        *[(Quantize(4), given, "levels must be") for given in ([True], [None])],
+        (Quantize(4), [3.5, 9], "bits"),
+        (Quantize(4), ["nonsense"], "unknown compression"),
+        (Cast("bfloat16"), [3], "no level"),
     ],
 )
-def test_candidates_that_cannot_be(candidates, match):
+def test_candidates_that_cannot_be(own, candidates, match):
     with pytest.raises(ConfigError, match=match):
-        choices_of(WIDE, Quantize(4), candidates)
-
-
-def test_levels_of_what_has_none():
-    with pytest.raises(ConfigError, match="no level"):
-        choices_of(WIDE, Cast("bfloat16"), [3])
+        choices_of(WIDE, own, candidates)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -317,27 +317,6 @@ def test_a_layer_that_is_sent_whole_at_that_rank_loses_nothing():
     assert not lost(vector, gradient(vector), PowerSGD(1), BestRank(1), SpectralAtomo(1)).any()
 
 
-# --- levels -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "choices",
-    [
-        [TopK(0.01 * i) for i in range(1, 101)],
-        [BestRank(r) for r in range(1, 41)],
-        [PowerSGD(r) for r in range(1, 41)],
-        [Quantize(b, rounding="nearest") for b in range(2, 9)],
-        [Quantize(b, scaling="linf", rounding="nearest") for b in range(2, 9)],
-        [Quantize(b) for b in range(1, 9)],
-    ],
-    ids=["topk", "best rank", "powersgd", "nearest", "nearest linf", "stochastic"],
-)
-def test_more_loses_less(choices):
-    found = errors(choices, MATRIX, gradient(MATRIX), SEED)
-    assert (np.diff(found) <= 0).all()
-    assert found[-1] < found[0]
-
-
 # --- wrappers -----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from control.resumed import after_step, check_resumed, resumed, states_of, witho
 from late import Late
 from loudest import levels
 
-from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
+from gradcomp import Accordion, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.control.candidates import crowded_ends, default_levels, goes_on, make_candidates
 from gradcomp.testing.simulation import Simulation
 
@@ -164,8 +164,3 @@ def test_ranges_around_accordions_levels_widen_too():
     found = controller.wider_levels(environment([6400], own=TopK(0.1)))
     assert min(c.level for c in found.choices[0]) == 0.0005
     assert LGreCo(5, levels="hybrid").wider_levels(environment([6400])) is None
-
-
-def test_bad_input():
-    with pytest.raises(ConfigError, match="widen"):
-        LGreCo(5, widen=1)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from gradcomp import Config, LayerSpec, PowerSGD, Quantize, TopK
-from gradcomp.compress import Cast, Compressor, Identity, from_string
-from gradcomp.compress.groups import Piece, pack
+from gradcomp.compress import Cast, Identity, from_string
+from gradcomp.compress.groups import Piece
+from gradcomp.compress.policy import assign
 from gradcomp.control import Environment
 from gradcomp.control.forecast import (
     Forecast,
@@ -29,7 +30,7 @@ from gradcomp.control.forecast import (
     order_of,
     plan_trips,
 )
-from gradcomp.core.plan import Assignment, Plan
+from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.arrivals import Submission
@@ -186,6 +187,7 @@ class Slow(InProcessTransport):
         self.clock, self.alpha, self.beta = clock, alpha, beta
         self.free = 0.0
         self.ends: list[float] = []
+        self.sizes: list[int] = []
 
     def _join(self, kind, *arguments):
         inner = super()._join(kind, *arguments)
@@ -196,21 +198,11 @@ class Slow(InProcessTransport):
         self.ends.append(self.free + rounds * self.alpha)
         return Timed(inner, self.clock, self.ends[-1])
 
-    @property
-    def sizes(self) -> list[int]:
-        return self.__dict__.setdefault("_sizes", [])
-
 
 def run(layers, compressors, order, ready, world, alpha, beta, slice_elements, scheme) -> float:
     """When the exchange of the real pipeline ends, on a clock that jumps from event to event."""
     clock, meeting = Clock(), World(world)
-    plan = Plan(
-        0,
-        tuple(
-            Assignment(layer.name, c.family_string(), c.level)
-            for layer, c in zip(layers, compressors, strict=True)
-        ),
-    )
+    plan = Plan(0, tuple(assign(layer.name, c) for layer, c in zip(layers, compressors, strict=True)))
     config = Config(slice_elements=slice_elements, reorder=False, statistics_every_steps=0, reduction=scheme)
     pipelines = [
         Pipeline(layers, plan, Slow(meeting, r, clock, alpha, beta), config, lambda layer: 0)
@@ -382,13 +374,3 @@ def test_a_link_that_hides_everything_is_left_as_measured():
     observed = observation(1e-13)
     job = observed_job(setting_of(MODEL), CHOICES[0], observed)
     assert fit_link(job, CHOICES[0], SPEEDS[0], observed.network, observed.step * 1.01) == 1.0
-
-
-def test_the_buckets_are_those_of_the_layout():
-    """What is predicted for is what the pipeline makes of the plan."""
-    for choice in CHOICES:
-        job = job_of(MODEL, [0.0] * len(MODEL), slice_elements=1 << 18)
-        compressors: list[Compressor] = assignment(job.environment, choice)
-        pieces = pack(MODEL, compressors, job.order, frozenset(), 1 << 18)
-        trips = plan_trips(job, choice, ENDLESS, link(1e-9))
-        assert [trip.layers for trip in trips] == [tuple(dict.fromkeys(p.layer for p in b)) for b in pieces]

@@ -275,25 +275,3 @@ def test_silent_layers_do_not_count_and_keep_their_choice(rule, expected):
     assert taken(rule, [64, 6400], [0.0, 0.0], current=[0, 2]) == [2, 8]
     found = taken(rule, [64, 6400, 640, 64], [2.0, 1.0, 0.0, 0.0], current=[1, 1, 2, 0])
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        *[
-            (KMeans, {"levels": bad}, words)
-            for bad, words in (([], "empty"), ("248", "sequence"), (4, "sequence"))
-        ],
-        *[(KMeans, {"levels": [2, bad]}, "level") for bad in (True, float("inf"))],
-        (KMeans, {"levels": ["nothing"]}, "unknown"),
-        *[(rule, {"alpha": bad}, "alpha") for rule in (KMeans, Linear) for bad in (0, -1, float("nan"), "1")],
-        *[(KMeans, {"clusters": bad}, "clusters") for bad in (0, 2.5)],
-        *[(Bayes, {name: 0}, name) for name in ("alpha", "trials", "clusters")],
-        (Bayes, {"trials": 2.0}, "trials"),
-        *[(Bayes, {"seed": bad}, "seed") for bad in (-1, 1 << 32, None)],
-    ],
-)
-def test_bad_input(bad):
-    rule, arguments, words = bad
-    with pytest.raises(ConfigError, match=words):
-        rule(5, **arguments)

@@ -10,13 +10,13 @@ import importlib.util
 
 import pytest
 from control.golden_runs import drawn
-from control.observed import environment, seen_by
+from control.observed import seen_by
 from control.resumed import after_step, check_resumed, without_times
 from late import Late
 from loudest import LAYERS as SMALL
 from loudest import levels
 
-from gradcomp import ConfigError, LayerSpec, PowerSGD, Quantize, TopK
+from gradcomp import LayerSpec, PowerSGD, Quantize, TopK
 from gradcomp.control.grouped import Bayes, KMeans, Linear
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.registry import BUILT_IN
@@ -112,6 +112,7 @@ def test_string_forms_tell_ranks_apart_that_were_given_different_things():
         Linear(4, levels=[2, 4, 8], alpha=1.0),
         FixedPlan({"*": 4}),
         FixedPlan({"*": 8}),
+        *map(Schedule, ({0: 8}, {1: 8}, {0: 4}, {0: {"a": 8}}, {0: TopK(0.1)})),
     ]
     forms = {c.to_string() for c in controllers}
     assert len(forms) == len(controllers)
@@ -131,47 +132,3 @@ def test_layers_without_a_gradient_keep_their_choice_and_memory(rule, about):
     decision = rule.decide(observed)
     assert decision.choices.tolist() == about["current"]
     assert decision.memory.tolist() == observed.memory.tolist()
-
-
-def two_levels(rule, **arguments):
-    return lambda: rule(**{"low": 8, "high": 2, "every_steps": 3, **arguments})
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        *[(two_levels(rule, low=2, high=2), "differ") for rule in (Accordion, AdaQS)],
-        (two_levels(Accordion, low=4, high="quantize:bits=2"), "both"),
-        (two_levels(Accordion, low=True), "low"),
-        *[(two_levels(Accordion, high=bad), "high") for bad in (float("nan"), None)],
-        (two_levels(Accordion, high="nothing"), "unknown"),
-        *[(two_levels(Accordion, eta=bad), "eta") for bad in (0, float("inf"), True)],
-        *[(two_levels(Accordion, rate_fall=bad), "rate_fall") for bad in (0, 1.5)],
-        (two_levels(Accordion, every_steps=0), "every_steps"),
-        (two_levels(AdaQS, low=2, high=8), "below low"),
-        (two_levels(AdaQS, low=2, high=0), "above 0"),
-        *[(two_levels(AdaQS, factor=bad), "factor") for bad in (1.0, 0, float("nan"), "x")],
-        *[(lambda bad=bad: KMeans(bad), "every_steps") for bad in (0, -1, 1.5, True, "5")],
-    ],
-)
-def test_arguments_that_cannot_be(make, words):
-    with pytest.raises(ConfigError, match=words):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("controller", "words"),
-    [
-        *[(rule(99, 2, every_steps=3), "bits") for rule in (AdaQS, Accordion)],
-        (Accordion(2, 8, every_steps=3), "swap low and high"),
-        *[(rule(5, levels=[2, 3]), "outside") for rule in (KMeans, LGreCo)],
-        (FixedPlan({"*": 99}), "bits"),
-        (Schedule({0: 4, 900: 99}), "bits"),  # later steps are checked at the start too
-        (Schedule({0: 4, 900: {"x": 4}}), r"step 900.*'x' \(closest: 'l0'\)"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-@pytest.mark.parametrize("world", [1, 2])
-def test_levels_that_layers_cannot_take(controller, words, world):
-    with pytest.raises(ConfigError, match=words):
-        controller.begin(environment([64], world=world))

@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 from control.golden_runs import GOLDEN, Run, whole, with_control
+from control.observed import shared
 from control.resumed import resumed, states_of
-from late import Late
+from late import After, Late
 from loudest import LAYERS, Loudest, levels
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.compress import at_level
-from gradcomp.control.base import at_once
 from gradcomp.control.candidates import CandidateLevels, layer_bytes
 from gradcomp.control.distortion import Budget
 from gradcomp.control.distortion.errors import errors
@@ -34,22 +34,9 @@ def test_samples_are_spread_over_the_period(every, samples):
     assert max(np.diff([-1, *steps, every])) <= -(-every // min(every, samples)) + 1
 
 
-def seen(controller, steps=20, compression=FOUR, layers=LAYERS, draw=None, world=2):
-    """What is decided from first, and the gradients of the steps until then."""
-    ranks = Simulation(layers, compression, world, controller=controller)
-    drawn = []
-    for step in range(steps):
-        drawn.append(ranks.gradients() if draw is None else draw(step))
-        ranks.step(drawn[-1])
-        found = [p.controller.observations for p in ranks.pipelines]
-        if found[0] is not None:
-            assert len({seen.errors.tobytes() for seen in found}) == 1
-            return found[0], drawn, ranks
-    raise AssertionError("nothing was shared")
-
-
 def test_tables_are_root_mean_squares_of_single_steps():
-    observed, drawn, ranks = seen(Loudest(9, samples=3))
+    ranks = Simulation(LAYERS, FOUR, 2, controller=Loudest(9, samples=3))
+    observed, drawn = shared(ranks)
     owners = share_out({i: LAYERS[i].size for i in range(4)}, 2)
     for row, layer in enumerate(observed.candidates.layers.tolist()):
         choices, spec = observed.candidates.choices[row], observed.candidates.specs[row]
@@ -77,7 +64,8 @@ def test_a_layer_without_a_gradient_is_averaged_over_the_samples_that_have_one()
     def draw(step):
         return Simulation(LAYERS, FOUR, 2, seed=step).gradients(absent=[3] if step == 1 else [])
 
-    observed, drawn, _ = seen(Loudest(4, samples=2), draw=draw)  # steps 1 and 3
+    ranks = Simulation(LAYERS, FOUR, 2, controller=Loudest(4, samples=2))  # steps 1 and 3
+    observed, drawn = shared(ranks, draw)
     owner = share_out({i: LAYERS[i].size for i in range(4)}, 2)[3]
     assert observed.norm[3] == pytest.approx(np.linalg.norm(drawn[3][owner][3]), rel=1e-5)
 
@@ -103,35 +91,21 @@ MATRICES = [LayerSpec("a", (24, 20)), LayerSpec("b", (16, 30))]
 )
 def test_low_rank_alone_is_measured_with_its_residual(compression, with_residual):
     ranks = Simulation(MATRICES, compression, 2, controller=Loudest(4, samples=1))  # step 2
-    left = {}
-    for step in range(8):
+    left = []
+
+    def draw(step):
         if step == 2:
-            left = {i: ranks.pipelines[i].residuals.first.value(i).copy() for i in range(2)}
-        gradients = ranks.gradients()
-        if step == 2:
-            sampled = gradients
-        ranks.step(gradients)
-        if (observed := ranks.pipelines[0].controller.observations) is not None:
-            break
+            left.extend(p.residuals.first.value(i).copy() for i, p in enumerate(ranks.pipelines))
+        return ranks.gradients()
+
+    observed, drawn = shared(ranks, draw)
     for row in range(2):  # layer i is looked after by rank i
-        expected = sampled[row][row] + (left[row] if with_residual else 0)
+        expected = drawn[2][row][row] + (left[row] if with_residual else 0)
         assert observed.norm[row] == pytest.approx(np.linalg.norm(expected), rel=1e-5)
 
 
-class Slow:
-    """A background whose work is done after so many steps."""
-
-    def __init__(self, steps: float) -> None:
-        self.step, self.steps = 0, steps
-
-    def __call__(self, work):
-        future, due = at_once(work), self.step + self.steps
-        future.done = lambda: self.step >= due
-        return future
-
-
 def test_late_measuring_leaves_samples_out_and_never_mixes_them():
-    background = Slow(3)
+    background = After(3)
     ranks = Simulation(LAYERS, FOUR, 2, controller=Loudest(8, samples=8), background=background)
     for step in range(8):
         background.step = step
@@ -160,12 +134,6 @@ def test_what_l_greco_does_by_default():
     assert LGreCo(accordion=rule, samples=2).squared
     assert KMeans(5).sampled == 0
     assert KMeans(5, samples=3).sampled == 3
-
-
-@pytest.mark.parametrize("bad", [{"samples": 0}, {"samples": 1.5}, {"samples": 4, "window": 5}])
-def test_samples_that_cannot_be(bad):
-    with pytest.raises(ConfigError, match="samples"):
-        LGreCo(**bad)
 
 
 def embedding(step: int) -> list:
@@ -239,7 +207,7 @@ def test_a_table_of_other_choices_is_not_used():
     """A rank that looks after no layer holds no rows that could not fit: all begin anew."""
     layers = [LayerSpec("a", (40, 8)), LayerSpec("b", (0,))]
     old, new = (
-        Simulation(layers, FOUR, 2, controller=LGreCo(3, levels=given), background=Slow(np.inf))
+        Simulation(layers, FOUR, 2, controller=LGreCo(3, levels=given), background=After(np.inf))
         for given in ([2, 4, 8], [2, 3, 4, 6, 8])
     )
     for _ in range(5):
@@ -260,8 +228,11 @@ def test_zeros_that_are_not_sent_cost_nothing(world):
             rank[1][nonzero[step // 3 % 3] :] = 0
         return drawn
 
-    controller = Loudest(9, samples=3)  # steps 1, 4 and 7
-    observed, _, _ = seen(controller, compression=TopK(0.1), layers=layers, draw=draw, world=world)
+    def seen(compression):
+        controller = Loudest(9, samples=3)  # steps 1, 4 and 7
+        return shared(Simulation(layers, compression, world, controller=controller), draw)[0]
+
+    observed = seen(TopK(0.1))
     np.testing.assert_allclose(observed.nonzero, [2000, 80], rtol=1e-6)
     costs, of_all = observed.costs, observed.candidates.costs
     np.testing.assert_allclose(costs[0], of_all[0])
@@ -271,9 +242,7 @@ def test_zeros_that_are_not_sent_cost_nothing(world):
         expected = layer_bytes(TopK(sent / 2000), layers[1], Scheme("sra"), Topology.one_host(world))
         assert cost == pytest.approx(expected), choice
         assert cost <= full * (1 + 1e-12)
-    with_zeros, _, _ = seen(
-        controller, compression=TopK(0.1, zeros=True), layers=layers, draw=draw, world=world
-    )
+    with_zeros = seen(TopK(0.1, zeros=True))
     assert with_zeros.nonzero is None
     np.testing.assert_array_equal(with_zeros.costs, with_zeros.candidates.costs)
 
@@ -308,9 +277,5 @@ def test_a_checkpoint_without_counts_of_zeros_goes_on_with_them(monkeypatch):
     for states, chosen in saved.values():
         new = resumed(Simulation(LAYERS, TopK(0.1), 2, controller=LGreCo(4)), states)
         assert levels(new) == chosen
-        for _ in range(9):
-            new.step()
-            levels(new)
-            if (observed := new.pipelines[0].controller.observations) is not None:
-                break
+        observed, _ = shared(new, steps=9)
         assert observed.nonzero is not None

@@ -48,11 +48,6 @@ def test_entries_need_not_be_in_order():
     assert levels(ranks)[0] == 8
 
 
-def test_string_forms_differ_where_schedules_do():
-    forms = [Schedule(s).to_string() for s in ({0: 8}, {1: 8}, {0: 4}, {0: {"a": 8}}, {0: TopK(0.1)})]
-    assert len(set(forms)) == len(forms)
-
-
 def job(controller, world: int = 2) -> Simulation:
     return Simulation(LAYERS, Quantize(4, 32), world, controller=controller)
 

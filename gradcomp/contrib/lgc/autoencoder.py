@@ -115,11 +115,6 @@ def _bits(terms: int) -> int:
     return (_EXACT_BITS - terms.bit_length()) // 2
 
 
-def exact_product(a: Floats, b: Floats) -> Floats:
-    """Return :func:`product` of float32 matrices."""
-    return product(whole(a, a.shape[1]), whole(b, a.shape[1]))
-
-
 def _multiply(a: Doubles, b: Doubles) -> Doubles:
     """Return a b, in blocks that one thread computes, unless it is large.
 

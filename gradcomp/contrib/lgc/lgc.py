@@ -44,7 +44,6 @@ logger = logging.getLogger("gradcomp")
 _LEADERS = 0x4C474332
 _MOST_CHANNELS = 64
 _MOST_SIMILARITY = 1e6
-_FORMS = ("ring", "server")
 
 
 @register("lgc")
@@ -119,20 +118,18 @@ class LGC(CLTk):
         super().__post_init__()
         check_momentum_factor(self.momentum_factor, "momentum_factor")
         check_number("learning_rate", self.learning_rate, "[0, 1)")
-        for name in ("warmup_steps", "train_steps", "code_channels", "least_parameters"):
+        for name in ("warmup_steps", "train_steps", "least_parameters"):
             check_whole(name, getattr(self, name), 0)
-        if not 1 <= self.code_channels <= _MOST_CHANNELS:
-            raise ConfigError(f"code_channels must be in 1 .. {_MOST_CHANNELS}, got {self.code_channels!r}")
+        check_whole("code_channels", self.code_channels, 1, _MOST_CHANNELS)
         if not is_share(self.train_share):
             raise ConfigError(
                 f"train_share must be {AUTO!r}, or 1/m of a whole number m, got {self.train_share!r}"
             )
         check_flag("ends", self.ends)
-        check_word("form", self.form, _FORMS)
-        for name, most in (("innovation", 1.0), ("similarity", _MOST_SIMILARITY)):
-            value = getattr(self, name)
-            if not is_number(value) or not 0.0 <= value <= most:
-                raise ConfigError(f"{name} must be in [0, {most:g}], got {value!r}")
+        check_word("form", self.form, ("ring", "server"))
+        check_number("innovation", self.innovation, "[0, 1]")
+        if not is_number(self.similarity) or not 0.0 <= self.similarity <= _MOST_SIMILARITY:
+            raise ConfigError(f"similarity must be in [0, {_MOST_SIMILARITY:g}], got {self.similarity!r}")
 
     @cached_property
     def traits(self) -> Traits:
@@ -199,14 +196,8 @@ class LGC(CLTk):
                 return np.append(form.adapted(saved[:-1], seed, ranks), saved[-1])
             return np.append(form.first_weights(seed, ranks), np.float32(1))
 
-        return {
-            form.field: (form.size(ranks) + 1, begin),
-            **({_EVERY: (1, zeros(1))} if self._measures else {}),
-        }
-
-    @property
-    def _measures(self) -> bool:
-        return self.traits.by_times
+        measured = {_EVERY: (1, zeros(1))} if self.traits.by_times else {}
+        return {form.field: (form.size(ranks) + 1, begin), **measured}
 
     @cached_property
     def nets(self) -> Form:
@@ -238,7 +229,7 @@ class LGC(CLTk):
             return self.nets.code_traffic(group.table, counts)
         marks = shares((self.nets.marked(int(counts.sum())) + 7) // 8, counts)
         gathered = (4 * counts + marks).astype(np.float64)
-        gathered[:1] += 4 * self._measures
+        gathered[:1] += 4 * self.traits.by_times
         none = np.zeros_like(gathered)
         return Traffic(none, gathered, none)
 
@@ -262,7 +253,7 @@ class LGC(CLTk):
         marking, watch = self.nets.marking(group, sent), group.scratch.once("watch", Stopwatch)
         shared = yield from self.share_indices(group, context, marking)
         flags, values = shared.flags.copy(), 4 * sent.count
-        end = values + 4 * self._measures
+        end = values + 4 * self.traits.by_times
 
         def write(view: Bytes) -> tuple[Bytes, int]:
             own = shared.prepare()
@@ -298,7 +289,7 @@ class LGC(CLTk):
 
     def _every(self, group: Group, context: StepContext, holder: int, parts: Sequence[float]) -> int:
         """Return m, to train on every m-th sample; while it is not known, return 0 and train on all."""
-        if not self._measures:
+        if not self.traits.by_times:
             return round(1 / float(self.train_share))
         number = int(context.field(_EVERY).value(holder)[0])
         if not number:

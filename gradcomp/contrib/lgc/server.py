@@ -174,9 +174,6 @@ class Decoders:
         found[:kept] = weights[:kept]
         return found
 
-    def code_length(self, values: int) -> int:
-        return self.pair.code_length(values)
-
     def encode(self, weights: Floats, values: Floats) -> Floats:
         return self.pair.encode(weights, values)
 
@@ -272,7 +269,7 @@ class Server(Form):
 
     def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
         """Return the bytes of one rank's code, and of all ranks' innovations."""
-        code = shares(4 * self.network(1).code_length(int(counts.sum())), counts).astype(np.float64)
+        code = shares(4 * self.network(1).pair.code_length(int(counts.sum())), counts).astype(np.float64)
         innovations = self.format(table, counts).wire_bytes(self.limits(counts)).astype(np.float64)
         return Traffic(code, innovations, np.zeros_like(code))
 
@@ -347,7 +344,7 @@ class _Coding(Selecting):
     def __init__(self, sent: Sent, own: Selection, network: Decoders, weights: Weights) -> None:
         super().__init__(sent, own)
         self._network, self._weights = network, weights
-        self.nbytes = 4 * network.code_length(sent.count)
+        self.nbytes = 4 * network.pair.code_length(sent.count)
         self.code: Floats = np.zeros(0, np.float32)
 
     def lead(self, group: Group, chosen: Selection, flags: Bytes, view: Bytes) -> None:

@@ -1,20 +1,14 @@
-"""The observations and decisions of periodic controllers, and the checks of arguments."""
+"""What a periodic controller decides from, and what it decides."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeGuard
 
 import numpy as np
 
-from gradcomp.compress import Compressor, from_string
-from gradcomp.compress.checks import is_number
 from gradcomp.control.base import Doubles, Mask, Numbers
-from gradcomp.control.candidates import HYBRID, CandidateLevels, Candidates
-from gradcomp.core.errors import ConfigError
+from gradcomp.control.candidates import CandidateLevels
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,54 +71,3 @@ class Decision:
     choices: Numbers
     memory: Doubles
     reason: str = ""
-
-
-# --- checks -------------------------------------------------------------------------------------------------
-
-
-def checked(choice: Any, what: str) -> int | float | Compressor:
-    """Returns a level or a compressor, parsed from its string form if need be; errors begin with ``what``."""
-    if isinstance(choice, str):
-        choice = from_string(choice)
-    if isinstance(choice, Compressor):
-        if choice.changes:
-            raise ConfigError(f"{what} must not be a schedule itself, got {choice.to_string()}")
-        return choice
-    if not _is_number(choice):
-        raise ConfigError(f"{what} must be a level, a compressor or a string form, got {choice!r}")
-    return choice
-
-
-def text(choice: int | float | Compressor) -> str | int | float:
-    """Returns the choice as JSON holds it: the inverse of :func:`checked`."""
-    return choice.to_string() if isinstance(choice, Compressor) else choice
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return is_number(value) and math.isfinite(value)
-
-
-def check_number(name: str, value: Any, *, positive: bool = False) -> None:
-    """Raises ConfigError unless the value is a finite number, above 0 if it must be ``positive``."""
-    if not _is_number(value) or (positive and value <= 0):
-        raise ConfigError(f"{name} must be a finite number{' above 0' * positive}, got {value!r}")
-
-
-def check_count(name: str, value: Any, *, most: int | None = None) -> None:
-    """Raises ConfigError unless the value is a whole number from 1 to ``most``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-    if most is not None and value > most:
-        raise ConfigError(f"{name} must be at most {most}, got {value!r}")
-
-
-def check_levels(levels: Candidates | None) -> None:
-    """Raises ConfigError for levels that no layer can have; the layers' own checks come later."""
-    if levels is None or levels == HYBRID:
-        return
-    if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
-        raise ConfigError(
-            f"levels must be a sequence of levels or compressors, and not empty, or {HYBRID!r}, got {levels!r}"
-        )
-    for level in levels:
-        checked(level, "a level")
