@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from collectives import Check, Collectives, close, of_dtype, same
+from collective_adapters import Check, Collectives, close, of_dtype, same
 from numpy_reductions import DTYPES, FLOATS, SHAPES, UFUNCS, ops_of, reduced, values
 
 from gradcomp import ConfigError

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from collective_adapters import Check, Collectives, same
 from collective_checks import ones
-from collectives import Check, Collectives, same
 
 from gradcomp import ConfigError, PlanMismatchError, Quantize, TopK
 from gradcomp.job.reduce_op import Adasum, Average, Max, Min, Sum

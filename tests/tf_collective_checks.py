@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from collectives import Collectives
+from collective_adapters import Collectives
 from tf_collectives import calling, check, equal
 
 import gradcomp.tf as gc

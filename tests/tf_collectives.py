@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import collective_adapters
 import collective_checks
 import collective_refusals
-import collectives
 import numpy as np
 import pytest
 import tensorflow as tf
-from collectives import Check, Collectives
+from collective_adapters import Check, Collectives
 from without_inline import nothing_inline_among
 
 import gradcomp.tf as gc
@@ -99,7 +99,7 @@ def calling(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 
 def equal(left: Any, right: Any) -> None:
-    collectives.same(np.asarray(left), np.asarray(tf.convert_to_tensor(right)))
+    collective_adapters.same(np.asarray(left), np.asarray(tf.convert_to_tensor(right)))
 
 
 def main(directory: str, inter_op_threads: str) -> None:
@@ -113,6 +113,6 @@ def main(directory: str, inter_op_threads: str) -> None:
     for name, (function, modes) in CHECKS.items():
         # In the larger world what is the same in both modes is looked at in one.
         for mode in modes if gc.size() == 2 else modes[-1:]:
-            outcomes[f"{name} {mode}"] = collectives.outcome(function, of_mode[mode])
+            outcomes[f"{name} {mode}"] = collective_adapters.outcome(function, of_mode[mode])
     (Path(directory) / f"{gc.rank()}.json").write_text(json.dumps(outcomes))
     gc.shutdown()

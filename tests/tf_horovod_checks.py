@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from collectives import Collectives, close
+from collective_adapters import Collectives, close
 from tf_collectives import calling, check, equal
 
 import gradcomp.tf as gc

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from collective_adapters import Collectives, close, same
 from collective_checks import gradients
-from collectives import Collectives, close, same
 from numpy_reductions import DTYPES, SHAPES, UFUNCS, reduced, values
 from torch_collectives import check, check_of_several, equal
 

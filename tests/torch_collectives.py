@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from collectives import Check, Collectives, outcome, report
+from collective_adapters import Check, Collectives, outcome, report
 from without_inline import nothing_inline_among
 
 import gradcomp.torch as gc

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from collectives import Check, Collectives
+from collective_adapters import Check, Collectives
 from logs import logged
 from torch_collectives import CHECKS, check, check_of_several, equal
 

@@ -13,7 +13,7 @@ from gradcomp import Identity, LayerSpec, PowerSGD, Quantize, TopK
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.fingerprint import NOTHING, Fingerprint, Fingerprints
 from gradcomp.exchange.reports import different_fingerprints
-from gradcomp.kernels import crc32c
+from gradcomp.kernels.devices import HOST
 from gradcomp.reduce.header import EDITED, FIXED, ByteHeader, padded
 from gradcomp.testing.simulation import Simulation
 
@@ -99,8 +99,10 @@ def altered(buffer: np.ndarray) -> np.ndarray:
         at += len(message)
         if at == len(changed):
             message[begin + size - 1] ^= 1
-            payload = crc32c(message[begin:])
-            fixed["checksum"] = crc32c(message[FIXED.itemsize : begin], crc32c(message[:28], payload))
+            payload = HOST.kernels.crc32c(message[begin:])
+            fixed["checksum"] = HOST.kernels.crc32c(
+                message[FIXED.itemsize : begin], HOST.kernels.crc32c(message[:28], payload)
+            )
     return changed
 
 

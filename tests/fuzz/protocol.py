@@ -16,7 +16,7 @@ from reduce.schemes import PARTIAL, REDUCTIONS, fits, topologies
 
 from gradcomp import Compressor, GradcompError, LayerSpec, LGreCo, Quantize, Signum
 from gradcomp.exchange.fingerprint import Fingerprint
-from gradcomp.kernels import crc32c
+from gradcomp.kernels.devices import HOST
 from gradcomp.reduce.header import FIXED, MAGIC, ByteHeader, padded
 from gradcomp.testing.simulation import Simulation, same_bytes
 
@@ -86,8 +86,10 @@ class Sender(Wire):
                 one[begin : begin + size] = mutate(
                     self._random, one[begin : begin + size].copy(), same_length=True
                 )
-            payload = crc32c(one[begin:])
-            fixed["checksum"] = crc32c(one[FIXED.itemsize : begin], crc32c(one[:28], payload))
+            payload = HOST.kernels.crc32c(one[begin:])
+            fixed["checksum"] = HOST.kernels.crc32c(
+                one[FIXED.itemsize : begin], HOST.kernels.crc32c(one[:28], payload)
+            )
         return changed
 
 
