@@ -135,7 +135,7 @@ class Trainer:
             from gpu_null import NullTransport
 
             self._pipeline.lay_out()
-            reductions = [program.reduction for program in self._pipeline._programs]
+            reductions = [program.reduction for program in self._pipeline.laid_out.programs]
             payload_bytes = [0 if r is None else r._first._chunks.payload_bytes[rank] for r in reductions]
             self._pipeline.transport = NullTransport(rank, payload_bytes)
 

@@ -22,14 +22,11 @@ class WireRecord:
 
         def opens(*arguments: Any, **named: Any) -> None:
             opened(*arguments, **named)
-            scheduler = pipeline._exchange._scheduler
-            scheduler._start = counting(scheduler._start)  # the one place where a bucket begins
+            exchange = pipeline._exchange
+            begin = exchange._begin  # the one place where a bucket begins
+            exchange._begin = lambda: counting(begin())
 
-        def counting(start: Any) -> Any:
-            return lambda program: started(start, program)
-
-        def started(start: Any, program: Any) -> Any:
-            bucket_in_flight = start(program)
+        def counting(bucket_in_flight: Any) -> Any:
             issue = bucket_in_flight.issue
 
             def counted(transport: Any) -> bool:

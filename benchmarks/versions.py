@@ -86,13 +86,15 @@ def make_step(row: str, rank: int) -> Callable[[], None]:
 
 
 def serve(rows: list[str]) -> None:
-    """Run the steps that the parent process asks for by row, and print the seconds of each."""
+    """Print the folder of gradcomp; then run the steps that the parent asks for, and print the seconds of each."""
     import torch
 
+    import gradcomp
     import gradcomp.torch as gc
 
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr
+    print(Path(gradcomp.__file__).parent.parent, file=answers, flush=True)
     gc.init()
     steps = {row: make_step(row, gc.rank()) for row in rows}
     for line in sys.stdin:
@@ -126,12 +128,25 @@ class Job:
             for rank in range(WORLD)
         ]
 
+        for rank in self._ranks:
+            if (found := self._read(rank)) != str(folder):
+                raise SystemExit(f"the gradcomp of {found} is imported in place of that of {folder}")
+
+    def _read(self, rank: subprocess.Popen[str]) -> str:
+        assert rank.stdout is not None
+        line = rank.stdout.readline().strip()
+        if not line:
+            for each in self._ranks:
+                each.kill()
+            raise SystemExit("a rank has ended; its error is above")
+        return line
+
     def step(self, row: str) -> float:
         """Return the seconds that the slower rank took for one step."""
         for rank in self._ranks:
             assert rank.stdin is not None
             print(row, file=rank.stdin, flush=True)
-        return max(float(rank.stdout.readline()) for rank in self._ranks if rank.stdout is not None)
+        return max(float(self._read(rank)) for rank in self._ranks)
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -139,10 +154,18 @@ class Job:
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """Return the 95% interval of the median by order statistics, which assumes no distribution."""
-    ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
-    low = max(int(len(ratios) / 2 - half), 0)
-    return ordered[low], ordered[len(ratios) - 1 - low]
+    """Return an interval that holds the median with a probability of 95%, by order statistics.
+
+    The k-th smallest and the k-th largest of n values enclose it unless fewer than k values lie on one side of it,
+    whose number is binomial. No distribution of the values is assumed.
+    """
+    ordered, n, k, outside = sorted(ratios), len(ratios), 0, 0.0
+    while outside + 2 * math.comb(n, k) / 2**n <= 0.05:
+        outside += 2 * math.comb(n, k) / 2**n
+        k += 1
+    if not k:
+        raise SystemExit("--pairs: at least 6, for an interval of 95%")
+    return ordered[k - 1], ordered[n - k]
 
 
 def measure(before: Job, after: Job, row: str, pairs: int) -> dict[str, Any]:
@@ -184,7 +207,8 @@ def main() -> None:
     if options.before is None or options.after is None:
         parser.error("--before and --after name the folders of the two versions")
     machine = report.machine()
-    print(report.describe(machine), flush=True)
+    del machine["gradcomp"]  # this process measures nothing
+    print(report.describe({**machine, "gradcomp": None}), flush=True)
     jobs = [Job(folder.resolve(), rows) for folder in (options.before, options.after)]
     found = [measure(*jobs, row, options.pairs) for row in rows]
     for job in jobs:

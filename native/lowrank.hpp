@@ -1,4 +1,4 @@
-// Layers as matrices with low-rank factors; gradcomp/kernels/lowrank.py describes both.
+// Layers as matrices with low-rank factors; gradcomp/kernels/reference_lowrank.py describes both.
 #pragma once
 
 #include <cstdint>

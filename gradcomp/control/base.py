@@ -109,9 +109,9 @@ class Environment:
 
     ``compressors[i]``: the compressor of layer i once warm-ups are over, or None if the layer is not controlled because
     it is excluded, exact or float64. ``first_step``: the step from which the controller decides. ``seed``: seeds all
-    random draws. ``slice_elements``: elements of one exchange bucket, as configured. ``zeros``: allocates memory in
-    which gradients can be summed. ``deterministic``: decisions apply in steps that do not depend on how long the
-    background takes.
+    random draws. ``slice_elements``: elements of one exchange bucket, as configured. ``device``: has the
+    memory in which gradients are summed. ``deterministic``: decisions apply in steps that do not depend on how long
+    the background takes.
     """
 
     layers: Sequence[LayerSpec]

@@ -17,7 +17,7 @@ from gradcomp.control.distortion import energies
 from gradcomp.control.distortion.code_errors import block_errors
 from gradcomp.control.distortion.errors import errors
 from gradcomp.core.state import DoubleBuffer
-from gradcomp.core.vectors import LINE, Floats, HostVector, Vector
+from gradcomp.core.vectors import LINE, Floats, Vector
 from gradcomp.kernels.codec import Table
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.segments import SEGMENT
@@ -254,7 +254,8 @@ class Windowed(Gathering):
             if (value := fitting(held, "sums", name, size)) is not None:
                 self._sums.set(layer, value)
             if (value := fitting(held, "taken", name, size)) is not None:
-                self._taken[layer] = HostVector(value)
+                self._taken[layer] = vector = self.share.environment.device.zeros(size)
+                vector.write(value)
         return self._taken.keys() == set(self.share.own.values())
 
 

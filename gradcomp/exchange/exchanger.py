@@ -57,9 +57,9 @@ class Exchanger:
     """Exchanges the gradients of a fixed list of layers, step after step.
 
     Construction is collective: the ranks first compare layers, plan, settings and the arguments of the frontend,
-    and every rank raises PlanMismatchError if they differ. The training thread opens a step, submits layers,
-    flushes and waits; the engine's thread does the rest, see :class:`Progress`. After a failure every call that
-    opens, waits for or accepts a step, or communicates between steps, raises the same error.
+    and every rank raises PlanMismatchError if they differ. The training thread opens a step, submits layers to
+    ``pipeline.arrivals``, flushes and waits; the engine's thread does the rest, see :class:`Progress`. After a failure
+    every call that opens, waits for or accepts a step, or communicates between steps, raises the same error.
     """
 
     def __init__(

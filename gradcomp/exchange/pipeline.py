@@ -216,7 +216,7 @@ class Pipeline:
         It raises nothing. A device that has failed uses no memory any more, and one that hangs is waited for
         briefly.
         """
-        if self.device.driver is not None and self.is_open:
+        if self.device.driver is not None and self.is_open and self._exchange is not None:
             self.device.outlast(_LONGEST_FAREWELL_SECONDS)
             self._exchange = None
 

@@ -41,9 +41,9 @@ class Settings:
     Equal on all ranks, which compare them: ``name``; ``average``, False for the sum over ranks in place of the mean;
     ``order_step``, in which rank 0's order of arrival becomes the order of the buckets; ``schedule(step, version)``,
     which returns the plan that begins then, or None; ``topology``, by default one host; the frontend's ``arguments``;
-    ``controlled_by``, from which the ranks make the running ``controller``, which from step ``adjustable_from`` on may
-    change the compressor ``adjustable[i]`` of layer i, unless that is None; ``compression``, for logs; ``network``, the
-    measured constants that ``reduction="auto"`` needs with several hosts.
+    ``controlled_by``, the controller that the ranks begin; from step ``adjustable_from`` on it may change the
+    compressor of layer i, ``adjustable[i]``, and leaves layers alone whose entry is None; ``compression``, for logs;
+    ``network``, the measured constants that ``reduction="auto"`` needs with several hosts.
 
     Each rank's own: ``device``, which holds gradients and means, and so the state; ``listener``; ``digests()`` and
     ``fingerprint(step)``, which begin to compute those of the parameters and of a step; ``roster``. ``advice`` ends

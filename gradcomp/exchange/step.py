@@ -129,10 +129,10 @@ class StepExchange:
 
     Tick t issues round 0 of bucket t, round 1 of bucket t-1, ...: a total order that all ranks share.
 
-    ``context`` is the step's, but for ``numbers``, the loss scale and the learning rate, which may come later than the
-    exchange opens: the first bucket waits for them, and for ``fingerprint``, which is of parameters and optimizer and
-    travels in the headers. ``position`` is the bucket and the round that are waited for; in round -1 the bucket's
-    gradients are missing, or a device still encodes them.
+    ``context`` lacks ``numbers``, the loss scale and the learning rate. These, and the ``fingerprint`` of parameters
+    and optimizer, may come after the exchange opens; the first bucket waits for all three, since headers hold the
+    fingerprint. ``position`` is the bucket and the round that are waited for; in round -1 the bucket's gradients are
+    missing, or a device still encodes them.
     """
 
     def __init__(

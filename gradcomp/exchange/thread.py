@@ -374,8 +374,9 @@ class Progress(StepWatch):
         with suppress(BaseException):
             self.publish_abort(f"{self.own_rank}: {problem}")
         with suppress(BaseException):
-            self.stop_with(problem)
             self.pipeline.let_go()
+        with suppress(BaseException):
+            self.stop_with(problem)
 
     def _fail(self, error: GradcompError) -> None:
         """Find out why something broke here, tell every rank, and raise in the training thread."""

@@ -235,8 +235,7 @@ def _activate(name: BackendName) -> None:
     global _active
     chosen = vars(named(name)) | {each: _product(each) for each in ("project", "back_project")}
     _active = name
-    vars(HOST_KERNELS).clear()
-    vars(HOST_KERNELS).update(chosen)
+    HOST_KERNELS.__dict__ = chosen  # one assignment, since other threads may call kernels meanwhile
 
 
 class use:  # noqa: N801  (reads as the statement it is: `use("reference")`, `with use("reference"):`)

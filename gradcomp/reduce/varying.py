@@ -3,8 +3,8 @@
 The size of a chunk varies little from step to step. Sender and receiver reserve the same number of bytes for it: the
 largest size of the last 16 steps and 1/32 more, 0 at first. With that margin a chunk seldom does not fit, even among
 many pairs of ranks. A message has the sizes, and of the payload as many bytes as are reserved; the remainder follows in
-a second round. Kernels encode and decode chunks in buffers for the largest size; :func:`gradcomp.kernels.compact`
-copies the bytes in use from there to a message, and :func:`gradcomp.kernels.restore` copies them back.
+a second round. Kernels encode and decode chunks in buffers for the largest size; the kernel
+`compact` copies the bytes in use from there to a message, and `restore` copies them back.
 """
 
 from __future__ import annotations

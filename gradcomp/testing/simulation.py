@@ -321,11 +321,15 @@ class Simulation:
                 if turns[r] and (not self.shuffle or self.random.random() < 0.5):
                     turns[r].popleft()()
                 else:
-                    self.pipelines[r].poll()
-                    if not self.pipelines[r].is_open and not turns[r]:
+                    pipeline = self.pipelines[r]
+                    # The engine's thread polls alone the collective that a step waits for, too.
+                    if pipeline.awaited is None or pipeline.awaited.poll():
+                        pipeline.poll()
+                    if not pipeline.is_open and not turns[r]:
                         active.remove(r)
             except Exception as error:  # noqa: BLE001  (the test judges the error)
                 errors[r] = error
+                self.pipelines[r].let_go()
                 self.world.kill(r)
                 active.remove(r)
         raise AssertionError(f"no progress; ranks {active} are at {[p.position for p in self.pipelines]}")

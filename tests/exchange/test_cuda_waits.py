@@ -208,6 +208,23 @@ def test_a_device_that_fails_behind_a_kernel_is_an_error_of_its_rank(
         ranks.pipelines[0].poll()
 
 
+def test_a_device_that_fails_while_a_step_waits_for_it_is_an_error_of_its_rank(
+    gpu: Any, monkeypatch: Any
+) -> None:
+    ranks = ranks_of(gpu)
+    ranks.step()
+    hand_in(ranks, ranks.gradients())
+    gpu.driver.held = True
+    assert ranks.pipelines[0].poll() is Waiting.DEVICE
+
+    def fails(event: Any) -> bool:
+        raise DeviceError("cuda:0 failed: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu.driver, "reached", fails)
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        ranks.pipelines[0].poll()
+
+
 def test_after_an_error_the_device_is_waited_for(gpu: Any, monkeypatch: Any) -> None:
     """Whoever hears of it may free gradients that kernels of another bucket still read."""
     ranks = ranks_of(gpu)

@@ -261,14 +261,14 @@ class Breaks:
         return False
 
 
-def test_a_collective_that_fails_ends_the_step_and_lets_go_of_its_arrays(ranks, monkeypatch):
+def test_a_collective_that_fails_ends_the_step_and_closes_its_generator(ranks, monkeypatch):
     world = ranks()
     first = world.exchangers[0]
     monkeypatch.setattr(first._transport, "alltoallv", lambda *_: Breaks())
     here, there = world.errors(step)
     assert "the wire broke" in here
     assert there.startswith("aborted: ")
-    assert first.pipeline._running.gi_frame is None  # the generator that held them was closed
+    assert first.pipeline._running.gi_frame is None
 
 
 @pytest.mark.parametrize("between", [False, True], ids=["in a step", "between steps"])

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from gradcomp import ErrorFeedback, Identity, LayerSpec, MomentumCorrection, Quantize, TopK
+from gradcomp import Cast, ErrorFeedback, Identity, LayerSpec, MomentumCorrection, Quantize, TopK
 from gradcomp.compress import registry
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.core.errors import StateError
@@ -115,12 +115,20 @@ def test_fields_are_in_the_snapshot_as_copies(kind):
             assert np.array_equal(taken[field][name], value)
 
 
-def test_residuals_and_momentum_are_converted_to_the_unit_at_hand():
-    (old,), (new,) = (job(KINDS["quantised"], 1).pipelines for _ in range(2))
-    for state in (old.fields[MOMENTUM], old.residuals.first):
+@pytest.mark.parametrize("kind", [KINDS["quantised"], Cast("bfloat16", feedback=True)], ids=["codes", "cast"])
+def test_residuals_and_momentum_are_converted_to_the_unit_at_hand(kind):
+    (old,), (new,) = (job(kind, 1).pipelines for _ in range(2))
+
+    def states(pipeline):
+        return [
+            pipeline.residuals.first,
+            *([pipeline.fields[MOMENTUM]] if MOMENTUM in pipeline.fields.names else []),
+        ]
+
+    for state in states(old):
         state.set(0, np.full_like(state.value(0), 3.0))
     restore(new, snapshot(old, unit=4.0), unit=2.0)
-    for state in (new.fields[MOMENTUM], new.residuals.first):
+    for state in states(new):
         assert state.value(0).size
         assert (state.value(0) == 6.0).all()
 

@@ -317,20 +317,20 @@ def test_a_controllers_state_that_is_no_mapping_is_a_state_error():
 
 @pytest.mark.parametrize("compressor", [KINDS["1 bit nearest"], Identity()], ids=["with feedback", "without"])
 def test_more_layers_inherit_order_cold_layers_and_what_is_owed(compressor):
-    old = job(KINDS["1 bit nearest"], 2)
+    old = job(KINDS["1 bit nearest"], 3)
     train(old, 0, 5)
-    new = job(compressor, 2, layers=[LayerSpec("added", (70,)), *LAYERS])
+    new = job(compressor, 3, layers=[LayerSpec("added", (70,)), *LAYERS[::-1]])
     before = [old.owed(layer) for layer in range(len(LAYERS))]
     for mine, theirs in zip(new.pipelines, old.pipelines, strict=True):
         inherit(mine, theirs)
-        assert mine.ordering.order == [*(1 + layer for layer in theirs.ordering.order), 0]
-        assert (theirs.ordering.cold, mine.ordering.cold) == ({2}, {3})
+        assert mine.ordering.order == [*(len(LAYERS) - layer for layer in theirs.ordering.order), 0]
+        assert (theirs.ordering.cold, mine.ordering.cold) == ({2}, {len(LAYERS) - 2})
         assert mine.step == 5
     residuals = new.pipelines[0].residuals
     kept = any(residuals.second.value(row).any() for row in range(len(residuals.ranges)))
     assert kept == (compressor != Identity())
     for layer, owed in enumerate(before):
-        np.testing.assert_allclose(new.owed(1 + layer), owed, atol=1e-6)
+        np.testing.assert_allclose(new.owed(len(LAYERS) - layer), owed, atol=1e-6)
     train(new, 5, 3)
 
 

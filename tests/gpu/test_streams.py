@@ -92,4 +92,4 @@ def test_backward_waits_for_no_number_of_the_device(where):
             scaler.step(opt)
             scaler.update()
     assert torch.isfinite(weight).all()
-    assert opt._gradcomp.exchanger.pipeline._exchange.scale == 1024.0
+    assert opt._gradcomp.exchanger.pipeline._exchange._context.unscale == 1024.0

@@ -126,7 +126,7 @@ class Group:
         self.size = int(self.gap + (sizes + self.gap).sum())
 
     def encode(self, backend: Any, **options: Any) -> Result:
-        """Encode with a backend of the kernels: `reference`, `native` or the package itself."""
+        """Encode with a backend of the kernels: `reference`, `native` or those of a device."""
         options = {"scale": 1.0, "decay": 1.0} | _with_draw(options, rank=3)
         table, next_residuals = self._with_arrays(
             "next_residual", [np.dtype(np.float32) if row.next_residual else None for row in self.rows]

@@ -81,7 +81,7 @@ class _Strict:
 
 
 class _Refusing:
-    """A kernel of the host that refuses tables in which an address is the device's.
+    """A kernel of the host that refuses arrays of the device, and tables in which an address is the device's.
 
     The stand-in's memory is the host's too, so that a kernel of the host would take a gradient of the device.
     """
@@ -90,6 +90,9 @@ class _Refusing:
         self._name, self._kernel, self._driver = name, getattr(HOST.kernels, name), driver
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        for each in arguments:
+            for array in each if isinstance(each, list | tuple) else (each,):
+                assert not hasattr(array, "__cuda_array_interface__"), f"{self._name}: an array of the device"
         for table in filter(is_table, arguments):
             for column in ADDRESSES:
                 for address in table[column][table["length"] > 0].tolist():

@@ -13,8 +13,9 @@ import pytest
 from kernels.backends import HOST, each_of
 from kernels.groups import Group, Segment
 
-from gradcomp import BlockFloat, ConfigError, LayerSpec, kernels
+from gradcomp import BlockFloat, ConfigError, LayerSpec
 from gradcomp.kernels import reference, segments
+from gradcomp.kernels.dispatch import HOST_KERNELS
 from gradcomp.kernels.quantisers import rounded_up
 
 pytest.importorskip("gradcomp._native")
@@ -78,7 +79,7 @@ def test_every_number_of_the_format_is_kept(name: str, backend: Any) -> None:
 def test_draws_are_unbiased_and_as_far_off_as_said(name: str) -> None:
     rng = np.random.default_rng(1)
     values = rng.normal(size=256).astype(np.float32)
-    decoded = np.stack([coded(values, name, kernels, stochastic=True, step=s)[2] for s in range(600)])
+    decoded = np.stack([coded(values, name, HOST_KERNELS, stochastic=True, step=s)[2] for s in range(600)])
     bound = BlockFloat(name).distortion(LayerSpec("w", (256,)))
     peaks = np.abs(values).reshape(-1, 32).max(axis=1).repeat(32)
     spread = bound.peak * peaks / 2 / np.sqrt(600)  # of a coin between neighbours, at most
@@ -187,7 +188,7 @@ def test_draws_in_units_are_unbiased_and_as_far_off_as_said(octaves: int) -> Non
     each = nvfp4(values)
     draws = 600
     decoded = np.stack(
-        [each.values(each.encode(kernels, stochastic=True, step=s).payload)[0] for s in range(draws)]
+        [each.values(each.encode(HOST_KERNELS, stochastic=True, step=s).payload)[0] for s in range(draws)]
     ).astype(np.float64)
     unit, scales, _ = parts(each.encode(reference).payload, len(values))
     # Neighbours are at most half of the value apart, or half a scale.

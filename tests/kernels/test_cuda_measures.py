@@ -10,7 +10,11 @@ import pytest
 from kernels import standin
 
 from gradcomp import NUQSGD, BlockFloat, Cast, LayerSpec, Quantize, RedSync, ScaledSign, TernGrad, TopK
+from gradcomp.control.base import Environment
 from gradcomp.control.distortion.errors import errors
+from gradcomp.control.measurement import Share, Windowed
+from gradcomp.core.scheme import Scheme
+from gradcomp.core.topology import Topology
 from gradcomp.kernels import segments
 from gradcomp.kernels.devices import HOST
 from gradcomp.testing.simulation import shared
@@ -28,6 +32,7 @@ FAMILIES: dict[str, list[Any]] = {
     ],
     "casts": [Cast("float16"), Cast("bfloat16")],
     "a scale for all": [ScaledSign(bucket_size=None), TernGrad(bucket_size=None)],
+    "coded selection": [TopK(0.1, values=Quantize(4))],
     "several families": [Quantize(4), TopK(0.1), Quantize(2), Cast("bfloat16")],
 }
 
@@ -49,7 +54,25 @@ def test_errors_are_those_of_the_host(choices: list[Any], size: int, device: Any
     expected = errors(choices, layer, values, seed=5)
     assert errors(choices, layer, there, seed=5, device=place) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     if size > 1:
-        assert ("losses" in kernels.called) == (choices is not FAMILIES["a scale for all"])
+        on_host = (FAMILIES["a scale for all"], FAMILIES["coded selection"])
+        assert ("losses" in kernels.called) == (choices not in on_host)
+
+
+def test_sums_of_a_checkpoint_are_measured_on_the_device(device: Any) -> None:
+    place, _ = device
+    layer, values = LayerSpec("weight", (600,)), np.arange(600, dtype=np.float32)
+    environment = Environment([layer], [Quantize(4)], 0, Topology.one_host(1), Scheme("sra"), device=place)
+    seen: list[Any] = []
+
+    def measure(sums: Any, left: Any) -> Any:
+        seen.extend(sums.values())
+        return np.zeros((1, 1))
+
+    gathered = Windowed(Share(environment, {"weight": 0}, [600], measure, None), every=4, window=2)
+    assert gathered.resume({"sums": {"weight": values}, "taken": {"weight": values}})
+    gathered.measuring()()
+    assert [place.driver.reaches(vector.address) for vector in seen] == [True]
+    assert np.array_equal(seen[0].read(), values)
 
 
 def test_a_layer_is_read_once_for_all_levels(device: Any) -> None:

@@ -192,7 +192,7 @@ class Model:
 
     def _ring_chunks(self) -> list[np.ndarray]:
         merged = [np.full(layer.size, -1) for layer in self.layers]
-        for program in self.ranks.pipelines[0]._programs:
+        for program in self.ranks.pipelines[0].laid_out.programs:
             found = chunk_numbers(program.reduction._chunks, [layer.size for layer in self.layers])
             merged = [np.maximum(a, b) for a, b in zip(merged, found, strict=True)]
         return merged

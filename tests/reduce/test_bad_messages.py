@@ -206,7 +206,7 @@ def test_a_message_of_another_round_or_sender_is_refused(reduction: str):
 
 @every_reduction
 def test_a_rank_that_leaves_in_any_round_is_an_error_on_every_other(reduction: str):
-    rounds = simulate(reduction).pipelines[0]._programs[0].reduction.rounds
+    rounds = simulate(reduction).pipelines[0].laid_out.programs[0].reduction.rounds
     for number in range(rounds):
         for gone in range(WORLD):
             ranks = simulate(reduction)
@@ -354,7 +354,9 @@ def test_a_count_that_is_off_is_refused():
     ranks = Simulation(LAYERS, Identity(), 3, reorder=False)
 
     def spoil() -> None:
-        for fused in (s for p in ranks.pipelines for program in p._programs for s in program._sums.values()):
+        for fused in (
+            s for p in ranks.pipelines for program in p.laid_out.programs for s in program._sums.values()
+        ):
             fused._counts[3] += 1
 
     errors = ranks.attempt(during=spoil)

@@ -294,6 +294,6 @@ def test_auto_needs_constants_between_hosts_and_none_inside_one():
 def test_auto_takes_the_cheapest_for_every_bucket():
     slow_start = Network(alpha=1.0, beta=1e-9, encode_rate=1e9, decode_rate=1e9)
     ranks = simulate("auto", Quantize(4), 4, topology=Topology(tuple(range(4))), network=slow_start)
-    chosen = {type(p.reduction).__name__ for pipeline in ranks.pipelines for p in pipeline._programs}
+    chosen = {type(p.reduction).__name__ for pipeline in ranks.pipelines for p in pipeline.laid_out.programs}
     assert chosen == {"AllToAllBroadcast"}  # one round
     ranks.step().all_means()

@@ -153,6 +153,6 @@ def test_a_header_says_how_long_the_payload_is() -> None:
 def test_codecs_of_fixed_size_take_no_part() -> None:
     assert segments.MINMAX_LEAST_ERROR in segments.ALLOCATED
     ranks = Simulation(LAYERS, Quantize(4, 32, allocate="bytes"), 2)
-    (program,) = ranks.pipelines[0]._programs
+    (program,) = ranks.pipelines[0].laid_out.programs
     assert program.reduction is not None
     assert program.reduction.by_kernels

@@ -128,7 +128,7 @@ def test_a_scaler_is_left_alone_if_the_caller_says_so_or_if_it_has_scaled_nothin
         model, optimizer, state = FRONTENDS[case](net(), NEAREST, grad_scaler=False)
     with logged() as lines:
         train(model, optimizer, 2)
-    assert exchanger_of(state).pipeline._exchange.scale == 1.0
+    assert exchanger_of(state).pipeline._exchange._context.unscale == 1.0
     assert case == "nothing scaled" or not [line for line in lines if "GradScaler" in line]
     assert other.get_scale() == 1024.0
 
@@ -154,5 +154,5 @@ def test_a_scaler_is_looked_for_when_state_begins():
     scales = []
     for step in range(4):
         scaled_step(model, optimizer, mine, step)
-        scales.append(exchanger_of(state).pipeline._exchange.scale)
+        scales.append(exchanger_of(state).pipeline._exchange._context.unscale)
     assert scales == [1.0, 1.0, 2048.0, 2048.0]

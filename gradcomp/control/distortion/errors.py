@@ -133,7 +133,7 @@ def _by_coded_magnitude(choices: Sequence[TopK | DGC | GlobalTopK], subject: Sub
     for i in np.argsort(-counts, kind="stable").tolist():
         chosen = narrow(chosen, counts[i : i + 1])
         selected = LayerSpec(subject.layer.name, (len(chosen.values),))
-        coded = replace(subject, layer=selected, flat=HostVector(chosen.values))
+        coded = replace(subject, layer=selected, flat=HostVector(chosen.values), device=HOST)
         found[i] = np.hypot(found[i], code_errors([choices[i].values], coded)[0])
     return found
 
