@@ -46,7 +46,13 @@ FRAMEWORKS = {
         distribution="torch",
         extras="torch,demo",
         example=("python", "examples/digits.py", "--demo", "--epochs=5"),
-        tests=(*_CODECS, "tests/torch/test_gradients.py", "tests/torch/test_ddp.py"),
+        tests=(
+            *_CODECS,
+            *(
+                f"tests/torch/test_{name}.py"
+                for name in ("gradients", "sparse", "recomputation", "loss_scale", "ddp", "ddp_input")
+            ),
+        ),
     ),
     "tf": Framework(
         distribution="tensorflow-cpu",

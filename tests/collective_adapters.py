@@ -16,8 +16,8 @@ import pytest
 
 #: The most by which floats may differ that were added in another order: relative, absolute.
 _TOLERANCES = {
-    "float16": (1e-3, 1e-5),
-    "bfloat16": (1e-2, 1e-5),
+    "float16": (1e-3, 1e-6),
+    "bfloat16": (1e-2, 1e-6),
     "float32": (1e-6, 1e-6),
     "float64": (1e-7, 1e-7),
 }

@@ -185,6 +185,9 @@ def adasum_adds_in_pairs(c: Collectives) -> None:
     for dtype in FLOATS:  # parallel vectors are averaged
         threes = of_dtype(dtype, 3, 3)
         same(c(partial(c.gc.allreduce, op=Adasum), threes), threes)
+        if c.world > 1:  # orthogonal ones are added
+            axis = of_dtype(dtype, *((1, 0), (0, 2))[c.rank % 2])
+            close(c(partial(c.gc.allreduce, op=Adasum), axis), of_dtype(dtype, 1, 2))
 
 
 @check

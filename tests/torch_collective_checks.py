@@ -144,10 +144,11 @@ def handles_of_other_collectives_have_their_results(c: Collectives) -> None:
     equal(rows, parts)
     equal(received, torch.full((c.world,), 2, dtype=torch.int32))
     for root in {0, c.world - 1}:
-        value = torch.full((3,), float(c.rank))
-        equal(gc.synchronize(gc.broadcast_async(value, root, name="b")), torch.full((3,), float(root)))
-        assert gc.synchronize(gc.broadcast_async_(value, root)) is value
-        equal(value, torch.full((3,), float(root)))
+        for dtype, shape in zip(DTYPES, itertools.cycle(((3,), (), (0, 2), (2, 3, 4))), strict=False):
+            ours, expected = (c.tensor(values(dtype, shape, rank)) for rank in (c.rank, root))
+            equal(gc.synchronize(gc.broadcast_async(ours, root, name="b")), expected)
+            assert gc.synchronize(gc.broadcast_async_(ours, root)) is ours
+            equal(ours, expected)
 
 
 @check

@@ -59,7 +59,7 @@ def test_alone(name: str) -> None:
 
 
 def test_in_a_world_of_one_broadcasts_change_nothing_and_handles_are_done() -> None:
-    """Values and gradients: ``horovod_checks``."""
+    """All values: ``collective_checks``, with ``--full``."""
     gc.init()
     try:
         anything, model = object(), torch.nn.Linear(2, 2)
@@ -74,8 +74,22 @@ def test_in_a_world_of_one_broadcasts_change_nothing_and_handles_are_done() -> N
         handle = gc.allreduce_async(torch.ones(1))
         assert gc.poll(handle)
         assert gc.synchronize(handle) == 1
-        with pytest.raises(gc.ConfigError):
-            gc.allreduce(torch.ones(1, dtype=torch.bool))
+        assert gc.allreduce_(value, op=gc.Sum) is value
+        for call in (gc.allreduce, gc.allgather):
+            given = torch.ones(2, 3, requires_grad=True)
+            result = call(given)
+            result.sum().backward()
+            assert torch.equal(result, given)
+            assert torch.equal(given.grad, torch.ones(2, 3))
+        for bad in (
+            lambda: gc.allreduce(torch.ones(1, dtype=torch.bool)),
+            lambda: gc.broadcast_object(1, root_rank=1),
+            lambda: gc.broadcast(torch.ones(1), 1),
+            lambda: gc.alltoall(torch.ones(3), [2]),
+            lambda: gc.allgather(torch.tensor(1.0)),
+        ):
+            with pytest.raises(gc.ConfigError):
+                bad()
     finally:
         gc.shutdown()
 

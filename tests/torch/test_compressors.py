@@ -63,6 +63,9 @@ def test_ranks_hold_the_same_bytes_and_a_saved_run_goes_on_bit_for_bit(kind: str
             models[step] = {name: value.clone() for name, value in whole.state_dict().items()}
         train(whole, uninterrupted, step, step + 1)
         assert_same_on_all_ranks(whole.parameters())
+    plain = net()
+    train(plain, wrap(plain, kind), 0, 7)
+    assert bits_of(plain.parameters()) == bits_of(whole.parameters())  # a save changes nothing
     for stop, weights in models.items():
         other = net(seed=9)
         other.load_state_dict(weights)
@@ -171,7 +174,7 @@ def test_everything_sent_is_the_mean_or_the_sum(op: str, dtype: str):
         opt.step()
 
 
-@pytest.mark.parametrize("kind", ["topk", "lgc"])
+@pytest.mark.parametrize("kind", ["topk", "momentum", "densities", "lgc", "feedback"])
 @pytest.mark.parametrize("as_dense", [False, True])
 @on_ranks(2)
 def test_sparse_gradients_travel_beside_or_as_dense_ones(as_dense: bool, kind: str):

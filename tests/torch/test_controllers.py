@@ -89,7 +89,9 @@ def test_plans_change_and_agree(name):
     same_everywhere(bits_of(model.parameters()))
 
 
-@pytest.mark.parametrize("family", ["quantize:bits=4,rounding=nearest", "powersgd:rank=2"])
+@pytest.mark.parametrize(
+    "family", ["quantize:bits=4,rounding=nearest", "powersgd:rank=2", "topk:density=0.05"]
+)
 @on_ranks(3)
 def test_resumed_is_uninterrupted_bit_for_bit(family):
     # Background work at once, so that plans change in the same steps.
@@ -120,6 +122,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(family):
 def test_the_run_log_and_the_log_lines():
     path = shared_folder() / "run.jsonl"
     with initialised(run_log=str(path)), logged(only=True) as lines:
+        first = make(gc.LGreCo(8, alpha=3))  # has the file of this name
         model, optimizer = make(gc.LGreCo(8, alpha=3))
         # A choice applies when the background has made it: how many steps that takes is the machine's.
         for first in range(0, 600, 30):
@@ -132,7 +135,9 @@ def test_the_run_log_and_the_log_lines():
         return
     assert len(changes) >= 2
     assert all(part in changes[-1] for part in ("bits", "predicted", "of them under control; ", "measured"))
-    (run,) = read(path)
+    assert len(first) == 2
+    (of_second,) = set(path.parent.iterdir()) - {path}
+    (run,) = read(of_second)
     assert run.world == 2
     assert run.controller.startswith("lgreco(")
     assert len(run.plans) >= 2

@@ -161,16 +161,22 @@ def test_powersgd_on_two_devices_keeps_ranks_equal():
     assert_same_on_all_ranks(parameters_after(6, "powersgd:rank=2", on_device))
 
 
-def test_a_hook_notices_that_a_model_has_moved() -> None:
+@pytest.mark.parametrize(
+    ("shape", "where", "complaint"),
+    [
+        ((3,), "meta", "dense and on meta when ddp_comm_hook was called; its gradient is .* on cpu now"),
+        ((4,), "cpu", "had another dtype or size when ddp_comm_hook was called; its gradient has 3 elements"),
+    ],
+)
+def test_a_hook_notices_that_a_model_has_changed(shape: Any, where: str, complaint: str) -> None:
     parameter, buffer = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3)
     bucket: Any = SimpleNamespace(
         buffer=lambda: buffer, parameters=lambda: [parameter], gradients=lambda: [buffer]
     )
     state: Any = SimpleNamespace(
-        _numbers={id(parameter): 0}, named=[("w", parameter)], _layers=[gc.LayerSpec("w", (3,))],
-        _where=torch.device("meta"),
+        _numbers={id(parameter): 0}, named=[("w", parameter)], _layers=[gc.LayerSpec("w", shape)],
+        _where=torch.device(where),
     )  # fmt: skip
-    complaint = "dense and on meta when ddp_comm_hook was called; its gradient is .* on cpu now"
     with pytest.raises(gc.StateError, match=f"layer 'w' .*{complaint}"):
         HookState._contents(state, bucket)
 

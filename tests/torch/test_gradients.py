@@ -91,6 +91,13 @@ def test_three_ranks_with_unused_layers_and_delays_agree_bit_for_bit():
     assert_same_on_all_ranks(parameters_after(3, 30, slow=gc.rank()))
 
 
+@pytest.mark.full
+@on_ranks(4, slice_elements=48)
+def test_four_ranks_with_unused_layers_and_delays_agree_bit_for_bit():
+    assert_same_on_all_ranks(_train_with_unused_layers())
+    assert_same_on_all_ranks(parameters_after(5, 30, slow=gc.rank()))
+
+
 # ---------------------------------------------------------------------------------------- uncompressed is exact
 
 
@@ -116,7 +123,7 @@ def test_other_dtypes_get_the_mean_and_float64_stays_exact_under_compression(dty
     model = net().to(kind)
     x = data(0).to(kind)
     expected = reference_mean([g.double() for g in own_gradients(model, x)])
-    wrap(model, compression)
+    wrap(model, small(compression))
     model(x).square().mean().backward()
     for p, mean in zip(model.parameters(), expected, strict=True):
         assert p.grad.dtype == kind
@@ -290,7 +297,7 @@ def test_without_finish_step_a_late_layer_is_an_error_that_names_the_option_and_
 def test_a_layer_that_no_rank_used_has_no_gradient_and_adamw_does_not_move_it():
     model = two_heads()
     before = model["b"].weight.detach().clone()
-    train(model["a"], wrap(model, "quantize:bits=4", kind=torch.optim.AdamW), 5)
+    train(model["a"], wrap(model, small("quantize:bits=4"), kind=torch.optim.AdamW), 5)
     assert model["b"].weight.grad is None
     assert torch.equal(model["b"].weight, before)
 

@@ -21,11 +21,13 @@ from small_torch import (
     backward,
     bits_of,
     data,
+    exchanger_of,
     loss_of,
     net,
     one_process,
     residuals,
     same,
+    small,
     train,
     unsent,
     wrap,
@@ -147,7 +149,7 @@ def test_lbfgs_evaluates_its_closure_several_times_and_ranks_agree(frontend):
 def test_the_wrapped_optimizer_is_the_same_object_and_what_is_copied_or_saved_of_it_is_the_plain_one():
     model = net()
     plain = torch.optim.Adam(model.parameters())
-    optimizer = gc.DistributedOptimizer(plain, model.named_parameters(), "quantize:bits=4")
+    optimizer = gc.DistributedOptimizer(plain, model.named_parameters(), small("quantize:bits=4"))
     assert optimizer is plain
     assert isinstance(optimizer, torch.optim.Adam)
     assert type(optimizer).__name__ == "Adam"
@@ -280,13 +282,15 @@ def test_a_model_can_be_wrapped_again_while_its_old_optimizer_is_still_held(midw
 def test_clipping_after_synchronize_sees_the_norm_of_the_mean_and_what_is_clipped_is_applied():
     model, one = net(), net()
     optimizer = wrap(model, lr=1.0)
+    transport = exchanger_of(optimizer).pipeline.transport
     before = [p.detach().clone() for p in model.parameters()]
     (sum(loss_of(one, 0, rank) for rank in range(gc.size())) / gc.size()).backward()
     backward(model)
-    sent = optimizer.statistics().wire_bytes
     optimizer.synchronize()
+    sent, means = transport.bytes_sent, bits_of(p.grad for p in model.parameters())
     optimizer.synchronize()  # sends nothing
-    assert optimizer.statistics().wire_bytes == sent
+    assert transport.bytes_sent == sent
+    assert bits_of(p.grad for p in model.parameters()) == means
     norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, one)]
     torch.testing.assert_close(*norms)
     assert_close([p.grad for p in model.parameters()], [p.grad for p in one.parameters()])
@@ -339,7 +343,7 @@ def test_parameters_have_the_names_that_horovods_users_look_up():
 def test_zero_grad_without_step_forgets_the_exchange(set_to_none):
     model = net()
     optimizer = wrap(model, NEAREST)
-    for step in (0, 1, 7, 2):  # buckets are put in order after the first
+    for step in (7, 0, 1, 7, 2):  # buckets are put in order after the first that is applied
         optimizer.zero_grad(set_to_none=set_to_none)
         before = residuals(optimizer)
         backward(model, step)
@@ -458,7 +462,7 @@ def test_the_users_collectives_on_the_default_group_do_not_interfere():
 @on_ranks(1)
 def test_a_world_of_one_trains_as_the_plain_optimizer():
     model, plain = net(), net()
-    optimizer = wrap(model, "quantize:bits=1", kind=torch.optim.AdamW)
+    optimizer = wrap(model, small("quantize:bits=1"), kind=torch.optim.AdamW)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(5):
         for m, o in ((model, optimizer), (plain, reference)):
@@ -472,7 +476,7 @@ def test_a_world_of_one_trains_as_the_plain_optimizer():
 def test_a_world_of_one_has_all_methods():
     model = net()
     model[0].weight.requires_grad_(False)
-    optimizer = wrap(model, "quantize:bits=4")
+    optimizer = wrap(model, small("quantize:bits=4"))
     model[0].weight.requires_grad_(True)  # no error here
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     with warnings.catch_warnings():

@@ -117,6 +117,21 @@ def test_ranks_that_agree_skip_together(place: str, compression: str):
 
 
 @on_ranks(3)
+def test_three_ranks_that_agree_skip_what_a_scaler_skips():
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = wrap(model, FEEDBACK, on_skip="agree", grad_scaler=scaler)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(
+            loss_of(model, step) * (math.inf if step == SKIPPED and gc.rank() == LOSER else 1.0)
+        ).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same_on_all_ranks(model.parameters())
+    assert scaler.get_scale() == 2.0**9
+
+
+@on_ranks(3)
 def test_what_a_checkpoint_ends_counts_as_skipped_by_all():
     """A step that is not finite is over where the compression state is asked for: that rank votes as it would later."""
     model = net()

@@ -63,8 +63,8 @@ def test_two_ranks_one_without_rows():
     same_as_one_process((1,), torch.float64, 1e-9, momentum=None)
 
 
-@on_ranks(4)
-def test_four_ranks_without_weights_or_running_statistics():
+@on_ranks(3)
+def test_three_ranks_without_weights_or_running_statistics():
     same_as_one_process((6,), torch.float64, 1e-9, affine=False)
     same_as_one_process((3, 5), torch.float32, 2e-4, track_running_stats=False)
     same_as_one_process((3, 2, 2, 2), torch.float32, 2e-4)
