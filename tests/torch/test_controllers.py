@@ -122,7 +122,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(family):
 def test_the_run_log_and_the_log_lines():
     path = shared_folder() / "run.jsonl"
     with initialised(run_log=str(path)), logged(only=True) as lines:
-        first = make(gc.LGreCo(8, alpha=3))  # has the file of this name
+        other = make(gc.LGreCo(8, alpha=3))  # has the file of this name
         model, optimizer = make(gc.LGreCo(8, alpha=3))
         # A choice applies when the background has made it: how many steps that takes is the machine's.
         for first in range(0, 600, 30):
@@ -135,7 +135,7 @@ def test_the_run_log_and_the_log_lines():
         return
     assert len(changes) >= 2
     assert all(part in changes[-1] for part in ("bits", "predicted", "of them under control; ", "measured"))
-    assert len(first) == 2
+    assert len(other) == 2
     (of_second,) = set(path.parent.iterdir()) - {path}
     (run,) = read(of_second)
     assert run.world == 2
