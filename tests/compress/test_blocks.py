@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 import gradcomp as gc
+from gradcomp.compress import at_level, from_string
 from gradcomp.compress.blocks import LEAST_BUCKETS, borders, count_for
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, Request
@@ -124,6 +125,7 @@ def test_feedback_telescopes_through_changes_to_blocks_and_back(world):
             missing[i] += true_mean(gradients, i) - mean
         levels.add(ranks.pipelines[0].plan.assignments[0].level)
     assert levels == {form.level for form in (first, *proposed, *chosen)}
+    assert ranks.pipelines[0].plan.assignments[0].level == chosen[-1].level
     for i, layer in enumerate(LAYERS):
         close = 2e-5 if layer.dtype == "float32" else 0.2
         np.testing.assert_allclose(missing[i], ranks.owed(i), atol=close)
@@ -183,6 +185,8 @@ def test_plans_hold_blocks():
     plan = gc.Plan(3, (gc.Assignment("a", compressor.family_string(), compressor.level),))
     assert '",[3,4,4,2]]' in plan.to_json()
     assert gc.Plan.from_json(plan.to_json()) == plan
+    assert from_string(compressor.to_string()) == compressor
+    assert at_level(compressor.family_string(), compressor.level) == compressor
 
 
 @pytest.mark.parametrize("levels", [[0, 4], [4, 9], [10**30, 4]], ids=str)

@@ -59,9 +59,13 @@ def kept_alone(compressor: gc.Compressor) -> gc.Compressor:
 
 
 def kind_of(compressor: gc.Compressor) -> list[tuple[object, ...]]:
+    """Returns what makes residuals behave in another way: everything but the level, unless that is one bit."""
     bare = compressor.bare()
     codec = getattr(bare, "values", bare)
-    return [(type(bare), type(codec), getattr(codec, "rounding", None), getattr(codec, "scaling", None))]
+    words = ("rounding", "scaling", "allocate", "zeros", "alternate", "warm_start", "refresh")
+    fields = [getattr(each, word, None) for each in (bare, codec) for word in words]
+    bits, decays = getattr(codec, "bits", None), compressor.traits.residual_decay != 1
+    return [(type(bare), type(codec), decays, bits == 1, isinstance(bits, tuple), *fields)]
 
 
 @pytest.mark.parametrize(

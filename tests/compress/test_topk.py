@@ -169,7 +169,7 @@ def test_the_selection_is_found_in_few_passes(monkeypatch):
     values = np.full(TOTAL, 1e-45, np.float32)
     values[40] = 3e38
     assert len(selected(gc.GlobalTopK(0.05, feedback=False), values)) == 5
-    assert len(passes) <= 33
+    assert 0 < len(passes) <= 33
 
 
 def test_the_whole_model_is_one_bucket_whatever_the_slices():

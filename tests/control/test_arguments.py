@@ -92,7 +92,7 @@ def test_values_that_cannot_be(kind, name, value):
         (LGreCo, {"samples": 4, "window": 5}, "samples"),
         *[(Auto, {"choices": bad}, "one or more") for bad in ((), "none", Quantize(4))],
         (Auto, {"choices": ("none", "nonsense")}, "unknown"),
-        (Auto, {"choices": ("none", 4)}, "4"),
+        (Auto, {"choices": ("none", 4)}, "got 4"),
         (Auto, {"choices": ("none", "none")}, "twice"),
         *[
             (Auto, {"choices": ("none", bad)}, "schedule, momentum or clipping")

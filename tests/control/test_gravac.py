@@ -590,10 +590,15 @@ def test_a_state_that_is_none_is_refused(change):
 
 
 @pytest.mark.parametrize(
-    "compression", [Quantize(4), RandomK(0.1), Policy(TopK(0.1), overrides={"c": Quantize(4)})]
+    ("compression", "named"),
+    [
+        (Quantize(4), "quantize"),
+        (RandomK(0.1), "random_k"),
+        (Policy(TopK(0.1), overrides={"c": Quantize(4)}), "quantize"),
+    ],
 )
-def test_one_layer_without_a_selection_by_density_is_refused(compression):
-    with pytest.raises(ConfigError, match="two_level_selection takes"):
+def test_one_layer_without_a_selection_by_density_is_refused(compression, named):
+    with pytest.raises(ConfigError, match=rf"two_level_selection takes.*{named}"):
         Simulation(LAYERS, compression, 2, controller=SMALL)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -101,8 +101,8 @@ def test_a_period_with_nan_is_skipped_with_a_warning(caplog):
 
         def begin(self, environment):
             running = super().begin(environment)
-            row = running.row
-            running.row = lambda measured: row(measured) * (np.nan if environment.rank == 1 else 1)
+            share, factor = running._gathering.share, np.nan if environment.rank == 1 else 1
+            running._gathering.share = replace(share, measure=lambda *sums: share.measure(*sums) * factor)
             return running
 
     ranks = Simulation(LAYERS, Quantize(4, 32), 3, controller=Broken(3))

@@ -156,8 +156,12 @@ def decided(
     """Ranks after their first decision, and what it was made from."""
     ranks = Simulation(layers, own, world, controller=controller, **settings)
     seen, _ = shared(ranks, lambda _: uneven(ranks), 3 * controller.every_steps)
-    while ranks.pipelines[0].controller.observations is not None:
+    for _ in range(3 * controller.every_steps):
+        if ranks.pipelines[0].controller.observations is None:
+            break
         ranks.step(uneven(ranks))
+    else:
+        raise AssertionError("nothing was decided")
     ranks.step(uneven(ranks))  # the plan is announced in one step and applies from the next
     return ranks, seen
 

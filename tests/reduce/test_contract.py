@@ -51,3 +51,5 @@ def test_promises_hold_on_two_hosts(row: Row, reduction: str, monkeypatch: pytes
     monkeypatch.setattr(cases, "Simulation", simulation)
     for name in PROMISES:
         CHECKS[name](row)
+    CHECKS["ranks_hold_the_same_bytes"].run(row, 5)
+    CHECKS["every_byte_that_is_sent_is_counted"].run(row, 4)

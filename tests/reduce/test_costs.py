@@ -275,14 +275,31 @@ class Nothing:
         return nullcontext()
 
 
-def sent_bytes(operation, rank: int) -> int:
-    """Returns the bytes that an operation sends to other ranks."""
+def sent(operation, rank: int) -> list[int]:
+    """Returns the bytes of each message that an operation sends to another rank."""
     if isinstance(operation, Exchange):
-        return sum(len(message) for _, message in operation.sends)
+        return [len(message) for _, message in operation.sends]
     if isinstance(operation, AllGather):
-        return operation.counts[rank] * (len(operation.counts) - 1)
+        return [operation.counts[rank]] * (len(operation.counts) - 1)
     assert isinstance(operation, AllToAll)
-    return sum(operation.send_counts) - operation.send_counts[rank]
+    return [count for r, count in enumerate(operation.send_counts) if r != rank and count]
+
+
+def messages_of(reduction: str, world: int, hosts: int) -> list[int]:
+    """Returns the number of messages that every rank sends."""
+    name, servers = reduction.partition(":")[0], servers_of(reduction)
+    if name in ("sra", "ring"):
+        return [2 * (world - 1)] * world
+    if name == "all_to_all":
+        return [world - 1] * world
+    if name == "gather":
+        return [world - 1] + [1] * (world - 1)
+    if name == "tree":
+        return [sum(q & (q - 1) == r for q in range(1, world)) + (r > 0) for r in range(world)]
+    if name == "parameter_server":
+        return [servers - 1 + world - 1 if r < servers else servers for r in range(world)]
+    of_each = world // hosts
+    return [2 * (hosts - 1) + of_each - 1 if r % of_each == 0 else 1 for r in range(world)]
 
 
 @every_reduction
@@ -307,5 +324,6 @@ def test_some_of_1024_ranks_send_what_the_formula_says(reduction: str, monkeypat
         flags = BucketFlags(np.array([PRESENT] * len(LARGE) + [APPLIED | READY], np.uint8), rank)
         context, binding = StepContext(Draw(0, 0, rank), world), Nothing()
         program = framed(built.run(context, binding, flags), HeaderId(1, 2, 0), flags, binding)
-        sent = [sent_bytes(operation, rank) for (operation,) in program]
-        assert (len(sent), sum(sent)) == (built.rounds, want[rank])
+        found = [sent(operation, rank) for (operation,) in program]
+        assert (len(found), sum(map(sum, found))) == (built.rounds, want[rank])
+        assert sum(map(len, found)) == messages_of(reduction, world, 16)[rank]

@@ -64,6 +64,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compressors_keep_their_contract(name: str):
     for promise in PROMISES:
         CHECKS[promise](ROWS[name])
+    CHECKS["ranks_hold_the_same_bytes"].run(ROWS[name], 5)
+    CHECKS["every_byte_that_is_sent_is_counted"].run(ROWS[name], 4)
 
 
 def test_a_setting_names_it_and_it_has_a_price():

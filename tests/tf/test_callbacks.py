@@ -129,6 +129,8 @@ def test_a_model_with_two_optimizers_and_its_own_train_step() -> None:
     assert any("others" in line and "not a DistributedOptimizer" in line for line in lines), lines
     with pytest.raises(gc.ConfigError, match="no DistributedOptimizer"):
         fit(adversaries(1, (False, False)), x, y, callbacks=[callbacks.BroadcastGlobalVariables(1)])
+    with pytest.raises(gc.StateError, match=r"dense.*/kernel"):  # as it is, not as TensorFlow's
+        fit(adversaries(gc.rank(), eagerly=False), x, y)
 
 
 @on_ranks(2, env=ENV)

@@ -137,7 +137,10 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "mode"), every_value(itertools.product(FORMS, MODES)))
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    every_value(itertools.product(FORMS, MODES), lambda case: [case[0], (case[0][1] == "float32", case[1])]),
+)
 @on_ranks(2, env=ENV)
 def test_a_device_gives_the_bytes_of_the_host(form: tuple[str, str], mode: str) -> None:
     alone, ours, mixed = (

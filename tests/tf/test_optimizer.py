@@ -149,8 +149,14 @@ def test_passes_are_averaged_if_so_asked() -> None:
     passes = {"backward_passes_per_step": 2}
     variable = keras.Variable(np.zeros(3, np.float32), name="weight")
     optimizer = hvd.DistributedOptimizer(SGD(1.0), "Distributed", average_aggregated_gradients=True, **passes)
-    for gradient in (1.0, 4.0):
+    optimizer.build([variable])
+
+    @tf.function
+    def step(gradient: Any) -> None:
         optimizer.apply([tf.fill([3], gradient * (1 + gc.rank()))], [variable])
+
+    for gradient in (1.0, 4.0):
+        step(tf.constant(gradient))
     np.testing.assert_allclose(variable, [-3.75] * 3)
     with pytest.raises(gc.ConfigError, match="gradient_accumulation_steps=3"):
         gc.DistributedOptimizer(SGD(0.1, gradient_accumulation_steps=3), **passes)
@@ -344,7 +350,7 @@ def test_a_world_of_one(tmp_path: Any) -> None:
     x = generator.standard_normal((16, 8)).astype(np.float32)
     y = generator.standard_normal((16, 3)).astype(np.float32)
     with world_of_one():
-        alone = compiled(SGD(0.1, momentum=0.9), run_eagerly=True)
+        alone = compiled(SGD(0.1, momentum=0.9))
         fit(alone, x, y, epochs=2)
         optimizer = gc.DistributedOptimizer(SGD(0.1, momentum=0.9), compression=compression())
         called = [
@@ -353,7 +359,7 @@ def test_a_world_of_one(tmp_path: Any) -> None:
             gc.callbacks.Progress(),
             gc.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False),
         ]
-        ours = compiled(optimizer, run_eagerly=True)
+        ours = compiled(optimizer)
         fit(ours, x, y, epochs=2, callbacks=called)
         gc.save(tmp_path / "state", optimizer)
         assert optimizer.plan() is None

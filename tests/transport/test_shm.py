@@ -108,6 +108,27 @@ def test_arrays_live_until_the_thread_is_done_with_them() -> None:
     assert (array == 3).all()
 
 
+def test_polls_do_not_block() -> None:
+    with shm_transports(2) as (first, second):
+        arrays = [np.ones(4_000_000, np.float32) for _ in range(2)]
+        handles = [rank.allreduce(array) for rank, array in zip((first, second), arrays, strict=True)]
+        polls = 0
+        while not all(handle.poll() for handle in handles):
+            polls += 1
+        assert polls > 10  # one that waited for the end would have been the last
+
+
+@pytest.mark.alone
+def test_waiting_takes_no_processor_time() -> None:
+    with shm_transports(4) as ranks:
+        arrays = [np.ones(1000, np.float32) for _ in ranks]
+        handles = [rank.allreduce(array) for rank, array in zip(ranks[1:], arrays[1:], strict=True)]
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.05  # of three threads that wait
+        settle([*handles, ranks[0].allreduce(arrays[0])])
+
+
 # ------------------------------------------------------------------------------------------ construction
 
 

@@ -10,7 +10,7 @@ from gradcomp.compress.base import Coded, Compressor
 from gradcomp.control.base import Doubles, Numbers
 from gradcomp.control.distortion import Budget, Subject, energies, segment
 from gradcomp.core.layers import LayerSpec
-from gradcomp.core.vectors import Floats, Vector
+from gradcomp.core.vectors import Floats, HostVector, Vector
 from gradcomp.kernels.codec import Bytes, Codec, Draw, Table
 from gradcomp.kernels.cuda.measures import LARGEST_BUCKET
 from gradcomp.kernels.devices import HOST, Device
@@ -142,6 +142,7 @@ def block_errors(
     are measured there. Returns inf where the decoded value would not be finite; all NaN if a value is not finite.
     Raises ConfigError if not even one quantisation bucket fits at all levels.
     """
+    assert isinstance(values, HostVector) == (device.driver is None), "the device is that of the values"
     bare = [choice.bare() for choice in choices]
     levels, cut, first = _levels(bare, layer), bare[0].cut_elements(layer), bare[0]
     assert isinstance(first, Coded), "levels by block are levels of codes"

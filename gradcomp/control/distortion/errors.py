@@ -84,6 +84,7 @@ def errors(
     """
     if not isinstance(values, Vector):
         values = HostVector(np.ascontiguousarray(values, dtype=np.float32).reshape(-1))
+    assert isinstance(values, HostVector) == (device.driver is None), "the device is that of the values"
     if values.size != layer.size:
         raise ConfigError(f"layer {layer.name!r} has {layer.size} elements, got {values.size} values")
     if not np.isfinite(energies(segment(values.address, values.size), device)[0]):
