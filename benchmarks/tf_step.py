@@ -106,7 +106,7 @@ def torch_rows(initial: Any, text: Any, rank: int) -> list[Row]:
 
         def settle() -> None:
             if parameters[0].grad is not None:
-                opt._gradcomp.exchange.commit()
+                opt._gradcomp.commit()
             prepare()
 
         return Row("PyTorch", "exchange", name, run, settle, opt.statistics)

@@ -161,7 +161,7 @@ def start(
                 topology=state.topology.among(ranks),
                 arguments=compared,
                 controlled_by=proposal.controller,
-                adjustable=policy.adjustable(proposal.layers),
+                adjustable=() if proposal.controller is None else policy.adjustable(proposal.layers),
                 adjustable_from=policy.last_change,
                 compression=policy.title,
                 device=device,

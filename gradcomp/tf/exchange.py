@@ -145,6 +145,7 @@ class Exchange:
         if len(gradients) != len(self._variables):
             raise StateError(f"{len(gradients)} gradients for {len(self._variables)} variables")
         if self.exchanger is None:
+            self.checkpoint_manager.before_step()  # in tf.function only while it is traced
             return list(gradients)
         refuse_graph("the exchange of gradients")
         self._momenta()

@@ -231,9 +231,6 @@ class HookState(CompressionState, Listener, Exchange):
         #: The engine tells this object when exchange buckets have their means.
         self.listener = self._futures
         self._samples = ParameterSamples(named, device)
-        self._watch = StepWatch((parameter for _, parameter in named), self)
-        self._scalars = self._watch.scalars
-        self._momenta = Momenta(named, lambda: list(self._watch.ours))
         self._any_optimizer = False
         #: Instances of DistributedDataParallel with these parameters; searched for only after a step without exchange.
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -249,6 +246,10 @@ class HookState(CompressionState, Listener, Exchange):
             order_step=_ORDER_STEP,
             device=device,
         )
+        # Last, since it registers hooks that outlive an error above.
+        self._watch = StepWatch((parameter for _, parameter in named), self)
+        self._scalars = self._watch.scalars
+        self._momenta = Momenta(named, lambda: list(self._watch.ours))
         #: Gives the compression state to :func:`gradcomp.torch.save` and takes it from ``load``.
         self.checkpoint_manager = self._driver.checkpoint_manager
         if self._driver.attached:

@@ -196,3 +196,19 @@ def test_horovods_load_model_knows_optimizers_of_ones_own(tmp_path: Path) -> Non
         assert float(found.optimizer.learning_rate) == 0.25
         with pytest.raises(hvd.ConfigError, match="legacy"):
             hvd.load_model(tmp_path / "model.keras", legacy_opts=True)
+
+
+@pytest.mark.parametrize("eagerly", [True, False])
+def test_in_a_world_of_one_a_state_without_its_model_is_refused(eagerly: bool, tmp_path: Path) -> None:
+    with world_of_one():
+        x, y, _, _ = data()
+        one = compiled(gc.DistributedOptimizer(SGD(0.1), compression=compression()), run_eagerly=eagerly)
+        fit(one, x, y)
+        gc.save(tmp_path, one.optimizer)
+        other = compiled(gc.DistributedOptimizer(SGD(0.1), compression=compression()), run_eagerly=eagerly)
+        other.optimizer.build(other.trainable_variables)
+        gc.load(tmp_path, other.optimizer)
+        with pytest.raises(gc.StateError, match="is not what it was at step"):
+            fit(other, x, y)
+        other.set_weights(one.get_weights())
+        fit(other, x, y)
