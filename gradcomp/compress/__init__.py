@@ -2,7 +2,7 @@
 
 Every module of a family is imported here, so that a new file is enough: its compressor is then known by its name and is
 public. The imports below repeat the names for type checkers. This module also exports what a compressor of your own
-needs beside the names of ``gradcomp``: ``docs/tutorials/own-compressor.md``.
+needs in addition to the names of ``gradcomp``: ``docs/tutorials/own-compressor.md``.
 """
 
 from importlib import import_module

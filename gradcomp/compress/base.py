@@ -117,11 +117,11 @@ class Compressor(ABC):
 
     @cached_property
     def traits(self) -> Traits:
-        """Return what other modules must know of this compressor; it never changes."""
+        """Return the properties of this compressor that other modules use; they never change."""
         return Traits()
 
     def distortion(self, layer: LayerSpec) -> Distortion | None:
-        """Bound what one rank's code loses of this layer; None where the bound depends on more than its shape."""
+        """Return a bound on the error of one rank's code of this layer; None if it depends on more than the shape."""
         return None
 
     def with_level(self, level: Level) -> Compressor:
@@ -137,11 +137,11 @@ class Compressor(ABC):
         return ()
 
     def dense(self, exact: Compressor) -> Compressor:
-        """Return what replaces it while training warms up: ``exact``, with its own momentum and clipping."""
+        """Return the compressor of a warm-up: ``exact``, with this compressor's momentum and clipping."""
         return exact
 
     def at_step(self, step: int) -> Compressor:
-        """Return the compressor of one step, where this one is a schedule. Plans hold what it returns."""
+        """Return the compressor of one step, which differs from this one if this is a schedule. Plans contain it."""
         return self
 
     def bare(self) -> Compressor:
@@ -154,7 +154,7 @@ class Compressor(ABC):
         return ()
 
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
-        """Return a layer's state beside its residual: name -> (float32 elements, initial values)."""
+        """Return a layer's state except its residual: name -> (float32 elements, initial values)."""
         return {MOMENTUM: (layer.size, zeros(layer.size))} if self.traits.momentum else {}
 
     def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:

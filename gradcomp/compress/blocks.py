@@ -6,7 +6,7 @@ from gradcomp.compress.base import Compressor
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Level
 
-#: Controllers make blocks of at least so many quantisation buckets, in the mean over the layer's blocks.
+#: The least number of quantisation buckets per block, averaged over a layer's blocks, that controllers make.
 LEAST_BUCKETS = 4
 
 

@@ -43,7 +43,7 @@ class Distortion:
 
     @property
     def delta(self) -> float:
-        """Return delta of the contraction, or 0 if the code is none."""
+        """Return delta of the contraction, or 0 if the code is not a contraction."""
         return max(1.0 - self.bound, 0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Layers and their compressors become exchange buckets, and the tables of their groups."""
+"""Layers and their compressors are packed into exchange buckets, and each bucket's groups get their tables."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gradcomp.kernels.codec import Group, Scratch
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 
-#: An exchange bucket holds so many times more elements where an allreduce adds them than where they are encoded:
-#: large messages are faster if no codec overlaps with the wire.
+#: The ratio of an exchange bucket's capacity for elements that an allreduce adds to its capacity for encoded elements.
+#: Larger messages are faster if no codec overlaps with the network.
 SUMMED_PER_CODED = 4
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Refer to ``length`` elements of layer number ``layer``, from element ``start`` on."""
+    """A slice of layer number ``layer``: ``length`` elements from element ``start`` on."""
 
     layer: int
     start: int
@@ -34,7 +34,7 @@ def group_of(
     compressors: Sequence[Compressor],
     device: Device = HOST,
 ) -> Group:
-    """Make a group of pieces of one family and dtype, each at its own level. Callers write the addresses later.
+    """Make a group of pieces of one family and dtype, each at its own level. The caller adds the addresses later.
 
     A piece of a layer with levels by block is cut into consecutive segments, one for each block.
     """
@@ -89,7 +89,7 @@ def pack(
 def by_family(
     pieces: Sequence[Piece], layers: Sequence[LayerSpec], compressors: Sequence[Compressor]
 ) -> list[list[Piece]]:
-    """Return the groups of an exchange bucket: its pieces, those of one family and dtype together."""
+    """Divide the pieces of an exchange bucket into groups of one compressor family and dtype each."""
     families: dict[tuple[str, str], list[Piece]] = {}
     for piece in pieces:
         key = (compressors[piece.layer].family_string(), layers[piece.layer].dtype)

@@ -17,7 +17,7 @@ Floats = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """Ask for the sum over ranks of ``length`` elements of ``dtype`` (float32 or float64).
+    """Request the sum over ranks of ``length`` elements of ``dtype`` (float32 or float64).
 
     ``write(view)`` fills this rank's summand, a view into the buffer that all groups of the exchange bucket share, and
     returns one flag per segment: nonzero where it met a non-finite value. ``reply.data`` is the same view; it then
@@ -36,7 +36,7 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """Ask for the mean over ranks of the group's segments, through a codec whose codes cannot be added.
+    """Request the mean over ranks of the group's segments, through a codec whose codes cannot be added.
 
     The reduction encodes, may encode the mean again (and then keeps the server-side error) and writes the mean to the
     outputs. ``reply.flags`` is the result: nonzero where the mean is not finite.
@@ -48,7 +48,7 @@ class Reduce:
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """Ask for every rank's payload of at most ``max_bytes``.
+    """Request every rank's payload of at most ``max_bytes``.
 
     ``write(view)`` fills the payload, in a view of ``max_bytes``, and returns one flag per segment and the bytes used.
     With ``fixed``, that is always ``max_bytes``. Otherwise sizes travel with the first bytes, and a payload that is
@@ -77,7 +77,7 @@ class Gather:
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """Ask for the payload of rank ``root``; otherwise it is like :class:`Gather`.
+    """Request the payload of rank ``root``; otherwise it is like :class:`Gather`.
 
     ``write`` is called on every rank, because it returns flags and may prepare state. Except on the root its ``view``
     is empty, and the number of bytes that it returns is ignored. ``reply.data`` is the root's payload.

@@ -14,7 +14,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.plan import Assignment, Plan
 
-#: Layers that are not worth compressing travel like this beside layers that are.
+#: The compressor of layers that are not worth compressing, in a model in which other layers are compressed.
 EXACT = Cast("float32")
 
 #: ``Policy(exact=...)`` may be one of these.
@@ -93,7 +93,7 @@ class Policy:
         """Return the compressor of layers that travel exactly.
 
         They are added to the payload of layers that are reduced, or to an allreduce if no layer is. They have the
-        default's momentum and clipping, because the optimizer then has no momentum and treats all layers alike.
+        default's momentum and clipping, because the optimizer then has no momentum for any layer.
         """
         dense = self.default.dense(Identity())
         if dense.traits.preconditions:
@@ -184,7 +184,7 @@ def resolve(compression: Compressor | str) -> Compressor:
 
 @dataclass(frozen=True)
 class Automatic(Policy):
-    """Let a controller choose how layers travel that are worth compressing: ``compression="auto"``.
+    """Let a controller choose the compressors of the layers that are worth compressing: ``compression="auto"``.
 
     ``default`` compresses most of what it may choose.
     """

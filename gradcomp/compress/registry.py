@@ -25,18 +25,18 @@ C = TypeVar("C", bound=Compressor)
 REGISTERED: dict[str, type[Compressor]] = {}
 #: Compressors by their short names, such as ``fp16``.
 _SHORT: dict[str, Compressor] = {}
-#: Names of earlier versions, which plans in checkpoints may hold, and what they are called now. They are refused.
+#: Names that earlier versions used, and the current names. Plans in checkpoints may contain them. They are refused.
 _RENAMED = {"graded": "two_level_selection"}
 #: Names of controllers, and how to choose each; for the error if one is given as a compressor.
 OF_CONTROLLERS: dict[str, str] = {}
 
 
 def register(name: str) -> Callable[[type[C]], type[C]]:
-    """Return a decorator that registers a class under ``name``, its name in string forms. ValueError if it is taken."""
+    """Return a decorator that registers a class under ``name``. It raises ValueError if another class has the name."""
 
     def decorate(kind: type[C]) -> type[C]:
         if name in COMPRESSORS and kind.__module__ != CONTRIB[COMPRESSORS[name][0]]:
-            contributed(COMPRESSORS[name][0])  # which takes its name first
+            contributed(COMPRESSORS[name][0])  # this import registers the class of contrib first
         if name in REGISTERED:
             raise ValueError(f"{REGISTERED[name].__name__} is named {name!r} already")
         kind.name = name
@@ -56,7 +56,7 @@ def abbreviate(short: str, compressor: Compressor) -> None:
 
 @cache
 def registered() -> dict[str, type[Compressor]]:
-    """Return every class of compressor by its name, also from entry points. ConfigError for an invalid entry point."""
+    """Return all compressor classes by name, with those of entry points. ConfigError for an invalid entry point."""
     of_contrib = {name: contributed(feature) for name, (feature, _) in COMPRESSORS.items()}
     found = {**REGISTERED, **of_contrib}
     for point in entry_points(group="gradcomp.compressors"):
@@ -69,7 +69,7 @@ def registered() -> dict[str, type[Compressor]]:
 
 
 def from_string(text: str) -> Compressor:
-    """Parse a string form. ConfigError says what is wrong and, where that can be guessed, what was meant."""
+    """Parse a string form. If it is invalid, a ConfigError gives the reason and, if possible, suggests a correction."""
     try:
         return _parse(text, None)
     except ConfigError as error:
@@ -127,6 +127,6 @@ def _nested(text: str) -> Compressor:
 # Plans name a few compressors many times. The cache is typed, because a level of 4 may be valid where 4.0 is not.
 @lru_cache(maxsize=4096, typed=True)
 def at_level(family: str, level: Level) -> Compressor:
-    """Return the compressor of a family string form, at a level; plans name compressors by these two."""
+    """Return the compressor of a family string form at a level; a plan stores each compressor as these two values."""
     # with_level would build the compressor at its default level first, which its other fields may not allow.
     return _parse(family, level)

@@ -1,1 +1,1 @@
-"""Features beside the exchange of gradients: they import the core, and the core finds them by name at first use."""
+"""Features outside of the exchange of gradients: they import the core, which finds them by name at first use."""

@@ -194,9 +194,9 @@ def mutual_information(
 
     Args:
         x: an array of m elements, at least 2, of any shape.
-        y: an array of as many.
+        y: an array of m elements.
         bins: for each vector, from its own smallest to its own largest value; None: ceil(2 m^(1/3)). The paper
-            quantises to 2^32 levels and does not say if its histogram has as many bins.
+            quantises to 2^32 levels and does not say if its histogram has 2^32 bins.
         binning: ``"uniform"`` as in the paper, or ``"quantile"``: bins of nearly as many elements each, which neither
             depend on the range nor on the distributions of X and Y alone. At most 65,536 bins.
         correction: ``"miller-madow"`` adds (used - 1) / (2 m ln 2) bits to every entropy, so I may be negative. It is

@@ -36,7 +36,8 @@ class Plane:
     Values are NaN if a rank had no gradient, or one that is not finite. ``pair``: the ranks 1 and 2 of equation 1, so
     ``entropy`` is H(g_2), ``other_entropy`` H(g_1), ``conditional`` H(g_2 | g_1). ``null``: ``mutual`` of shuffled
     pairs. ``gaussian``: exact, of Gaussian variables with the correlation of the gradients. ``calibration``, by layer:
-    the estimate, for as many elements, of Gaussian draws whose information is the layer's mean of ``gaussian``.
+    the estimate, from the same number of elements, of Gaussian draws whose information is the layer's mean of
+    ``gaussian``.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -92,11 +93,11 @@ def information_plane(
         recording: the recorded gradients.
         pair: the two ranks.
         layers: shell patterns on names; None for all layers of at least 2 elements.
-        bins: see :func:`mutual_information`, also for the arguments that follow.
-        binning: see there.
-        correction: see there.
-        shuffles: see there.
-        seed: see there.
+        bins: as for :func:`mutual_information`.
+        binning: as for :func:`mutual_information`.
+        correction: as for :func:`mutual_information`.
+        shuffles: as for :func:`mutual_information`.
+        seed: as for :func:`mutual_information`.
 
     Not collective. 4,096 elements take about 0.2 ms, and each shuffle as much again.
 

@@ -48,7 +48,7 @@ def record_gradients(
     """Record some elements of every rank's gradients, as they are before compression, for ``gradcomp mi``.
 
     In every exchange whose number is a multiple of ``every``, each rank takes the same elements of its own gradients,
-    in the form in which they are handed in: summed over passes, with the loss scale, without the residual. Rank 0
+    in the form in which they are submitted: summed over passes, with the loss scale, without the residual. Rank 0
     gathers them when the exchange is done. It writes the file anew, in one rename, whenever it has grown by a quarter,
     and at the end: at :meth:`GradientRecorder.close` or ``shutdown()``. Parameters and means stay what they are.
 

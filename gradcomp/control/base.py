@@ -140,11 +140,12 @@ class Environment:
 class Step:
     """A report on a finished exchange; the same on all ranks except for seconds and the rate.
 
-    ``agreed``: every rank had voted ready. ``sums``: the contributions of this step, summed over ranks. ``seconds``:
-    from the opening of the previous step to the opening of this one, 0 in the first. ``wire``: by layer, seconds that
-    its exchange buckets spent on the wire. ``sent``: by layer, bytes that this rank sends for its exchange buckets, by
-    formula. ``ready``: by exchange bucket, seconds from the step's opening to its completeness. ``position``: by layer,
-    the last exchange bucket that it is in, from 0. ``rate``: the learning rate, 0 if it is not known.
+    ``agreed`` is true if every rank had voted ready. ``sums`` has the contributions of this step, summed over ranks.
+    ``seconds`` is the time from the opening of the previous step to the opening of this one, 0 in the first. Three
+    fields are by layer: ``wire`` has the seconds that its exchange buckets spent on the wire, ``sent`` the bytes that
+    this rank sends for these buckets, by formula, and ``position`` the number of the last of them, from 0. ``ready``
+    has, by exchange bucket, the seconds from the step's opening until the bucket is complete. ``rate`` is the learning
+    rate, 0 if it is not known.
     """
 
     number: int
@@ -278,7 +279,7 @@ class Controller(ABC):
 
     @abstractmethod
     def begin(self, environment: Environment) -> ControllerRun:
-        """Returns a run for one rank. Raises ConfigError, on all ranks alike, if the controller cannot work here."""
+        """Returns a run for one rank. Raises ConfigError, on all ranks, if the controller cannot work in this job."""
 
     def to_string(self) -> str:
         """Returns ``name(field=value, ...)``: equal on ranks that agree, and shown in logs."""

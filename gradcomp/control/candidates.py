@@ -30,7 +30,7 @@ from gradcomp.reduce.model import Load
 
 #: A level of the layer's own compressor, or a compressor of any family.
 Candidate: TypeAlias = "Level | Compressor | str"
-#: What a user may give as ``levels=``: candidates, or :data:`HYBRID`.
+#: The type of the argument ``levels=``: candidates, or :data:`HYBRID`.
 Candidates: TypeAlias = "Sequence[Candidate] | str"
 #: The candidates of all layers, or a function that returns those of one; None stands for the default ranges.
 CandidatesByLayer: TypeAlias = "Candidates | Callable[[LayerSpec, Compressor], Candidates] | None"

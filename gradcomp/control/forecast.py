@@ -134,10 +134,10 @@ def last_end(complete: Sequence[float], rounds: Sequence[Sequence[Round]]) -> fl
 class Observed:
     """The measurements that a decision is made from.
 
-    ``position``: by layer, the last exchange bucket that it is in, -1 if it is in none. ``seconds``: from the end of
-    the last exchange to the opening of this one, and to the completeness of each exchange bucket on the slowest rank.
-    ``rates``: by choice, of the slowest rank. ``network``: as the probe measured it. ``step``: seconds of a step under
-    the current choice.
+    ``position`` has the last exchange bucket of each layer, or -1 if the layer is in none. ``seconds`` has the time
+    from the end of the last exchange to the opening of this one, and to the moment when each exchange bucket was
+    complete on the slowest rank. ``rates`` has the slowest rank's rates, by choice. ``network`` is the result of the
+    probe. ``step`` is the time of a step under the current choice, in seconds.
     """
 
     position: Sequence[int]

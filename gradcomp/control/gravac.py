@@ -153,7 +153,7 @@ class GraVACRun(ControllerRun):
         self.choices = {layer: compressor for layer, (compressor, _) in self._chosen.items()}
 
     def _made(self, layer: int, choice: Choice) -> tuple[Compressor, Assignment]:
-        """Returns what is made once, since plans alternate between a few choices."""
+        """Returns a layer's compressor and assignment for a choice; cached, as plans alternate between few choices."""
         if (layer, choice) not in self._known:
             least, candidate, sent = choice
             send = selection.CANDIDATE if sent == candidate else selection.MINIMUM
@@ -282,7 +282,7 @@ class GraVAC(Controller):
         per_layer: decides for every layer separately, with the iteration time of the model.
         gain: ``"norm"`` or ``"energy"``.
 
-    Wire: as :class:`gradcomp.compress.TwoLevelSelection`, and one sum of 5 float64 a step beside the last exchange
+    Wire: as :class:`gradcomp.compress.TwoLevelSelection`, and one sum of 5 float64 a step with the last exchange
     bucket (2 + 3 per layer with ``per_layer``).
 
     State: two averages, T and a count per factor, and a window of seconds.
@@ -338,7 +338,7 @@ class GraVAC(Controller):
         return tuple(found)
 
     def search(self, world: int, rows: int) -> Search:
-        """Returns a search over the candidates, for as many rows, that has not begun."""
+        """Returns a new search over the candidates, for ``rows`` rows."""
         factors = (1.0, *(factor for factor in self.candidates if factor > 1))
         first, by_norm = factors.index(float(self.minimum)), self.gain == NORM
         return Search(factors, first, world, rows, self.epsilon, self.window, self.omega, by_norm)

@@ -15,9 +15,10 @@ DENSE = 0
 
 @dataclass
 class RowState:
-    """The saved state of a row. ``timed``: the factors that the window's steps sent.
+    """The saved state of a row. ``timed`` has the factors that the window's steps sent.
 
-    ``factors``: by factor its value, the steps that sent it, the decaying sums whose quotient is its gain, and T.
+    ``factors`` has for each factor its value, the number of steps that sent it, the decaying sums whose quotient is its
+    gain, and T.
     """
 
     minimum: float
@@ -89,7 +90,7 @@ class Search:
         return gains
 
     def time(self, seconds: float, sent: Numbers) -> None:
-        """Records that an iteration that sent the factors ``sent`` took so many seconds, averaged over ranks."""
+        """Records the ``seconds``, averaged over ranks, of an iteration that sent the factors ``sent``."""
         self._seconds.append(seconds)
         self._timed.append(sent)
 

@@ -24,13 +24,13 @@ from gradcomp.kernels.segments import SEGMENT
 
 #: Columns before those of the errors: norm, mean, standard deviation.
 COLUMNS = 3
-#: Returns the table's rows of the given layers; the second argument limits the bytes besides the gathered values.
+#: A function of gathered values by layer and of the most bytes that it may allocate; it returns the table's rows.
 Measure = Callable[[Mapping[int, Vector], int | None], Doubles]
 #: Arrays that ranks hold in a checkpoint: kind -> layer name -> array.
 Held = Mapping[str, Mapping[str, Any]]
 #: A row begins with this many columns before those of the table: the number of samples that it is the mean of.
 _COUNT = 1
-#: The column of the table whose mean is arithmetic; all others are norms.
+#: The column of the table that is averaged arithmetically; all others are norms, and get root mean squares.
 _MEAN = 1
 
 
@@ -58,9 +58,9 @@ def measure(
 ) -> Doubles:
     """Returns the rows of the layers whose ``sums`` are given, by layer number; zeros for all others.
 
-    Of the ``width`` columns those after :data:`COLUMNS` have the L2 norm of each candidate's error. One more has the
-    root of the number of nonzero elements, for rows with choices that leave zeros out: it is the norm of ones in their
-    places, since every column but the mean is a norm.
+    The columns after the first :data:`COLUMNS` have the L2 norm of each candidate's error. For rows with choices that
+    do not send zeros, the last column has the square root of the number of nonzero elements. The root makes it a norm,
+    as every column except the mean is.
     """
     table = np.zeros((len(candidates.layers), width))
     layers = {layer: rows for layer, rows in candidates.items.items() if layer in sums}
@@ -116,8 +116,8 @@ def _means(values: Floats, begins: Numbers, lengths: Numbers) -> Doubles:
 class Share:
     """The layers that one rank gathers: ``own`` maps their names to numbers.
 
-    ``sizes``: elements by layer number, 0 for a layer of another rank. ``memory_bytes``: limit on the memory of
-    gathering and measuring.
+    ``sizes`` has the number of elements by layer number, 0 for a layer of another rank. ``memory_bytes`` limits the
+    memory of gathering and measuring.
     """
 
     environment: Environment
@@ -189,7 +189,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, dict[str, Floats]]:
-        """Returns the arrays that a checkpoint holds of it."""
+        """Returns the arrays that a checkpoint stores."""
 
     @abstractmethod
     def resume(self, held: Held) -> bool:
@@ -201,8 +201,8 @@ class Windowed(Gathering):
 
     Source: Markov et al. 2024, section 4, "System Implementation".
 
-    It takes 8 bytes per element, since a step that is not accepted must not count, and as many again while the sums of
-    the closed period are measured.
+    The sums take 8 bytes per element, because they are double-buffered: a step that is not accepted must not count.
+    They take another 8 bytes while the sums of the closed period are measured.
     """
 
     ELEMENT_BYTES = 8
@@ -215,7 +215,9 @@ class Windowed(Gathering):
         super().__init__(share, self._sums.nbytes)
 
     def open(self, step: int) -> None:
-        self.adding = self._first <= step < self._end  # later steps, while work is late, do not count
+        self.adding = (
+            self._first <= step < self._end
+        )  # steps after ``every``, while work is late, do not count
 
     def _add_own(self, table: Table, layers: Numbers, scales: Floats) -> None:
         """Adds the gradients, without their residuals, to the sums."""
@@ -289,10 +291,11 @@ def folded(rows: Floats, measured: Doubles, heard: Numbers) -> Floats:
 class Sampled(Gathering):
     """Samples the gradients of ``samples`` single steps of a period, and measures each before the next one is taken.
 
-    A sample takes 4 bytes per element. It is measured in the background; if that is late, the next sample is taken when
-    it is done, or left out if it is not done before the sample after the next; with ``deterministic`` the step waits
-    for it. Layers whose choices are all of low rank are measured with their residual, as their compressor reads them. A
-    step that is not accepted does not count, and the following step is sampled instead.
+    A sample takes 4 bytes per element. It is measured in the background. If the next sample is due before the
+    measurement ends, it is taken later, when the measurement has ended, or skipped if yet another sample is due by
+    then. With ``deterministic`` the step waits for the measurement instead. Layers with only low-rank choices are
+    measured with their residual, because their compressor encodes the sum. If a step is not accepted, its sample is
+    discarded, and the following step is sampled instead.
     """
 
     ELEMENT_BYTES = 4
@@ -311,7 +314,7 @@ class Sampled(Gathering):
         self._work: Future[Floats] = at_once(lambda: np.zeros(0, dtype=np.float32))
 
     def range_over(self, candidates: CandidateLevels, width: int) -> None:
-        """Replaces the candidates. The table starts anew, since its errors are those of other choices."""
+        """Replaces the candidates, and clears the table, whose errors belong to the previous choices."""
         self.columns = width
         self._layers, self._items = candidates.layers, candidates.items
         self._with_residual = np.zeros(len(self.share.sizes), dtype=np.bool_)
@@ -336,7 +339,9 @@ class Sampled(Gathering):
         self._measure_committed()
         self._heard[:] = False
         self._due = int(np.searchsorted(self._steps, step, side="right"))
-        due = self._last < self._due and step < self._every  # later steps, while work is late, do not count
+        due = (
+            self._last < self._due and step < self._every
+        )  # steps after ``every``, while work is late, do not count
         self.adding = due and (self.share.environment.deterministic or self._work.done())
 
     def _add_own(self, table: Table, layers: Numbers, scales: Floats) -> None:
@@ -354,7 +359,7 @@ class Sampled(Gathering):
         self._heard[layers] = True
 
     def commit(self, present: Mask) -> None:
-        """Makes the sample count."""
+        """Accepts the sample of this step, for the layers that some rank had."""
         if self.adding:
             self._heard &= present
             self._committed = bool(self._heard.any())
@@ -374,7 +379,7 @@ class Sampled(Gathering):
         )
 
     def close(self) -> None:
-        """Closes the period; the table of the next one starts anew."""
+        """Closes the period; the next period begins with an empty table."""
         self._measure_committed()
         self._closed, self._current, self._last = self._current, self._nothing(), 0
 

@@ -1,4 +1,4 @@
-"""What a periodic controller decides from, and what it decides."""
+"""The observations of a period, which a periodic controller gets, and the decision that it returns."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         return before != state.choices
 
     def _look_at_ends(self) -> None:
-        """Widens ranges that are too short, if they can be; on all ranks alike, since all have the same choices."""
+        """Widens ranges that are too short, if possible. All ranks do the same, since they have the same choices."""
         ends = crowded_ends(self.candidates, self.current)
         wider = self._wider if ends and not self._state.wide else None
         widens = wider is not None and any(goes_on(end, self.candidates, wider) for end in ends)

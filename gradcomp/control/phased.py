@@ -109,7 +109,7 @@ class PhasedRun(ControllerRun, ABC, Generic[S]):
 
     @abstractmethod
     def resume(self, saved: S, own: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Restores what fits of a saved state, except its phase. Returns true if that phase can continue."""
+        """Restores the parts of a saved state that fit, except its phase. Returns true if that phase can continue."""
 
     @property
     def due(self) -> bool:

@@ -31,7 +31,7 @@ EXACT = "exact"
 #: `gradcomp.compress.registry.register` adds entries.
 LEVELS: dict[str, str] = {name: field for name, (_, field) in COMPRESSORS.items()}
 
-#: A histogram lists up to so many levels per compressor; of more it gives the lowest, the highest and the median.
+#: The most levels per compressor that a histogram lists; of more it gives the lowest, the highest and the median.
 MOST_LEVELS = 12
 
 
@@ -40,7 +40,7 @@ class Assignment:
     """One layer's entry: ``compressor`` is the string form without its level, ``level`` the level.
 
     A tuple has a level for each block of rows: see :mod:`gradcomp.compress.blocks`. In JSON it is a list.
-    ``built`` is the compressor itself where it is known, so that nobody has to parse its text; it is no part of the
+    ``built`` is the compressor itself if it is known, so that its text need not be parsed; it is no part of the
     value. See :func:`gradcomp.compress.policy.assign`.
     """
 

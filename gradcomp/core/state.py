@@ -1,7 +1,8 @@
 """State in double-buffered arenas, read by this step and written for the next.
 
-Every exchange reads the current value of a row and writes the next one beside it. Committing a row swaps the two;
-discarding a step costs nothing. Rows are layers for residuals and fields, and ranges of layers for server-side errors.
+Every exchange reads the current value of a row and writes the next one to the other buffer. Committing a row swaps the
+two; discarding a step costs nothing. Rows are layers for residuals and fields, and ranges of layers for server-side
+errors.
 Memory: 8 bytes per element.
 """
 

@@ -67,13 +67,13 @@ class Trace:
 
     def __init__(self, capacity: int, rank: int = 0) -> None:
         self._spans: deque[Row] = deque(maxlen=capacity)
-        #: Records a span. Every phase of a step comes here, so this is the queue's own method while nobody listens.
+        #: Records a span. It is called in every phase of a step, so without a listener it is the queue's own method.
         self.add: Callable[[Row], None] = self._spans.append
         self._rank = rank
         self._epoch = time.perf_counter()
 
     def listen(self, listener: Callable[..., None] | None) -> None:
-        """Pass the parts of every further span to ``listener``, or to nobody."""
+        """Pass the parts of every further span to ``listener``; None ends this."""
         self.add = self._spans.append
         if listener is not None:
 

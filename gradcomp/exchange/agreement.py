@@ -28,7 +28,7 @@ logger = logging.getLogger("gradcomp")
 
 
 def describe(layers: Sequence[LayerSpec], plan: Plan, config: Config, **extra: Any) -> dict[str, Any]:
-    """Return what must be equal on all ranks: version, settings, layers, plan."""
+    """Return the values that must be equal on all ranks: version, settings, layers, plan."""
     return {
         "version": __version__,
         "settings": {**config.shared(), **extra},
@@ -47,7 +47,7 @@ def agree(
 ) -> None:
     """Raise PlanMismatchError on every rank unless all descriptions are equal. Collective.
 
-    A rank that cannot go on passes its ``error`` instead: it raises that one, and the others one that quotes it.
+    A rank that cannot continue passes its ``error``: it raises this error, and the others raise one that quotes it.
     ``wait_for`` waits for a handle. Wire: two rounds of a digest; the descriptions themselves travel only if the
     digests differ.
     """
@@ -198,7 +198,7 @@ def _open_journal(transport: Transport, config: Config, name: str) -> Journal | 
     if transport.rank != 0 or not config.run_log:
         return None
     path = Path(config.run_log)
-    if name != FIRST:  # exchangers behind the job's first one put their names into their paths
+    if name != FIRST:  # exchangers after the job's first one put their names into their paths
         path = path.with_name(f"{path.stem}.{name}{path.suffix}")
     try:
         return Journal(path)

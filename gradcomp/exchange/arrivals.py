@@ -62,7 +62,7 @@ class Arrivals:
         self.bucket_complete: Callable[[], None] = lambda: None
 
     def open(self, layout: Layout) -> None:
-        """Forget the last step and expect the layers of ``layout``."""
+        """Clear the arrivals of the last step, and expect the layers of ``layout``."""
         self.gradients[:] = 0
         self.outputs[:] = 0
         self.states[:] = 0

@@ -25,7 +25,7 @@ _Fused = tuple[Any, Mapping[int, Any]]
 
 
 class BucketProgram:
-    """Holds what a bucket needs in every step: its reduction and the buffers of its other messages.
+    """Holds the objects that a bucket uses in every step: its reduction and the buffers of its other messages.
 
     A compressor reduces in its first round or not at all; other messages may follow in any number of rounds.
     """
@@ -61,7 +61,7 @@ class BucketProgram:
     def run(
         self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> Generator[Framed, None, None]:
-        """Exchange the bucket once: yield what to wait for, and go on when that is complete."""
+        """Exchange the bucket once: yield an object to wait for, and continue when it is complete."""
         exchanges, messages = self._begin(context)
         at = Round(self.bucket, 0, header_id, self._world, binding, flags)
         call: Pending = DONE

@@ -130,7 +130,7 @@ class File:
 class Manifest:
     """Holds what the ranks' states have in common, and the entries of all files: ``files[i]`` is rank i's.
 
-    ``parts`` lists the files beside those, such as ``model.pt``. ``parameters`` has digests of the model's parameters
+    ``parts`` lists all other files, such as ``model.pt``. ``parameters`` has digests of the model's parameters
     when it was saved; None if the model was not known.
     """
 

@@ -111,7 +111,7 @@ class CheckpointManager:
         check(self.pipeline, state)
 
     def restore(self, state: Snapshot, expected: Expected | None = None) -> None:
-        """Continue from ``state``. Local. ``expected``: what the parameters must hold when the next step begins."""
+        """Continue from ``state``. Local. When the next step begins, the parameters must match ``expected``."""
         self.finish_step()
         restore(self.pipeline, state, self._unit)
         self.awaited, self._restored, self._begins_anew = False, True, False
@@ -125,7 +125,7 @@ class CheckpointManager:
             inherit(self.pipeline, old.pipeline)
 
     def state_is_due(self) -> None:
-        """Note that the optimizer's own state was loaded: if ours is not loaded too, the next step warns."""
+        """Record that the optimizer's state was loaded: without the compression state, the next step warns."""
         self.awaited = not self._restored
 
     def before_step(self) -> None:
@@ -168,7 +168,7 @@ def checkpoint_manager_or_none(opt: Any) -> CheckpointManager | None:
 
 @contextmanager
 def not_from_checkpoint(optimizer: Any) -> Iterator[None]:
-    """Let the optimizer's ``load_state_dict`` load, in this context, a state without a compression state."""
+    """Allow the optimizer's ``load_state_dict``, in this context, to load a state without a compression state."""
     checkpoint_manager = getattr(getattr(optimizer, "_gradcomp", None), "checkpoint_manager", None)
     awaited = isinstance(checkpoint_manager, CheckpointManager) and checkpoint_manager.awaited
     yield

@@ -1,4 +1,4 @@
-"""A plan is compiled for one rank and rehearsed; the result is kept while plans go back and forth."""
+"""Plans are compiled for one rank and rehearsed; compiled plans are cached, since a run may return to a plan."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from gradcomp.reduce.costs import cheapest
 from gradcomp.reduce.header import PRESENT, BucketFlags, HeaderId
 from gradcomp.transport.base import Transport, host_allocator
 
-#: How many compiled plans are cached, and for how many steps after their last use: they hold buffers.
+#: The most compiled plans that are cached, and for how many steps after their last use, because they hold buffers.
 _MOST, _STEPS = 8, 64
-#: A rehearsal gives all layers one address of so many bytes, in these columns.
+#: In a rehearsal all layers have the same address, of a block of _SOME_BYTES bytes, in the columns _ADDRESSES.
 _SOME_BYTES = 256
 _ADDRESSES = ("gradient", "residual", "next_residual", "output")
 
 
 @dataclass(eq=False)
 class CompiledPlan:
-    """Holds a plan's buckets, their programs and what follows from them; equal plans compile alike.
+    """Holds a plan's buckets, their programs and the values derived from them; equal plans give equal results.
 
-    ``fingerprint`` covers the plan but its version. ``order`` lists the layers that travel, as bytes. ``sizes`` are
-    those of the residuals, ``fields`` the compressors' state, and ``momenta`` the factors of momentum before
-    compression, NaN for the optimizer's; all by layer. ``ranges`` are those of the server-side errors. ``travels``
-    pairs layers with the buckets that carry them; ``position`` is each layer's last bucket. ``predicted`` has, by
-    layer, the bytes that one rank sends in a step, by formula; ``sent`` has those of all buckets that carry the
-    layer.
+    ``fingerprint`` covers the plan except its version. ``order`` lists the layers that are exchanged, as bytes. Three
+    fields are by layer: ``sizes`` has the sizes of the residuals, ``fields`` the compressors' state, and ``momenta``
+    the factors of momentum before compression (NaN if the optimizer's factor is used). ``ranges`` are the ranges of
+    the server-side errors. ``travels`` pairs layers with the buckets that contain them; ``position`` is each layer's
+    last bucket. ``predicted`` has by layer the bytes that one rank sends in a step, by formula; ``sent`` has by layer
+    the bytes of all buckets that contain the layer.
     """
 
     layout: Layout
@@ -70,7 +70,7 @@ class CompiledPlan:
 
 
 class CompiledPlans:
-    """Caches the last few compiled plans by what they were made from."""
+    """Caches the last few compiled plans; a key contains all inputs of the compilation."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, CompiledPlan] = {}  # in the order of their last use
@@ -94,7 +94,7 @@ class CompiledPlans:
         """Drop compiled plans that have not been in use for long; the latest one is in use."""
         kept = self._kept
         next(reversed(kept.values())).last_use = step
-        # Every step comes here, and a key is as long as the model: keys are hashed only where some plan goes.
+        # This runs in every step, and a key is as long as the model, so keys are hashed only if a plan is dropped.
         if next(iter(kept.values())).last_use < step - _STEPS:
             self._kept = {key: plan for key, plan in kept.items() if plan.last_use >= step - _STEPS}
 
@@ -124,7 +124,7 @@ class PlanCompiler:
             raise ConfigError("reduction=auto needs measured constants of the network between the hosts")
 
     def compile(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> CompiledPlan:
-        """Compile ``plan`` for the layers that travel, in ``order``, those in ``cold`` last."""
+        """Compile ``plan`` for the layers in ``order``, which are exchanged in this order, those in ``cold`` last."""
         layers = self._layers
         layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
         world = self._topology.world
@@ -175,9 +175,9 @@ class PlanCompiler:
 
 
 def memory_on(device: Device, transport: Transport) -> Memory:
-    """Return the allocators of messages, which the transport sends, and of buffers near the device's kernels.
+    """Return two allocators: of messages, which the transport sends, and of buffers that only kernels use.
 
-    A transport that sends from any memory of the host gets pinned memory, from and to which the device itself copies.
+    If the transport can send any host memory, messages are in pinned memory, which the device copies asynchronously.
     """
     messages = local = transport.allocator(device)
     if device.driver is not None and messages is host_allocator:
@@ -186,7 +186,7 @@ def memory_on(device: Device, transport: Transport) -> Memory:
 
 
 class _Anywhere(StepMemory):
-    """Stands for gradients and means that do not exist yet: all slices of all layers have one address."""
+    """Represents gradients and means that do not exist yet: all slices of all layers have the same address."""
 
     def place(self, bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
         return bases
@@ -199,10 +199,10 @@ def rehearse(
     context: StepContext,
     residuals: Residuals,
 ) -> None:
-    """Go through a step in which nothing runs on the device and nothing is sent; do nothing on the host.
+    """Prepare the kernel calls of a step without running a kernel or sending a message. On the host, do nothing.
 
-    A program goes on until something depends on what kernels find. What it needs after that is loaded in the first
-    step.
+    A program is rehearsed until it depends on a result of a kernel. The calls after that point are prepared in the
+    first step.
     """
     if device.driver is None or not programs:
         return

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other for ever are proved to do so from what each tells of its calling threads.
+"""Proves deadlocks of ranks from the state that each rank reports of its calling threads.
 
 A rank may go on by itself if its program is anywhere but in a call of this package, or if a live thread other than
 the one that waits has made a call before: it may make the missing one. Where no rank may, every rank waits for a
@@ -34,7 +34,7 @@ Key = tuple[str | None, int]
 
 #: Modules in which Python waits for a graph or a backward pass, whose ops call us on threads of the framework.
 _GRAPH_RUNNERS = ("tensorflow.python.eager", "torch.autograd")
-#: How many of the ranks that wait in one place are named.
+#: The most ranks that an error names of those that wait in the same call.
 _MOST_SHOWN = 8
 MOST = 10**15
 
@@ -152,7 +152,7 @@ def deadlock(snapshots: Mapping[int, Snapshot], names: Callable[[list[int]], str
 
 
 class Callers:
-    """Knows the threads of this process that have made calls, and what each of them waits for now."""
+    """Lists the threads of this process that have made calls, and the call that each of them waits for now."""
 
     def __init__(self) -> None:
         #: By identity; None stands for a thread of TensorFlow or autograd, which Python did not start.

@@ -42,7 +42,7 @@ class Phase(enum.Enum):
 
 
 class Verb(enum.Enum):
-    """Names what can be done to a step."""
+    """The operations on a step."""
 
     OPEN = "open a step"
     SUBMIT = "submit a gradient"
@@ -59,7 +59,7 @@ class Verb(enum.Enum):
 #: Phases in which the state may be read and replaced, with nothing under way.
 BETWEEN_STEPS = {phase: phase for phase in (Phase.IDLE, Phase.COMMITTED, Phase.DISCARDED)}
 
-#: Where each verb leads from each phase; StateError from any other.
+#: The next phase for each verb and each phase in which it is valid; in any other phase it raises StateError.
 TRANSITIONS: Mapping[Verb, Mapping[Phase, Phase]] = {
     Verb.OPEN: dict.fromkeys(BETWEEN_STEPS, Phase.OPEN),
     Verb.SUBMIT: {Phase.OPEN: Phase.OPEN},
@@ -117,7 +117,7 @@ class Adapter(Protocol):
         ...
 
     def means_complete(self) -> None:
-        """Check or use the means, which are now in the outputs. It raises and calls collectives on all ranks alike."""
+        """Check or use the means, which are now in the outputs. Errors and collectives are the same on all ranks."""
         ...
 
     def finalise(self) -> bool:
@@ -219,15 +219,15 @@ class Means:
 
 
 class StepDriver:
-    """Takes one exchanger through its steps.
+    """Controls the steps of one exchanger.
 
-    ``exchanger``: None in a world of one, where no verb is called. ``shapes``: those of the
-    gradients, by layer. ``divisor``: divides the sums of sparse gradients. ``agrees``: the ranks vote before a step is
-    accepted. ``rank``: this rank's number in the job.
+    ``exchanger`` is None in a world of one, where no verb is called. ``shapes`` has the shapes of the gradients, by
+    layer. ``divisor`` divides the sums of sparse gradients. If ``agrees`` is true, the ranks vote before a step is
+    accepted. ``rank`` is this rank's number in the job.
 
     Only one thread at a time may call a verb. Once the exchanger has failed, a step can be neither opened, nor waited
-    for, nor accepted: these verbs raise its error. Gradients can still be handed in, and the step flushed and
-    discarded.
+    for, nor accepted: these verbs raise its error. Gradients can still be submitted, and the step can be
+    flushed and discarded.
     """
 
     def __init__(
@@ -251,10 +251,10 @@ class StepDriver:
         self._adapter = adapter
         self._shapes = shapes
         self._divisor = divisor
-        #: Whether the ranks vote before a step is accepted.
+        #: True if the ranks vote before a step is accepted.
         self.agrees = agrees
-        #: Called when a step that is done is about to end, in whatever way. Collective; may raise on all ranks alike.
-        #: It is not called when the means come: those of several exchanges may come in another order on each rank.
+        #: Called before a step in the state DONE ends, by any verb. Collective; an error is raised on all ranks. It is
+        #: not called when means arrive, since those of several exchanges may arrive in another order on each rank.
         self.before_end: Callable[[], None] = lambda: None
         self._rank = rank
         self.phase = Phase.IDLE
@@ -268,7 +268,7 @@ class StepDriver:
 
     @property
     def under_way(self) -> bool:
-        """Return whether a step has begun and nobody has waited for it yet."""
+        """Return whether a step has begun and no thread has waited for it yet."""
         return self.phase is Phase.OPEN or self.phase is Phase.FLUSHED
 
     @property
@@ -304,7 +304,7 @@ class StepDriver:
         self.phase = after
 
     def submit(self, submission: Submission) -> None:
-        """Hand in a dense gradient that is ready."""
+        """Submit a dense gradient that is ready."""
         if self.phase not in _TAKES_GRADIENTS:
             raise self.late(submission.layer)
         if self.exchanger.recorder is not None:
@@ -312,7 +312,7 @@ class StepDriver:
         self.exchanger.pipeline.arrivals.submit(submission)
 
     def submit_rows(self, layer: int, rows: Callable[[], tuple[Array, Array]]) -> None:
-        """Hand in a sparse gradient; ``rows`` is called for its row numbers and values when the step is waited for."""
+        """Submit a sparse gradient; the wait of the step calls ``rows`` for its row numbers and values."""
         if self.phase not in _TAKES_GRADIENTS:
             raise self.late(layer)
         self.exchanger.pipeline.arrivals.submit_absent(layer, sparse=True)
@@ -325,7 +325,7 @@ class StepDriver:
         self.phase = after
 
     def wait(self) -> Means:
-        """Block until all means are there, those of sparse layers too.
+        """Block until all means have arrived, those of sparse layers too.
 
         A step whose means cannot be used is thrown away: StateError on every rank if a layer has a sparse gradient on
         one and a dense one on another, and whatever the adapter raises.
@@ -395,7 +395,7 @@ class StepDriver:
         self._end(after)
 
     def discard(self) -> None:
-        """Throw the means away; the compression state stays as it was."""
+        """Discard the means; the compression state does not change."""
         after = self._ending(Verb.DISCARD)
         self._vote_against()
         self.exchanger.discard()
@@ -443,7 +443,7 @@ class StepDriver:
         text = f"layer {name!r} has a gradient after its step closed{self._adapter.words.late_gradient}"
         return self.error or StateError(text)
 
-    # -- beside steps ---------------------------------------------------------------------------------------------
+    # -- outside of steps -----------------------------------------------------------------------------------------
 
     def rest(self) -> None:
         """Make sure that no step is under way before the state is read or replaced.
@@ -469,7 +469,7 @@ class StepDriver:
             self.exchanger.abort(f"rank {self._rank}: {text}")
 
     def retire(self, why: str) -> None:
-        """Let every verb raise StateError with ``why``: another exchange has the layers. Local, on all ranks alike."""
+        """Make every verb raise StateError with ``why``: another exchange has the layers. Local; all ranks call it."""
         if self.error is None:
             self._failed = StateError, why
         self._end(TRANSITIONS[Verb.RETIRE][self.phase])

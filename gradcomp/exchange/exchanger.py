@@ -44,7 +44,7 @@ class Recorder(Protocol):
         """Take note that an exchange begins."""
 
     def take(self, submission: Submission) -> None:
-        """Look at a gradient that is ready and about to be handed to the engine."""
+        """Look at a gradient that is ready and will be submitted to the engine next."""
 
     def end(self) -> None:
         """End an exchange that is done on all ranks; may use collectives."""
@@ -88,7 +88,7 @@ class Exchanger:
         self._transport = transport
         self._digests = settings.digests
         self._fingerprint = settings.fingerprint if self.compares else None
-        #: Whether the other ranks may still wait for this rank's vote about the last exchange.
+        #: True if the other ranks may still wait for this rank's vote about the last exchange.
         self.owes_vote = False
         self._exchanges = 0  # begun so far; the same on all ranks, whatever their outcomes
         #: Called before each exchange but the first, with the number of those before it; it may use collectives.
@@ -118,7 +118,7 @@ class Exchanger:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a step has begun that nobody has waited for."""
+        """Return whether a step has begun that no thread has waited for."""
         return self._progress.is_open
 
     @property
@@ -179,7 +179,7 @@ class Exchanger:
         return result
 
     def commit(self, outcome: int = APPLIED, *, edited: bool = False) -> bool:
-        """Accept the step that was waited for; return False, on all ranks alike, if a value was not finite.
+        """Accept the step that was waited for; return False, on all ranks, if a value was not finite.
 
         ``outcome`` is what the optimizer does with the means, and ``edited`` says that they were changed. The next
         exchange tells the other ranks.

@@ -112,7 +112,7 @@ class DeferredFingerprint(Protocol):
     """Stands for a fingerprint that a device may still be computing."""
 
     def done(self) -> bool:
-        """Return whether it has come, without waiting; may raise a :class:`gradcomp.GradcompError`."""
+        """Return whether it is computed, without waiting; may raise a :class:`gradcomp.GradcompError`."""
         ...
 
     def result(self) -> Fingerprint:

@@ -37,7 +37,7 @@ _MOST_PART_BYTES = 0xFFFFFFFF  # the length field of a header has 32 bits
 
 @dataclass(frozen=True)
 class Round:
-    """Holds what the messages of one round of one bucket in one step have in common."""
+    """Holds the common data of the messages of one round of one bucket in one step."""
 
     bucket: Bucket
     number: int
@@ -126,10 +126,10 @@ class FusedSum:
 
 
 class FusedGather:
-    """Gathers payloads from all ranks, or broadcasts one rank's: one part per rank, behind a header.
+    """Gathers payloads from all ranks, or broadcasts one rank's: one part per rank, after a header.
 
-    A part holds the payloads in the order of the groups. Payloads are written where they travel if all messages are
-    gathers of fixed sizes; otherwise they are copied into the messages that travel. Where some size depends on data,
+    A part holds the payloads in the order of the groups. Payloads are written directly to the send buffer if all
+    messages are gathers of fixed sizes; otherwise they are copied to it. Where some size depends on data,
     :class:`VariableGather` runs the rounds. What a device selects is written in a call of its own, once the host knows
     how much that is.
     """

@@ -39,7 +39,7 @@ class Bucket:
 
     @property
     def device(self) -> Device:
-        """Where the gradients are."""
+        """The device of the gradients."""
         return self.groups[0].device
 
     @property
@@ -107,7 +107,7 @@ def build_layout(
 def fields_of(
     layers: Sequence[LayerSpec], compressors: Sequence[Compressor], seed: int, ranks: int
 ) -> list[dict[str, tuple[int, Begin]]]:
-    """Return each layer's compressor state beside residuals; shared state is with the first layer that has it."""
+    """Return each layer's compressor state except residuals; shared state is with the first layer that has it."""
     found = [c.fields(layer, seed) for c, layer in zip(compressors, layers, strict=True)]
     placed: set[str] = set()
     for compressor, fields in zip(compressors, found, strict=True):
@@ -181,7 +181,7 @@ class Ordering:
         self.streak[:] = 0 if streak is None else streak
 
     def agree(self, transport: Transport, arrived: Sequence[int]) -> Generator[Waiting, None, bool]:
-        """Adopt the order of arrival of rank 0, its other layers behind; return whether it is another one."""
+        """Adopt rank 0's order of arrival, with all other layers at the end; return whether the order changes."""
         order = np.zeros(len(self.order), dtype="<i4")
         if transport.rank == 0:
             order[:] = [*arrived, *sorted(set(self.order) - set(arrived))]
@@ -195,8 +195,8 @@ class Ordering:
     def seen(self, present: Mask, sparse: Mask) -> bool:
         """Record which layers were present in a step, or sparse; return whether that changes the layout.
 
-        A layer that was absent everywhere for some steps moves behind the others, so that it holds nobody up; it
-        moves back after as many steps in which it was present.
+        A layer that was absent everywhere for some steps moves to the end, so that no bucket waits for it; it moves
+        back after the same number of steps in which it was present.
         """
         streak, limit, before = self.streak, self._limit, (self.cold, self.sparse)
         streak[:] = np.where(present, np.maximum(streak, 0) + 1, np.minimum(streak, 0) - 1)

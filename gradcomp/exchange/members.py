@@ -42,7 +42,7 @@ class Roster:
 class Watch(Wait, ABC):
     """Watches this rank's waits for the other members of one communicator.
 
-    ``aborts`` are keys that end a wait, beside the scope's own.
+    ``aborts`` are keys that end a wait, in addition to the scope's own key.
     """
 
     #: The words of an error if no rank is to blame, and those before the message of another rank.
@@ -75,7 +75,7 @@ class Watch(Wait, ABC):
 
     @abstractmethod
     def absence(self, member: int, at: Position, waits_for: str) -> str:
-        """Say what keeps a member that is behind."""
+        """Return a text that says what a late member waits for."""
 
     def look(self, waited: float) -> GradcompError | None:
         """Return the error if a member has failed, or has left before what this rank waits for."""
@@ -96,9 +96,9 @@ class Watch(Wait, ABC):
         return self.ended(waited, self.culprits())
 
     def culprits(self) -> str:
-        """Ask all members where they are; return which are dead or behind. This takes up to two seconds.
+        """Ask all members for their positions; return which are dead or late. This takes up to two seconds.
 
-        If another rank has found out meanwhile, and may be gone by now, its message is returned.
+        If another rank has found the cause in the meantime, and may have ended since, its message is returned.
         """
         control = self.watchdog.control
         position = self.position
@@ -130,7 +130,7 @@ class Watch(Wait, ABC):
 
 
 def first_departure(watchdog: Watchdog, scope: str) -> tuple[int, Position] | None:
-    """Return the member that left the scope first and the position that it had reached; None while all are there."""
+    """Return the member that left the scope first and the position that it had reached; None if none has left."""
     found = numbers_of(watchdog.control.lookup(f"{scope}/left"), 4)
     return None if found is None else (found[0], (found[1], found[2], found[3]))
 

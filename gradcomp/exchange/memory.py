@@ -73,7 +73,7 @@ class StepMemory:
         return np.where(bases == 0, bases, bases + offsets)
 
     def gradients(self, table: Table, layers: Sizes) -> None:
-        """Set the addresses of the gradients as they were handed in; 0 where there is none."""
+        """Set the addresses of the submitted gradients; 0 for a layer without one."""
         table["gradient"] = self.place(self._arrivals.gradients[layers], table)
 
     def residuals(self, table: Table, group: Group) -> None:
@@ -82,7 +82,7 @@ class StepMemory:
             table["residual"], _ = self._residuals.first.addresses(group.layers, table["start"])
 
     def _prepare(self, group: Group) -> Addresses:
-        """Compute what the group's compressor reads instead of gradients; return its addresses by layer.
+        """Compute the values that the group's compressor reads instead of gradients; return their addresses by layer.
 
         The values are u = momentum u + clip scale g, where, per layer, clip = min(1, clip_norm / (sqrt(N) ||s||))
         for the rank's share s = scale g / divisor of the result.

@@ -165,7 +165,7 @@ class Pipeline:
 
         ``scale`` is the loss scale that gradients carry: means come back in the same units, and residuals are kept
         without it. ``learning_rate`` is for residuals that follow it, 0 if it is not known. ``fingerprint`` goes
-        into every header. The first bucket waits until all three have come. ``digests``, of the layers' parameters,
+        into every header. The first bucket waits until all three are computed. ``digests``, of the layers' parameters,
         are compared over the ranks at the end of the exchange; all ranks pass them, or none. ``momenta`` is the
         optimizer's momentum, by layer; ConfigError is raised if a compressor needs it and it is None.
         """
@@ -204,7 +204,7 @@ class Pipeline:
         return Waiting.WIRE
 
     def let_go(self) -> None:
-        """Let go of the arrays of an exchange that has failed; only the thread that polls may call it."""
+        """Release the arrays of an exchange that has failed; only the thread that polls may call it."""
         if self._running is not None:
             self._running.close()
         self.awaited = None
@@ -257,7 +257,7 @@ class Pipeline:
         return finite
 
     def discard(self) -> None:
-        """Forget the finished step; the state stays what it was before."""
+        """Discard the finished step; the state does not change."""
         if self.is_open:
             raise StateError("the exchange is still under way")
         if self.result is not None and self.result.finite and self.keeps_state:
@@ -319,11 +319,11 @@ class Pipeline:
         learning_rate: float | None = None,
         switch: Switch | None = None,
     ) -> None:
-        """Go on from a saved state; see :mod:`gradcomp.exchange.snapshot`.
+        """Continue from a saved state; see :mod:`gradcomp.exchange.snapshot`.
 
         Layers are given by number. ``residuals``, ``fields`` and ``learning_rate`` replace the pipeline's own, which
-        are kept where these are None. ``switch`` is an unfinished change of compression; no controller decides beside
-        it.
+        are kept where these are None. ``switch`` is an unfinished change of compression; no controller decides
+        until it has ended.
         """
         if self.is_open:
             raise StateError("an exchange is open")
@@ -408,7 +408,7 @@ class Pipeline:
         found = self._compiled_plans.get(
             key, self.step, lambda: self._compiler.compile(self.plan, order, cold)
         )
-        #: What headers say of plan and layout.
+        #: The check value of plan and layout in headers.
         self.header_check = zlib.crc32(found.fingerprint.digest(self.plan.version) + found.order)
         self.residuals.grow(found.sizes)
         self.fields.arrange(found.fields)
@@ -417,7 +417,7 @@ class Pipeline:
         self.residuals.own(found.ranges, self.transport.size)
         if self.plans.switch is not None and self.plans.switch.asked is None:
             self.fields.forget(MOMENTUM)  # another compressor has accumulated it
-        #: Whether compressors keep residuals or fields; the same on all ranks.
+        #: True if compressors keep residuals or fields; equal on all ranks.
         self.keeps_state = bool(self.residuals.first.nbytes + self.fields.nbytes)
         self.plans.laid_out(self.plan)
         self.laid_out = found

@@ -26,7 +26,7 @@ from gradcomp.transport.base import AllReduce, Handle, Transport
 
 @dataclass(eq=False)
 class Switch:
-    """Leads from the plan in force to ``target``, by plans in which some layers only send what they hold.
+    """Changes the plan in force to ``target``, through plans in which some layers send their residuals exactly.
 
     A layer sends p = g + e exactly, so that e' = 0: it travels as ``error_feedback[c]``, c being its next
     compressor if that is exact, else what that one uses to warm up. Then the next plan takes the target's
@@ -46,7 +46,7 @@ class Switch:
     begun: int = 0
 
     def plan(self, before: Plan) -> Plan:
-        """Return the next plan on the way, behind ``before``."""
+        """Return the next intermediate plan, which follows ``before``."""
         compressors = [compressors_of(self.layers, plan) for plan in (before, self.target)]
         rows = zip(self.target.assignments, *compressors, self.owing.tolist(), strict=True)
         return Plan(
@@ -103,7 +103,7 @@ class Plans:
         self.proposed: Plan | None = None
         self.switch: Switch | None = None
         self.controller = controller
-        #: What compressors observe of the open step; None if no controller wants to know.
+        #: The observations of compressors in the open step; None if no controller reads them.
         self.observations: Observations | None = None
         #: A sum over ranks that has to be complete before :meth:`next`, or None.
         self.sums: Handle | None = None
@@ -152,7 +152,7 @@ class Plans:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def open(self, step: int, now: float, buckets: int) -> None:
-        """Begin a step of so many ``buckets`` at the time ``now``."""
+        """Begin a step of ``buckets`` exchange buckets at the time ``now``."""
         self._since = now - self._opened_at if self._opened_at else 0.0
         self._opened_at = now
         self.wire_seconds = np.zeros(buckets)
@@ -165,8 +165,8 @@ class Plans:
     def follow(self, step: int, now: Plan, behind: Collection[int]) -> None:
         """Propose the plan that is to begin at the next step, as all ranks do in the same step.
 
-        If another plan is under way, the schedule's follows once that one applies. Layers ``behind`` are not waited
-        for: nobody has trained them for some steps, or their gradients are sparse.
+        If another plan is under way, the schedule's plan follows once that one applies. The change does not wait for
+        the layers ``behind``: no rank has trained them for some steps, or their gradients are sparse.
         """
         if self._schedule is not None:
             self._due = self._schedule(step + 1, now.version + 1) or self._due
@@ -189,7 +189,7 @@ class Plans:
         return self.proposed is not None or (self.active is not None and self.active.ready)
 
     def start(self, groups: Sequence[Group], memory: StepMemory, scale: float) -> None:
-        """Let the controller look at the gradients of a bucket that is about to be encoded."""
+        """Pass the gradients of a bucket to the controller, before they are encoded."""
         if self.active is None or not self.active.accumulates:
             return
         for group in groups:
@@ -199,7 +199,7 @@ class Plans:
             self.active.accumulate(table, group.layers, scale)
 
     def contribute(self, step: int, transport: Transport) -> None:
-        """Begin to sum over ranks what the controller adds up: it travels beside the last buckets."""
+        """Start the sum over ranks of the controller's vector, concurrently with the last buckets."""
         if self.active is None:
             return
         assert self.observations is not None, "made when the step was opened"
@@ -248,10 +248,10 @@ class Plans:
         ready_at: Sequence[float],
         rate: float,
     ) -> Plan | None:
-        """End a step; return the plan that begins behind it, or None if ``now`` stays in force.
+        """End a step; return the plan that applies after it, or None if ``now`` stays in force.
 
-        ``agreed``: all ranks were ready. ``ready_at``: when the gradients of each bucket of ``laid_out`` had come.
-        ``rate``: the learning rate. All ranks return the same.
+        ``agreed`` is true if all ranks were ready. ``ready_at`` has the times at which the gradients of each bucket of
+        ``laid_out`` were complete. ``rate`` is the learning rate. All ranks return the same plan.
         """
         plan = None
         if agreed and self.proposed is not None:

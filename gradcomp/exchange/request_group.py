@@ -32,7 +32,7 @@ _Key = tuple[tuple[str, ...], bool]
 class Inline:
     """Holds arrays so small that they travel with the comparison of a call instead of in their own collective.
 
-    ``finish`` takes the bytes of every rank's arrays, in rank order; the arrays of a rank lie one behind the other.
+    ``finish`` takes the bytes of every rank's arrays, in rank order; the arrays of a rank are concatenated.
     """
 
     arrays: Sequence[Bytes]
@@ -54,7 +54,7 @@ class Call:
     key: str | None = None
     #: Returns, as JSON values, what a rank in ``join()`` must know to take part with zeros; None if it cannot.
     zeros: Callable[[], Any] | None = None
-    #: Of ``join()``: takes part in a call of the other ranks, given what :attr:`zeros` returned there.
+    #: For ``join()``: a function that takes part in a call of the other ranks, given the result of their :attr:`zeros`.
     stand_in: Callable[[Any], None] | None = None
     #: At most :func:`gradcomp.job.call_matching.inline_bytes` bytes; the lines determine whether there are any.
     inline: Inline | None = None
@@ -124,7 +124,7 @@ class RequestOrder:
         #: By text, the request that the ranks ran last; all ranks agree on the number of its runs.
         self._requests: dict[str, PreparedRequest] = {}
         self._history = np.zeros(_MOST, dtype=np.int32)
-        #: How many groups up to each one equal as many at the end of the history.
+        #: For each group, the number of groups up to it that equal the last groups of the history.
         self._equal = np.zeros(_MOST, dtype=np.int32)
         self._count = 0
         self._next = -1
@@ -158,14 +158,14 @@ class RequestOrder:
         self._next = self._predict()
 
     def _predict(self) -> int:
-        """Return what came after the longest repetition that is as long as its distance, or -1."""
+        """Return the group after the longest repetition that is as long as its distance, or -1 if there is none."""
         last = self._count - 1
         repeats = self._equal[:last] >= np.arange(last, 0, -1)
         first = int(repeats.argmax()) if last > 0 else 0
         return int(self._history[first + 1]) if last > 0 and repeats[first] else -1
 
     def _drop_half(self) -> None:
-        """Forget the older half, and the requests that only it has."""
+        """Delete the older half of the history, and the requests that occur only in it."""
         half = _MOST // 2
         kept, numbers = np.unique(self._history[half:], return_inverse=True)
         self._history[:half] = numbers
@@ -186,8 +186,8 @@ class Run:
     :meth:`PreparedRequest.run`. ``unchanged`` says that the inputs of an all-gather are those of its last run: if
     this holds for all runs of all ranks, only this travels, and the last codes are decoded again; but a run that was
     predicted is exchanged in any case. ``outcome`` is
-    that of the last step, which the other ranks are told; see :meth:`PreparedRequest.run`. ``fingerprint`` covers
-    what all ranks should hold alike.
+    that of the last step, which is sent to the other ranks; see :meth:`PreparedRequest.run`. ``fingerprint`` covers
+    the values that should be equal on all ranks.
     """
 
     request: PreparedRequest
@@ -217,7 +217,7 @@ class RequestGroup:
     was predicted has its own round only; if a rank declines, all that an unpredicted group sends follows.
 
     Errors: ``verdict`` is the error that all ranks have come to. After ConfigError (a rank has a problem) or
-    PlanMismatchError (the ranks do not run the same) nothing was written, and the requests can be run again.
+    PlanMismatchError (the ranks' requests differ) nothing was written, and the requests can be run again.
     StateError says that some ranks committed the last run of a request, and others did not; or that the ranks'
     steps had different outcomes, as the run ``parted`` has told. ``fingerprints`` are set if some differ.
     """
@@ -280,7 +280,7 @@ class RequestGroup:
         yield from self._judge()
 
     def _judge(self) -> Generator[Waiting, None, None]:
-        """Check that the ranks did the same with what came before, and hold alike what they should."""
+        """Check that the ranks' last outcomes and their fingerprints are equal."""
         for run in self._runs:
             result, request = run.request.result, run.request
             if result is not None and result.parted:

@@ -71,7 +71,7 @@ class Blocks:
     offsets: tuple[int, ...]
 
     def check(self, layers: Sequence[LayerSpec], shards: Sequence[Sequence[int]]) -> None:
-        """Raise ConfigError unless the shards fit into blocks one behind the other."""
+        """Raise ConfigError unless the shards fit into consecutive blocks."""
         if len(self.offsets) != len(layers) or len({layer.dtype for layer in layers}) != 1:
             raise ConfigError("layers in blocks must have one common dtype and one offset each")
         largest = [int(np.diff(borders).max()) for borders in shards]
@@ -126,7 +126,7 @@ class Arrays:
 
 
 class SharedMemory:
-    """Hands out working memory to requests that never run together: each reuses that of the others.
+    """Allocates working memory for requests that never run at the same time: all of them share it.
 
     The codes of a request are gone once another one has run. A request keeps the memory that it was made with, so it
     is best to make the largest one first.
@@ -273,9 +273,9 @@ class PreparedRequest:
         self.outcome = 0
         self.result: RequestResult | None = None
         self.bytes_sent = 0
-        #: The flags of the last run while all of its codes are there.
+        #: The flags of the last run, as long as all of its codes are kept.
         self.codes: BucketFlags | None = None
-        #: Whether some layer has a residual; the same on all ranks.
+        #: True if some layer has a residual; equal on all ranks.
         self.keeps_state = False
         self._seed, self._checksums, self._rank, self._world = seed, checksums, rank, world
         self._draw_rank = rank if draw_rank is None else draw_rank
@@ -430,7 +430,7 @@ class PreparedRequest:
         return result.finite
 
     def discard(self) -> None:
-        """Forget the last run: residuals stay what they were."""
+        """Discard the last run; residuals do not change."""
         self.result, self.outcome = None, DISCARDED
 
     def _binding(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Arrays:

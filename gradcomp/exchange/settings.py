@@ -23,7 +23,7 @@ FIRST = "all-0"
 
 
 class Listener(Protocol):
-    """Hears of means before the step ends. It is called on the engine's thread and must not block."""
+    """A callback for means before the step ends. It is called on the engine thread and must not block."""
 
     def bucket_complete(self, bucket: Bucket) -> None:
         """Take note that the means of the bucket's layers and slices are in their outputs."""
@@ -36,7 +36,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what may differ between exchangers; for the process's own settings see :class:`gradcomp.Config`.
+    """Holds the settings of one exchanger; for the process's own settings see :class:`gradcomp.Config`.
 
     Equal on all ranks, which compare them: ``name``; ``average``, False for the sum over ranks in place of the mean;
     ``order_step``, in which rank 0's order of arrival becomes the order of the buckets; ``schedule(step, version)``,

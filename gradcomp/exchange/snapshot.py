@@ -153,9 +153,9 @@ class Snapshot:
     """Holds one rank's state between two steps.
 
     ``first`` has the residuals by layer name, float32 in the layer's shape. ``ranges`` are the elements of layers
-    (numbered as in ``shared.layers``) that this rank owns; ``second`` holds their server-side errors, one behind
-    the other. ``fields`` is the compressors' further state, as flat float32 arrays: field name -> layer name ->
-    values. ``control`` is the same of the controller; each layer's values are on one rank.
+    (numbered as in ``shared.layers``) that this rank owns; ``second`` holds their server-side errors,
+    concatenated. ``fields`` is the compressors' further state, as flat float32 arrays: field name -> layer name ->
+    values. ``control`` is the same for the controller; each layer's values are on one rank.
     """
 
     rank: int
@@ -168,7 +168,7 @@ class Snapshot:
     control: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
-        """Return what does not fit together in the state; the list is empty if it is sound."""
+        """Return the inconsistencies of the state; the list is empty if it is consistent."""
         layers, names = self.shared.layers, list(self.shared.layers)
         found = []
         for name, value in self.first.items():
@@ -384,7 +384,7 @@ def _means(totals: Mapping[str, npt.NDArray[np.float64]], count: int) -> dict[st
 
 
 def _missing_state(pipeline: Pipeline, state: Snapshot) -> list[str]:
-    """Return what the plan in the state asks for and the state does not have."""
+    """Return the state that the saved plan requires and the snapshot does not contain."""
     shared = state.shared
     numbers = {layer.name: i for i, layer in enumerate(pipeline.layers)}
     try:

@@ -33,7 +33,7 @@ Waits = Generator[Waiting | Handle, None, None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds what all ranks know of a finished exchange: one boolean per layer, equal on all ranks.
+    """Holds the results of a finished exchange that all ranks know: one boolean per layer, equal on all ranks.
 
     ``present``: some rank had a dense gradient. ``sparse``: some rank had a sparse one. ``nonfinite``: some rank
     had a NaN or an infinity, or the mean overflowed. ``outcomes`` has the outcomes of the exchange before, as bits
@@ -145,7 +145,7 @@ class StepExchange:
         self._pipeline, self._context = pipeline, context
         self._programs = pipeline.laid_out.programs
         self._arrivals, self._plans, self._device = pipeline.arrivals, pipeline.plans, pipeline.device
-        #: Empty once all of them have come.
+        #: The numbers that a device still computes; empty once all are known.
         self._unknown: tuple[Number | DeferredFingerprint, ...] = (*numbers, fingerprint)
         self._header_id = HeaderId(pipeline.header_check, pipeline.step, 0, pipeline.checksums)
         self._own_state = 0
@@ -165,7 +165,7 @@ class StepExchange:
         self._plans.open(context.number, self._opened_at, len(self._programs))
 
     def run(self) -> Waits:
-        """Lead the step through its buckets, then let the pipeline end it."""
+        """Exchange the step's buckets in order, then end the step."""
         pipeline, programs, in_flight = self._pipeline, self._programs, self._in_flight
         late, overlap, transport = self._device.is_late, pipeline.config.overlap, pipeline.transport
         self._plans.follow(pipeline.step, pipeline.plan, pipeline.ordering.cold | pipeline.ordering.sparse)
@@ -294,7 +294,7 @@ class StepExchange:
                 other.prepare()
 
     def _look_ahead(self) -> None:
-        """Begin the next bucket early beside a device, if it is complete: only one, since it takes memory."""
+        """Begin the next bucket early, while a device works, if it is complete; only one, since it takes memory."""
         if self._ahead is not None:
             self._ahead.prepare()
         elif self._begun < len(self._programs) and self._arrivals.ready(self._begun):

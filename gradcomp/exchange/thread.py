@@ -57,7 +57,7 @@ class _Worker(threading.Thread):
         self.given: SimpleQueue[tuple[Future[Any], Work] | None] = SimpleQueue()
 
     def run(self) -> None:
-        """Run what is given until None is."""
+        """Run the given work in order, until None is given."""
         while self._do(self.given.get()):
             pass
 
@@ -82,7 +82,7 @@ class _Worker(threading.Thread):
 
 
 def in_background(work: Work) -> Future[Any]:
-    """Start ``work`` beside all that has been started before; return its future."""
+    """Start ``work`` concurrently with all work that was started before, and return its future."""
     future: Future[Any] = Future()
     with _lock:
         worker = _idle.pop() if _idle else _Worker()
@@ -110,7 +110,7 @@ def finish_background() -> None:
 
 
 def sleep_precisely() -> None:
-    """Let this thread's sleeps end when they should: by default Linux may add 50 microseconds to each."""
+    """Set this thread's timer slack to a minimum; by default Linux may add 50 microseconds to each sleep."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NANOSECONDS))
 
@@ -152,7 +152,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Return whether the thread runs: without it nobody ends a wait."""
+        """Return whether the thread runs. If it does not, no wait would end."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 
@@ -206,7 +206,7 @@ class Engine:
 class Progress(StepWatch):
     """Drives a step, or collectives between steps, until it is done or fails; one at a time.
 
-    ``is_open`` says that a step has begun that nobody has waited for.
+    ``is_open`` says that a step has begun that no thread has waited for.
     ``collectives`` counts those that began since the last step. ``error`` says why there will be no further step.
     From :meth:`begin` until the wait ends the engine's thread alone touches the pipeline and the communicator. Only
     submissions and the flush of an open step come from the training thread.
@@ -227,7 +227,7 @@ class Progress(StepWatch):
         self._transport = transport
         self._listener = settings.listener
         self._advice = settings.advice
-        #: What was started between steps and nobody has waited for.
+        #: The work that was started between steps and that no thread has waited for.
         self.work: Callable[[], Waiting] | None = None
         self._begun = 0
         self._done = threading.Event()
@@ -300,7 +300,7 @@ class Progress(StepWatch):
 
     @property
     def begun(self) -> Begun:
-        """Return what has begun, without a step whose gradients have not all come."""
+        """Return the number of exchanges that have begun; an open step counts once all its gradients have arrived."""
         return Begun(self._begun - (self.is_open and not self.pipeline.arrivals.complete))
 
     def need(self, what: object) -> Need | None:
@@ -389,7 +389,7 @@ class Progress(StepWatch):
         self.publish_abort(f"{self.own_rank}: {type(error).__name__}: {error}")
 
     def _divergence(self) -> StateError | None:
-        """Return the error of a finished step in which ranks diverged, which all ranks find alike, or None."""
+        """Return the error of a finished step in which ranks diverged, the same on all ranks, or None."""
         result = self.pipeline.result
         assert result is not None, "a step that is done has a result"
         if result.parted:
@@ -407,7 +407,7 @@ class Progress(StepWatch):
         return None if table is None else different_parameters(table, names, ranks, result.step)
 
     def parted(self, number: int, outcome: int, when: str) -> StateError:
-        """Return the error for ranks that did not do the same; ``number`` of the exchange is equal on all."""
+        """Return the error for ranks with different outcomes; the exchange's ``number`` is equal on all ranks."""
         return StateError(f"{different_outcomes(self, number, outcome, when)}{self._advice}")
 
     def drifted(self, found: Fingerprints) -> StateError:
@@ -426,7 +426,7 @@ class Progress(StepWatch):
                 self._done.set()
 
     def end_with(self, error: GradcompError) -> None:
-        """Let every later call raise ``error``; the communicator is in order."""
+        """Make every later call raise ``error``; the communicator remains usable."""
         self.error, self.since = error, None
         if self._listener is not None:
             self._listener.failed(error)

@@ -35,10 +35,10 @@ class VariableGather:
     """Runs all-gathers of payloads of any sizes up to a limit, in one or two rounds a step.
 
     Wire: a rank's first message begins with the sizes of its groups' payloads, 8 bytes for each group whose size
-    varies. The first bytes of the payloads follow, as many as are reserved for that rank. All ranks see all sizes,
-    so all know whether some rank's payloads did not fit; if so, a second round carries the remainders. The
-    reservation of a rank is its largest total of the last 16 steps, 0 at first. It follows from what was sent, so
-    no rank has to ask for it.
+    varies. The first part of the payloads follows, up to the bytes that are reserved for that rank. All ranks see all
+    sizes, so all know whether some rank's payloads did not fit; if so, a second round carries the remainders. The
+    reservation of a rank is its largest total of the last 16 steps, 0 at first. It follows from what was sent, so no
+    rank has to ask for it.
 
     State: while sizes stay the same, :meth:`run` returns the same views, so that cached kernel calls stay valid.
 
@@ -125,7 +125,7 @@ class VariableGather:
 
 
 def split(payloads: Sequence[Bytes], sizes: Sizes) -> list[list[Bytes]]:
-    """Return, for every group, the payload of every rank; a rank's payloads lie one behind the other."""
+    """Return, for every group, the payload of every rank; a rank's payloads are concatenated."""
     begins = np.cumsum(sizes, axis=1) - sizes
     return [
         [payload[a : a + n] for payload, a, n in zip(payloads, starts, lengths, strict=True)]

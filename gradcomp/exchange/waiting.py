@@ -12,10 +12,10 @@ from gradcomp.transport.base import AllGather, Bytes, Handle, Operation, Transpo
 
 
 class DeferredScalar(Protocol):
-    """Stands for a number that a device may still be computing."""
+    """A number that a device may still be computing."""
 
     def done(self) -> bool:
-        """Return whether it has come, without waiting; may raise a :class:`gradcomp.GradcompError`."""
+        """Return whether it is computed, without waiting; may raise a :class:`gradcomp.GradcompError`."""
         ...
 
     def result(self) -> float:
@@ -27,7 +27,7 @@ Number = float | DeferredScalar
 
 
 class Waiting(enum.Enum):
-    """Says what a pipeline needs before it can go on."""
+    """The reason why a pipeline cannot continue yet."""
 
     NOTHING = "no step is open, or the step is done"
     LAYERS = "the next bucket is not complete"

@@ -36,9 +36,9 @@ DEADLOCK = "deadlock"
 _MOST_ANSWER_BYTES = 1 << 16
 
 logger = logging.getLogger("gradcomp")
-#: Seconds between looks while something waits, or nothing goes on.
+#: Seconds between two checks while something waits, or no step is in progress.
 LOOK_SECONDS = 0.5
-#: Seconds between looks while steps go on: a look is a round trip behind whatever is queued on the link.
+#: Seconds between two checks while steps progress: a check is a round trip, which waits for the link's queue.
 LONGEST_LOOK_SECONDS = 1.0
 #: A rank whose process lives answers within this time, whatever its training thread does.
 ANSWER_SECONDS = 2.0
@@ -64,16 +64,16 @@ def joined_of(scope: str, rank: int) -> str:
 
 
 def arrival_of(meeting: str, rank: int) -> str:
-    """Return the key by which a rank says that it has come to a meeting."""
+    """Return the key by which a rank reports that it has reached a meeting."""
     return f"meeting/{meeting}/{rank}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Tells where a rank was when it heard question number ``question``.
+    """The position of a rank when it received question number ``question``.
 
-    ``positions`` has what it had reached in each scope. ``snapshot`` helps to prove that ranks wait for each other;
-    it is None if there was too much to tell.
+    ``positions`` has the position that it had reached in each scope. ``snapshot`` helps to prove that ranks wait for
+    each other; it is None if it would have been too large.
     """
 
     question: int
@@ -138,12 +138,12 @@ class Wait:
 
     @property
     def position(self) -> Position:
-        """Return what this rank has reached in the scope."""
+        """Return the position that this rank has reached in the scope."""
         return NOWHERE
 
     @property
     def where(self) -> str:
-        """Return what this rank waits for, in words."""
+        """Return a text that says what this rank waits for."""
         return ""
 
     @property
@@ -162,20 +162,20 @@ class Wait:
         return False
 
     def need(self, what: object) -> Need | None:
-        """Return what a thread waits for that gave ``what`` to :meth:`Callers.begin`, or None if it is unknown here."""
+        """Return the need of a thread that passed ``what`` to :meth:`Callers.begin`, or None if it is unknown here."""
         return None
 
     # Subclasses override the following, which the watchdog's thread calls.
 
     def look(self, waited: float) -> GradcompError | None:
-        """Return what ends the wait after ``waited`` seconds, or what would end the next one; None while nothing does.
+        """Return an error that ends the wait after ``waited`` seconds, or would end the next wait; otherwise None.
 
         It raises TransportError if the control channel cannot be used.
         """
         return None
 
     def stalled(self, waited: float) -> str:
-        """Return the warning of a wait that has taken long."""
+        """Return the warning about a wait that takes long."""
         raise NotImplementedError
 
     def overdue(self, waited: float) -> str:
@@ -192,7 +192,7 @@ class Wait:
         return 0.0 if since is None else monotonic() - since
 
     def check(self) -> None:
-        """Look once, on the watchdog's thread. A store that does not answer ends no wait; the deadline does."""
+        """Check once, on the watchdog's thread. A store that does not answer ends no wait; the deadline does."""
         if self.verdict is not None:
             return
         waited, since = self.waited, self.since
@@ -235,7 +235,7 @@ class Wait:
     ) -> None:
         """Poll from now on until ``done()``; raise the verdict if there is one.
 
-        ``block``, instead of short sleeps, returns when it is done, or after so many seconds.
+        ``block`` is called instead of short sleeps. It returns when ``done()`` is true, or after the given seconds.
         """
         self.since = monotonic()
         pause = 20e-6
@@ -282,7 +282,7 @@ class _Hold(Wait):
 
 
 class Watchdog:
-    """Looks twice a second for questions of other ranks, and for what ends a wait of this one.
+    """Checks twice a second for questions of other ranks, and for causes to end a wait of this rank.
 
     Of all users of the control channel only the watchdog looks repeatedly; a rank that fails or leaves publishes
     that from any thread. On rank 0, if that has waited long, it asks all ``size`` ranks whether they wait for each
@@ -295,7 +295,7 @@ class Watchdog:
         self.control = control
         #: The threads that make calls, and what they wait for.
         self.callers = Callers()
-        #: How often this rank has come to a meeting of each scope.
+        #: The number of meetings that this rank has reached, by scope.
         self.met: dict[str, int] = {}
         self._rank = rank
         self._size = size
@@ -438,7 +438,7 @@ class Watchdog:
         return Snapshot(calls, need, begun, self._left)
 
     def _prove(self) -> None:
-        """Ask all ranks where they are, again and again, and publish a deadlock if one is proved; rank 0 only."""
+        """Ask all ranks repeatedly for their positions, and publish a deadlock if one is proved; rank 0 only."""
         before, now = self._account, monotonic()
         if before is not None and now - before[0] < deadlock.PROOF_SECONDS:
             return

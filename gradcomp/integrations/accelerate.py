@@ -33,11 +33,11 @@ def compress(
 
     Registers a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel that ``prepare`` returned, with the
     accelerator's own GradScaler. ``save_state(directory)`` then writes each rank's compression state to
-    ``directory/gradcomp``, for further models ``gradcomp_1`` and so on; ``load_state(directory)`` continues from it,
-    bit for bit with as many ranks.
+    ``directory/gradcomp``, and the states of further models to ``gradcomp_1`` and so on. ``load_state(directory)``
+    loads it. With the same number of ranks, training then continues bit for bit.
 
     Args:
-        accelerator: the one that prepared the model.
+        accelerator: the Accelerator that prepared the model.
         model: the model that ``prepare`` returned, before its first step.
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.
         controller: as for ``ddp_comm_hook``.
@@ -48,10 +48,10 @@ def compress(
 
     Raises:
         ConfigError: the model was not prepared by this accelerator, or is not in DistributedDataParallel; and the
-            errors of ``ddp_comm_hook``. Saving and loading raise as :func:`gradcomp.torch.save` and
+            errors of ``ddp_comm_hook``. Saving and loading raise the errors of :func:`gradcomp.torch.save` and
             :func:`gradcomp.torch.load`.
 
-    Collective. Calls ``gc.init()`` if that was not done. Wire: see the compressor.
+    Collective. Calls ``gc.init()`` if the script has not called it. Wire: see the compressor.
     """
     if not any(bare(each) is bare(model) for each in accelerator._models):
         raise ConfigError("compress() takes the model that this accelerator's prepare() returned")

@@ -24,8 +24,9 @@ def register(
 ) -> HookState:
     """Registers a :func:`gradcomp.torch.ddp_comm_hook` on a DistributedDataParallel model and returns its state.
 
-    Calls ``gc.init()`` if that was not done. ``options``: those of ``ddp_comm_hook``. A world of one rank needs no
-    hook. Collective. Raises ConfigError if several ranks train and the model is not in DistributedDataParallel.
+    Calls ``gc.init()`` if the script has not called it. ``options`` are arguments of ``ddp_comm_hook``. A world of one
+    rank needs no hook. Collective. Raises ConfigError if several ranks train and the model is not in
+    DistributedDataParallel.
     """
     if not runtime.is_initialized():
         init()
@@ -52,7 +53,7 @@ def _ddp_of(model: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def save_state(directory: str | Path, state: HookState) -> None:
-    """Writes the compression state beside a library's checkpoint. Collective; errors as :func:`gradcomp.torch.save`."""
+    """Saves the compression state next to a library's checkpoint. Collective; raises as :func:`gradcomp.torch.save`."""
     save(directory, state, keep=0)
 
 

@@ -29,7 +29,7 @@ class CompressedDDPStrategy(DDPStrategy):
     ``precision="16-mixed"``. When a checkpoint ``FILE.ckpt`` is saved (by ``ModelCheckpoint`` or
     ``trainer.save_checkpoint``), each rank's compression state is first written to the directory
     ``FILE.ckpt.gradcomp``; both are removed together. ``trainer.fit(ckpt_path=...)`` continues from both, bit for bit
-    with as many ranks.
+    with the same number of ranks.
 
     Args:
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.

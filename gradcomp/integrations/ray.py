@@ -73,9 +73,9 @@ def report(metrics: dict[str, Any], opt: Any, **arguments: Any) -> None:
 def load(opt: Any, **arguments: Any) -> dict[str, Any] | None:
     """Continues from the last checkpoint that :func:`report` gave to Ray; returns its ``extra``, or None without one.
 
-    After a failure Ray restarts the workers with that checkpoint. With as many workers training continues bit for bit.
-    ``arguments``: ``model`` and ``optimizer``, as for :func:`gradcomp.torch.load`. Collective over the workers; raises
-    as ``load``.
+    After a failure Ray restarts the workers with that checkpoint. With the same number of workers, training
+    continues bit for bit. ``arguments`` are ``model`` and ``optimizer``, as for :func:`gradcomp.torch.load`. Collective
+    over the workers; raises the errors of ``load``.
     """
     from gradcomp.torch.saving import load as load_from
 
@@ -90,8 +90,8 @@ def init_tensorflow(**settings: Any) -> None:
     """Calls :func:`gradcomp.tf.init` on the workers of a ``TensorflowTrainer``, which connect by torch.distributed.
 
     The first worker offers a free port of its host; the launch environment (``RANK``, ``MASTER_ADDR`` and so on) is set
-    on every worker. Needs torch besides TensorFlow. ``settings``: those of ``init``. Collective over the workers;
-    raises as ``init``, and ConfigError if torch is missing.
+    on every worker. Needs torch in addition to TensorFlow. ``settings`` are those of ``init``. Collective over the
+    workers; raises the errors of ``init``, and ConfigError if torch is missing.
     """
     context = ray.train.get_context()
     rank = context.get_world_rank()

@@ -28,8 +28,9 @@ class CompressionCallback(TrainerCallback):
 
     When training begins, it registers a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel that the
     trainer has wrapped around its model; the hook finds the GradScaler. With every checkpoint each rank's compression
-    state is written to ``checkpoint-N/gradcomp``. ``trainer.train(resume_from_checkpoint=...)`` continues from there,
-    bit for bit with as many ranks. :meth:`metrics` are added to the trainer's logs, for callbacks after this one.
+    state is written to ``checkpoint-N/gradcomp``. ``trainer.train(resume_from_checkpoint=...)`` continues from this
+    state, bit for bit with the same number of ranks. :meth:`metrics` are added to the trainer's logs, for callbacks
+    after this one.
 
     Args:
         compression: a compressor, its string form, or a :class:`gradcomp.Policy` of them by layer.

@@ -1,1 +1,1 @@
-"""Holds what a job is: its ranks, how they meet, what they tell each other and what they save. Knows no framework."""
+"""The job: its ranks, their rendezvous, their collectives and their checkpoints. It imports no framework."""

@@ -60,9 +60,9 @@ def gather_payloads(channel: Channel, payload: bytes, lengths: Sequence[int]) ->
 
 
 class Together:
-    """Runs the stages of one call on its ranks, which go on only if a stage went well on all of them.
+    """Runs the stages of one call on its ranks, which continue only if a stage succeeded on all of them.
 
-    ``arguments``: what all ranks must have called it with alike; PlanMismatchError on every rank if they did not.
+    ``arguments`` must be equal on all ranks; otherwise every rank raises PlanMismatchError.
     """
 
     def __init__(self, name: str, ranks: Ranks, arguments: Sequence[str] = ()) -> None:

@@ -152,7 +152,7 @@ class Channel:
         self._pending: list[_Item] = []
         self._closing = False
         self._left = False  # the thread takes no more items
-        #: How often the ranks have compared their calls. :func:`gradcomp.job.joining.join` ranks its callers by it.
+        #: The number of comparisons of the ranks' calls. :func:`gradcomp.job.joining.join` ranks its callers by it.
         self.rounds = 0
         self._callers: set[int | None] = set()  # threads that have called anything
         self._fruitless_since: float | None = None

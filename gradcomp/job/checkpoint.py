@@ -73,7 +73,7 @@ def save_with(
         state, digests = checkpoint_manager.snapshot(), checkpoint_manager.digests()
         taken = _Taken(state, digests, parts(ranks.rank, ranks.size))
         shared = json.dumps(state.shared.to_plain(), sort_keys=True)
-        # What must be equal on all ranks.
+        # The values that must be equal on all ranks.
         told: dict[str, Any] = {
             "shared": hashlib.sha256(shared.encode()).hexdigest(),
             "digests": None if digests is None else list(digests.values.values()),
@@ -114,7 +114,7 @@ def save_with(
 
 @dataclass(frozen=True)
 class _Taken:
-    """Holds what one rank is about to write."""
+    """Holds the data that one rank will write."""
 
     state: Snapshot
     digests: Digests | None
@@ -214,7 +214,7 @@ class Found:
         return state
 
     def expected(self) -> Expected | None:
-        """Return what the parameters must hold, or None if the checkpoint does not say."""
+        """Return the digests that the parameters must have, or None if the checkpoint has none."""
         if self.manifest.parameters is None:
             return None
         return Expected(self.manifest.parameters, self.manifest.shared.step, str(self.directory))

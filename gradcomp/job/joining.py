@@ -1,10 +1,10 @@
 """Implements ``join``: a rank that is out of data lets the others continue.
 
 A rank that has joined takes part in every exchange of its optimizers without a gradient, and in every allreduce with
-zeros. The other ranks do nothing for it and need not know. Before the first step in which a rank stands in, it
-publishes that step's number. After a step in which no rank trained, every rank finds a number of every rank, none of
-them above the step's own; after any other step no rank does. So all ranks learn at the end of the same exchange that
-all have joined.
+zeros. The other ranks do nothing special and need not know. Before its first such exchange, a rank publishes the number
+of the step. After a step in which no rank trained, every rank finds a number from every rank, and none is above the
+number of the step. After any other step this holds on no rank. All ranks therefore learn at the end of the same
+exchange that all have joined.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _JOINABLE: weakref.WeakSet[Joinable] = weakref.WeakSet()
 
 
 def register(exchange: Joinable) -> None:
-    """Let :func:`join` stand in for this exchange."""
+    """Let :func:`join` take part in this exchange after the rank is out of data."""
     _JOINABLE.add(exchange)
 
 
 def join() -> int:
-    """Stand in until all ranks have joined. Return the rank that joined last. Frontends' ``join`` calls it.
+    """Take part in exchanges until all ranks have joined. Return the rank that joined last. Called by ``join``.
 
     The last rank is the one whose optimizers, of those that all ranks have, had made most steps; of several such ranks
     the one that had compared most collectives before it joined; of several such ranks the highest.
@@ -153,7 +153,7 @@ class _Standing:
         )
 
     def _since(self, rank: int) -> int | None:
-        """Return the step from which a rank stands in, None if it does not. Asks again until the store answers."""
+        """Return a rank's first step after it joined, or None if it has not. Asks again until the store answers."""
         begin = monotonic()
         while True:
             try:

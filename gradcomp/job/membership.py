@@ -160,9 +160,10 @@ def who_waits(state: Runtime, ranks: Ranks) -> str | None:
 
 
 def part(runtime: Runtime, reason: str | None) -> bool:
-    """Leave the job and wait for the other ranks. Return whether all have come to the end without an error.
+    """Leave the job and wait for the other ranks. Return whether all have reached the end without an error.
 
-    ``reason``: why this rank failed, or None. After a failure the others are told to stop, and only rank 0 waits.
+    ``reason`` says why this rank failed, or is None. After a failure this rank tells the others to stop, and only
+    rank 0 waits.
     """
     for exchanger in runtime.exchangers:
         if reason is not None:
@@ -202,9 +203,9 @@ def _let_others_read(runtime: Runtime) -> None:
 
 
 def _farewell(runtime: Runtime) -> bool:
-    """Wait at most ``timeout_seconds`` until all ranks have come here. Return whether all have and none has failed.
+    """Wait at most ``timeout_seconds`` until all ranks call this. Return whether all have and none has failed.
 
-    The rank that serves the job's store must not leave before the others. A rank that failed will not come, so the
+    The rank that serves the job's store must not leave before the others. A rank that failed does not call this, so the
     others do not wait for it.
     """
     group, watchdog = runtime.group(runtime.everyone), runtime.watchdog

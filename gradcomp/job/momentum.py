@@ -44,7 +44,7 @@ NO_SUM = "%s does not add up gradients as %s does, whose momentum it is: give th
 
 @dataclass(frozen=True)
 class Group:
-    """Describes parameters that an optimizer treats alike.
+    """Describes parameters that an optimizer treats in the same way.
 
     ``problem`` says why the optimizer's momentum cannot act before compression; empty if it can.
     """

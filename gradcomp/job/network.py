@@ -48,7 +48,7 @@ class Network(ABC):
         return None
 
     def finish(self, timeout_seconds: float) -> None:  # noqa: B027 - most engines can be left at any time
-        """Note that this rank has ended without an error: it waits for the others, and its end must not end them."""
+        """Record that this rank has ended without an error: it waits for the others, and its end must not end them."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to release
         """Release the engine's resources. Communicators were closed or abandoned before."""

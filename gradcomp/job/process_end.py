@@ -70,7 +70,7 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _shorten(error: BaseException, traceback: TracebackType | None) -> None:
-    """Cut the traceback behind the program's own frames: the cause is in another process, and the text names it."""
+    """Cut the traceback after the program's own frames: the cause is in another process, and the text names it."""
     error.__cause__, error.__suppress_context__ = None, True
     last, entry = None, traceback
     while entry is not None:
@@ -121,7 +121,7 @@ def launcher_of(environ: Mapping[str, str]) -> Process | None:
 
 
 def watch_launcher(runtime: Runtime) -> None:
-    """Let the watchdog look for the launcher, if there is one, and end this rank soon after it.
+    """Make the watchdog monitor the launcher, if there is one, and end this rank soon after the launcher.
 
     Waits for other ranks and requests to them then raise TransportError, and so does every other rank. A program that
     is in no call of gradcomp gets SIGTERM after ``TERMINATE_SECONDS``, as from the launcher.

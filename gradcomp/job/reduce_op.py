@@ -109,7 +109,7 @@ class ScaledOp:
 def scaled_op_of(
     average: bool | None, op: Any, prescale_factor: Any = 1.0, postscale_factor: Any = 1.0
 ) -> ScaledOp:
-    """Return what a user's arguments ask for; ``average`` is Horovod's older spelling of ``op``."""
+    """Return the operation that a user's arguments select; ``average`` is Horovod's older spelling of ``op``."""
     problem = None
     if average is not None and op is not None:
         problem = "average and op are two spellings of the same argument; give one"
@@ -195,7 +195,7 @@ def _times(values: Array, factor: float) -> Array:
 
 
 def coder_of(compression: Any, coder: Callable[[str | None], Coder]) -> tuple[Coder, str | None]:
-    """Return what is applied before and after a collective, and an error text if the argument is invalid.
+    """Return the coder that is applied before and after a collective, and an error text for an invalid argument.
 
     ``compression`` is ``Compression.none``, ``.fp16`` or ``.bf16``, a string for one of them, or an object like
     Horovod's compressors: ``compress(tensor)`` returns a tensor and a context, and ``decompress(tensor, context)``
@@ -256,7 +256,7 @@ def reduce_parts(
 
 
 def reduce_alone(flat: Array, how: ScaledOp) -> None:
-    """Do among one rank what :func:`reduce_all` does."""
+    """Return the result of :func:`reduce_all` in a world of one."""
     if how.scales:
         flat[:] = combine([flat], replace(how, op=ReduceOp.SUM) if how.op is ReduceOp.ADASUM else how)
 

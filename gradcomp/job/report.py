@@ -123,7 +123,7 @@ class Readers:
         return None if exchanger is None else exchanger.pipeline.plan
 
     def plan_reason(self) -> str:
-        """Return in one line why the controller chose the plan; empty without one, and where it tells rank 0 only."""
+        """Return in one line why the controller chose the plan; empty without a controller, or if only rank 0 knows."""
         exchanger = self._exchanger_or_none()
         controller = None if exchanger is None else exchanger.pipeline.controller
         return "" if controller is None else controller.reason
@@ -155,7 +155,7 @@ class Reporter:
         self._began = perf_counter()
 
     def after_steps(self, steps: int) -> None:
-        """Log what is due after ``steps`` exchanges, before the next one. All ranks call it alike."""
+        """Log what is due after ``steps`` exchanges, before the next one. All ranks call it with the same number."""
         if steps == WARM_UP_STEPS:
             self._before, self._began = replace(self._pipeline.statistics), perf_counter()
         if steps == VERDICT_STEPS:
@@ -194,10 +194,10 @@ class Reporter:
         self._log("; ".join([*said, reason] if reason else said))
 
     def _measured(self, seconds: float, seconds_per_byte: float, latency: float) -> Measured:
-        """Return what was measured, and what is predicted for a bfloat16 wire.
+        """Return the measured times, and the predicted times of a bfloat16 exchange.
 
-        The exposed time of that wire is the time of its bytes at the measured rate, less the window in which this run's
-        exchange buckets became ready, but at least the time of its last exchange bucket.
+        The exposed time of a bfloat16 exchange is the time of its bytes at the measured rate, less the window in which
+        this run's exchange buckets became ready, but at least the time of its last exchange bucket.
         """
         now, before = self._pipeline.statistics, self._before
         steps = max(now.steps - before.steps, 1)

@@ -1,4 +1,4 @@
-"""Starts and ends this process's part in a job, tells its rank and engines, logs, and records a timeline."""
+"""Starts and ends this process's part in a job, returns its rank and engines, logs, and records a timeline."""
 
 from __future__ import annotations
 
@@ -193,9 +193,9 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """Record the phases of every exchange bucket in a file of Chrome trace JSON, for chrome://tracing or Perfetto.
 
     Rows are exchange buckets, and times are microseconds from this call on. Phases: ready (until the last gradient
-    came), queue, compress, send, reduce, decompress, feedback. Kernels that compress write the next residual too, so
-    feedback is what is beside it: the new residuals accepted, and their rounding to bfloat16. The file grows twice a
-    second, and is valid JSON after every write.
+    came), queue, compress, send, reduce, decompress, feedback. Kernels that compress also write the next residual, so
+    the phase feedback contains only the rest: accepting the new residuals, and rounding them to bfloat16. The file
+    grows twice a second, and is valid JSON after every write.
 
     Local: ranks need not agree. ``shutdown`` ends the recording.
 
@@ -216,7 +216,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """End what :func:`start_timeline` began; do nothing where this rank records nothing.
+    """End the recording that :func:`start_timeline` began; do nothing on a rank that records nothing.
 
     Raises:
         StateError: before ``init``.

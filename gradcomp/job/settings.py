@@ -19,8 +19,8 @@ OnSkip = Literal["raise", "agree"]
 class Arguments:
     """The arguments of a wrapper; a frontend adds its own in a subclass.
 
-    ``on_skip`` tells what happens when a rank skips a step that others take: ``"raise"`` an error on all ranks, or
-    ``"agree"`` on each step before it is taken. ``compared`` names the fields that all ranks must have alike.
+    ``on_skip`` selects what happens when a rank skips a step that others take. ``"raise"``: all ranks raise an error.
+    ``"agree"``: the ranks vote before each step. ``compared`` names the fields that must be equal on all ranks.
     """
 
     compared: ClassVar[tuple[str, ...]] = ("sparse_as_dense", "gradient_predivide_factor")

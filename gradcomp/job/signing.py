@@ -1,4 +1,4 @@
-"""Signs what gradcomp publishes where strangers may write: HMAC-SHA-256 with a key that only the job's ranks know.
+"""Signs published values if others can write to the store: HMAC-SHA-256 with a key that only the job's ranks know.
 
 A signature covers the name under which a value is published, and the key is new after every ``init``: a value that is
 copied to another name, or from another job, does not verify. Processes of one user on one host pass the key through a

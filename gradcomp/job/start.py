@@ -81,7 +81,7 @@ def validate_together(
 
 @dataclass(frozen=True)
 class Proposal:
-    """Holds what a rank is about to exchange, and how."""
+    """Holds the layers that a rank will exchange, with policy, plan and controller."""
 
     policy: Policy
     layers: list[LayerSpec]

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Runtime:
-    """Holds what ``init`` set up.
+    """Holds the objects that ``init`` creates.
 
-    ``life`` counts the calls of ``init``: what was published in an earlier life is not read.
+    ``life`` counts the calls of ``init``. Values that were published in an earlier life are not read.
     """
 
     launch: Launch
@@ -49,7 +49,7 @@ class Runtime:
     channel_errors: dict[Ranks, GradcompError] = field(default_factory=dict)
     #: The names of the user's pending calls, with their ranks.
     in_flight: set[tuple[Ranks, str]] = field(default_factory=set)
-    #: How often this rank has joined.
+    #: The number of times that this rank has joined.
     joins: int = 0
     topology: Topology = field(init=False)
     #: The name of each rank's host.
@@ -58,7 +58,7 @@ class Runtime:
     seal: Seal | None = None
     #: Records what exchangers do, as long as a timeline is being recorded.
     timeline: Timeline | None = None
-    #: How many exchangers were named, and how many meetings were held, among these ranks.
+    #: The numbers of named exchangers and of meetings among these ranks.
     _names: Counter[Ranks] = field(default_factory=Counter)
     _meetings: Counter[Ranks] = field(default_factory=Counter)
     #: Locks under which channels are made: several threads may need one at once.
@@ -81,7 +81,7 @@ class Runtime:
         exchanger.close()
 
     def start_timeline(self, path: str, mark_steps: bool = False) -> None:
-        """Record what exchangers do: on rank 0, or on all ranks if ``path`` has ``{rank}`` in it."""
+        """Record the phases of all exchangers: on rank 0, or on all ranks if ``path`` has ``{rank}`` in it."""
         if "{rank}" not in path and self.rank != 0:
             return
         self.timeline = Timeline(path.replace("{rank}", str(self.rank)), self.rank, mark_steps)
@@ -121,7 +121,7 @@ class Runtime:
         return "all" if ranks == self.everyone else hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
 
     def make_control(self) -> ControlChannel:
-        """Connect to the job's small values, which are signed if strangers may write there."""
+        """Connect to the store of the job's small values, which are signed if other programs can write to it."""
         control = self.network.control(self.life, self.config.timeout_seconds)
         return control if self.seal is None else SignedControl(control, self.seal)
 

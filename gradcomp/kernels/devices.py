@@ -40,7 +40,7 @@ class Device:
 
     @property
     def is_late(self) -> bool:
-        """Tells whether gradients may still be in computation when they are handed in; they come with events then."""
+        """Returns whether submitted gradients may still be in computation; they then come with events."""
         return self.driver is not None
 
     def array(self, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -65,11 +65,11 @@ class Device:
         return run
 
     def mark(self, stream: int) -> Any:
-        """Returns an event recorded behind the present work of a framework's stream; None on the host."""
+        """Returns an event recorded after the present work of a framework's stream; None on the host."""
         return None if self.driver is None else self.driver.mark(stream)
 
     def reached(self, events: Iterable[Any]) -> bool:
-        """Tells whether all the events have completed."""
+        """Returns whether all the events have completed."""
         driver = self.driver
         return driver is None or all(event is None or driver.reached(event) for event in events)
 
@@ -94,7 +94,7 @@ class Device:
         return found
 
     def outlast(self, seconds: float) -> None:
-        """Waits at most so many seconds for all started work. It raises nothing, as the device may have failed."""
+        """Waits at most ``seconds`` for all started work. It raises no error, because the device may have failed."""
         if self.driver is None:
             return
         with suppress(Exception):
@@ -131,7 +131,7 @@ def _package(who: str) -> Any:
 
 
 def on(name: str, driver: Driver) -> Device:
-    """Returns the device behind a driver."""
+    """Returns the device that a driver controls."""
     from gradcomp.kernels.cuda.backend import CudaKernels
 
     kernels: Any = CudaKernels(driver)

@@ -50,8 +50,8 @@ BASELINE_RANKS = 4
 def load(root: Path = _ROOT) -> tuple[ModuleType | None, str]:
     """Returns the compiled module and "", or None and the reason, with what to do, if this package has no module.
 
-    ``root`` is the folder of this package, which in a source tree has ``native/`` too. A module that is there but
-    broken raises ImportError.
+    ``root`` is the folder of this package, which in a source tree has ``native/`` too. A module that exists but
+    is broken raises ImportError.
     """
     # Absent is a choice of the build; present but broken must not pass for absent.
     if importlib.util.find_spec(NAME) is not None:
@@ -209,7 +209,7 @@ def backend() -> BackendName:
 
 
 def numpy_multiplies(rank: int) -> bool:
-    """Tells whether NumPy computes, on the host, the products whose order of sums is free.
+    """Returns whether NumPy computes, on the host, the products whose order of sums is free.
 
     It does without the compiled module, and above BASELINE_RANKS columns where that has only 128-bit vectors. The
     order of sums, and so the last bits of results, then depend on the alignment of the matrices; and `project` takes

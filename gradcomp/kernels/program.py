@@ -65,7 +65,7 @@ def discretise(errors: Doubles, reference: Doubles, buckets: int, alpha: float =
 def step_size(reference: Doubles, buckets: int, alpha: float = 1.0) -> float:
     """Returns the error of one step: alpha sum(reference) / buckets, rounded up to 22 significant bits.
 
-    With so few bits the product of a number of steps and the step size is exact, as the bounds of `discretise`
+    With these few bits the product of a number of steps and the step size is exact, as the bounds of `discretise`
     require.
 
     Args:

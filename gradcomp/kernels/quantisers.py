@@ -1,9 +1,9 @@
-"""The quantising codecs in NumPy: codes and scale records of a segment's buckets, and back. Part of `reference`.
+"""The quantising codecs in NumPy: they encode a segment's buckets as codes and scale records, and decode them.
 
-Each is a :class:`Quantiser`: functions of contributions c (buckets, elements) in float32, draws u of the same shape
-in (0, 1) and the :class:`Level`. u is None to round to nearest; for a shift its elements are all equal, in
-(-1/2, 1/2). Scale records are columns, one number per bucket, which travel as float32 or in a byte: as the exponent
-of a power of two (E8M0), or as a number of E4M3.
+This module is part of `reference`. Each codec is a :class:`Quantiser`: functions of float32 contributions c of shape
+(buckets, elements), of draws u in (0, 1) of the same shape, and of the :class:`Level`. If u is None, codes are rounded
+to nearest. For a shift all elements of u are equal, and in (-1/2, 1/2). Scale records are columns with one number per
+bucket. A number is sent as float32 or as one byte, in the format E8M0 (the exponent of a power of two) or E4M3.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Columns: TypeAlias = tuple[Floats, ...]
 
 
 class Format(NamedTuple):
-    """A format: mantissa bits, exponents of the smallest and largest normal number, and the largest number's code."""
+    """A float format: mantissa bits, exponents of the smallest and largest normal number, the largest number's code."""
 
     mantissa: int
     least: int
@@ -62,7 +62,7 @@ FORMATS = {E4M3: Format(3, -6, 8, 0x7E), E5M2: Format(2, -14, 15, 0x7B), E2M1: F
 
 
 def rounded_up(x: Floats) -> npt.NDArray[np.int32]:
-    """Returns codes of the least E4M3 numbers not below x, from 1, the least code with an inverse, to the largest."""
+    """Rounds x up to E4M3, and returns codes from 1 (the least code with an inverse) to the largest number's code."""
     form = FORMATS[E4M3]
     fewer = 23 - form.mantissa
     cut = (x.view(np.uint32) + np.uint32((1 << fewer) - 1)) >> np.uint32(fewer)
@@ -98,11 +98,11 @@ FLOAT32_SCALES = ScaleFormat(4, lambda scales: scales.view(np.uint8), lambda sou
 E8M0_SCALES = ScaleFormat(1, lambda scales: (np.frexp(scales)[1] + 126).astype(np.uint8), _unpack_powers)
 """Normal powers of two; 255 is NaN."""
 E4M3_SCALES = ScaleFormat(1, lambda scales: rounded_up(scales).astype(np.uint8), _unpack_e4m3)
-"""Non-negative numbers that E4M3 represents; a code above the largest number's, one with a sign included, is NaN."""
+"""Non-negative E4M3 numbers; a code above that of the largest number, or with the sign bit set, is NaN."""
 
 
 class Level(NamedTuple):
-    """Bits of a code, and the codebook's magnitudes for them. Scales are multiples of ``unit``."""
+    """The bit width of a code, and the codebook's magnitudes for it. Scales are multiples of ``unit``."""
 
     bits: int
     magnitudes: Floats | None = None
@@ -117,7 +117,7 @@ class Level(NamedTuple):
 class Quantiser(NamedTuple):
     """The functions and the record format of a quantising codec."""
 
-    columns: int  # how many numbers a bucket's scale record has
+    columns: int  # the number of values in a bucket's scale record
     quantise: Callable[[Floats, Floats | None, Level], tuple[Columns, Bytes]]
     dequantise: Callable[[Bytes, Sequence[Floats], Level], Floats]
     #: Returns, per bucket, values that are all finite only if every code of the bucket decodes to a finite value.
@@ -132,7 +132,7 @@ class Quantiser(NamedTuple):
 
 def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:
     if level.bits == 1 and u is None:
-        # To the mean of the negative values or to that of the others, as extremes are too far away for one bit.
+        # One bit decodes to the mean of the negative values or to that of the others; extremes would be too far away.
         (low, high), negative = _quantise_onebit(c, None, level)
         return (low, high - low), negative ^ np.uint8(1)
     lo, unit, inverse = _steps(c, level)
@@ -158,7 +158,7 @@ def _most_steps(level: Level) -> np.float32:
 def _quantise_shifted(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:
     """Rounds to nearest on a lattice that begins at lo + u unit; all codes are in 0..2^b - 1, up to rounding errors.
 
-    Without a draw it is MINMAX to nearest.
+    If u is None, this is MINMAX rounded to nearest.
     """
     if u is None:
         return _quantise_minmax(c, None, level)
@@ -180,14 +180,14 @@ def _minmax_extremes(scales: Sequence[Floats], level: Level) -> Floats:
     return np.concatenate((lo, lo + _most_steps(level) * unit))
 
 
-# --- sign and magnitude in even steps of a norm -------------------------------------------------------------
+# --- sign and magnitude in equal steps of a norm ------------------------------------------------------------
 
 
 def _quantise_by_norm(
     c: Floats, u: Floats | None, level: Level, norm_of: Callable[[Floats], Floats]
 ) -> tuple[Columns, Bytes]:
     if level.bits == 1 and u is None:
-        # Scaled by the mean magnitude, as the norm is far above most values.
+        # One bit is scaled by the mean magnitude, because the norm is far above most values.
         return _quantise_sign(c, None, level)
     s = np.float32(_largest_magnitude(level))
     norm, inverse = _divisible(norm_of(c), s)
@@ -256,7 +256,7 @@ def _quantise_block(c: Floats, u: Floats | None, level: Level, form: Format) -> 
 
 
 def _quantise_in_units(c: Floats, u: Floats | None, level: Level, form: Format) -> tuple[Columns, Bytes]:
-    """Takes for scale the least E4M3 number, times the unit, at which no value exceeds the format's largest."""
+    """Quantises with the least scale, an E4M3 number times the unit, at which no value exceeds the format's largest."""
     norm = linf_norm(c)
     least = norm * (np.float32(1) / (form.largest * level.unit))
     scale = FORMATS[E4M3].magnitude(rounded_up(least))
@@ -269,14 +269,14 @@ _LEAST_UNIT = 2.0**-117
 
 
 def _unit(largest: np.float32, form: Format) -> np.float32:
-    """Returns the unit of a segment's scales, at which its largest magnitude takes the largest scale."""
+    """Returns the unit of a segment's scales, at which the largest magnitude needs the largest scale."""
     unit = largest / (FORMATS[E4M3].largest * form.largest)
     return np.float32(_LEAST_UNIT) if unit < _LEAST_UNIT else unit
 
 
 def _format_codes(c: Floats, inverse: Floats, u: Floats | None, level: Level, form: Format) -> Bytes:
     r = np.nan_to_num(np.abs(c) * inverse[:, None])
-    # The exponent of r, or that of the smallest normal number.
+    # The exponent of r, but at least that of the smallest normal number.
     own = np.where(r > 0, np.maximum(np.frexp(r)[1] - 1, form.least), form.least)
     steps = _round(np.ldexp(r, form.mantissa - own), u, np.float32(2 << form.mantissa))
     code = ((own - form.least) << form.mantissa) + steps
@@ -321,7 +321,7 @@ def _quantise_sign(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, 
 
 
 def _quantise_vote(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:  # noqa: ARG001
-    """Votes by sign; a zero votes by its draw with equal odds, but in a bucket of zeros nothing votes."""
+    """Encodes signs as votes. A zero votes by its draw, with equal odds; in a bucket of only zeros no element votes."""
     present = (c != 0).any(axis=1)
     negative = c < 0
     if u is not None:
@@ -349,7 +349,7 @@ def _dequantise_onebit(code: Bytes, scales: Sequence[Floats], level: Level) -> F
 
 
 def _recorded(scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
-    """Returns the scale records: no decoded value is larger than a number of its record."""
+    """Returns the numbers of the scale records, which bound the magnitudes of all decoded values."""
     return np.concatenate(scales)
 
 

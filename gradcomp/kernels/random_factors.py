@@ -16,8 +16,8 @@ def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
     """Returns a layer's initial Q: i.i.d. standard normal numbers (Vogels et al. 2019, Algorithm 1, line 1).
 
     Args:
-        columns: m.
-        rank: r; a larger one only adds columns to the Q of a smaller one.
+        columns: m, the number of rows of Q.
+        rank: r, the number of columns of Q; a larger r only adds columns to the Q of a smaller r.
         seed: 64 bits, the key of the random stream.
         layer: 32 bits, the layer's hash, a word of the random counter.
 
@@ -30,14 +30,15 @@ def initial_q(columns: int, rank: int, *, seed: int, layer: int) -> Floats:
 def random_q(columns: int, rank: int, *, seed: int, layer: int, step: int) -> Floats:
     """Returns the Q of one step, equal on all ranks: i.i.d. standard normal numbers (Vogels et al. 2019, section 4.1).
 
-    Number k * columns + j is Q[j, k]. Numbers 2 i and 2 i + 1 are made of words 0, 1 and 2, 3 of the counter (2**32 -
-    1 - i, layer, step, OWNER_RANK), so that they differ from the draws for the layer's elements, whose counters ascend
-    from 0. Box and Muller's sqrt(-2 ln u) cos(2 pi v) is evaluated in float64 by fixed polynomials: logarithm and
-    cosine of mathematical libraries differ in their last bits from machine to machine.
+    Number k * columns + j is Q[j, k]. Philox maps the counter (2**32 - 1 - i, layer, step, OWNER_RANK) to four words.
+    Number 2 i is computed from words 0 and 1, and number 2 i + 1 from words 2 and 3. The counters of the draws for the
+    layer's elements ascend from 0, so the two kinds of draws use different counters. Box and Muller's sqrt(-2 ln u)
+    cos(2 pi v) is evaluated in float64 by fixed polynomials, because the logarithm and the cosine of mathematical
+    libraries differ in their last bits from machine to machine.
 
     Args:
-        columns: m.
-        rank: r; as in `initial_q`.
+        columns: m, as in `initial_q`.
+        rank: r, as in `initial_q`.
         seed: 64 bits, the key of the random stream.
         layer: 32 bits, the layer's hash, a word of the random counter.
         step: 32 bits, a word of the random counter.

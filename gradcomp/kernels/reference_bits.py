@@ -48,8 +48,8 @@ ERRORS: Final = np.array([0.0] + [(3.0 if b == 1 else 2.0) / ((1 << b) - 1) ** 2
 """12 e(b), for b = 1 to 8."""
 
 STEPS: Final = (0, 63, 103, 139, 173, 205, 238)
-"""A bucket has 2, 3, ... 8 bits from so many classes above the threshold for two bits on; b + 1 bits from
-16 log2((e(1) - e(2)) / (e(b) - e(b + 1))) on."""
+"""The classes above the threshold for two bits at which a bucket gets 2, 3, ... 8 bits. It gets b + 1 bits from
+16 log2((e(1) - e(2)) / (e(b) - e(b + 1))) classes on."""
 
 MOST_SHIFT: Final = STEPS[-1] + CLASSES - 1
 """The shift at which all classes have 8 bits; at -1 all have one bit."""
@@ -59,8 +59,9 @@ def choose_bits(codec: int, span: Floats, groups: Sizes, level: int) -> npt.NDAr
     """Returns the bits of every bucket, from its range and its number of groups of eight values. All ranges are finite.
 
     MINMAX_LEAST_BYTES: the fewest bits whose error is at most that of ``level`` bits for all. MINMAX_LEAST_ERROR: the
-    least error with at most as many bytes. Both are minima over the shared threshold only; ``level`` for all where
-    that is no better. A range that is 0, or too small to be divided by, takes no bits.
+    least error at no more bytes than ``level`` bits for all take. Both minimise over the shared threshold only. If the
+    minimum is no better than ``level`` bits for all, all buckets get ``level`` bits. A range that is 0, or too small to
+    be divided by, takes no bits.
     """
     bits = np.zeros(len(span), dtype=np.uint8)
     varying = ~is_flat(span)
@@ -86,12 +87,12 @@ def choose_bits(codec: int, span: Floats, groups: Sizes, level: int) -> npt.NDAr
 
 
 def is_flat(span: Floats) -> npt.NDArray[np.bool_]:
-    """Tells which ranges are too small to be divided into steps."""
+    """Returns which ranges are too small to be divided into steps."""
     return span < np.float32(2.0**-119)
 
 
 def bits_at(above: npt.NDArray[Any]) -> Sizes:
-    """Returns the bits of buckets that are so many classes above the threshold for two bits."""
+    """Returns the bits of buckets that are ``above`` classes above the threshold for two bits."""
     found: Sizes = 1 + np.searchsorted(np.array(STEPS), above, side="right")
     return found
 

@@ -113,7 +113,7 @@ def _encode_quantised(
 def _encode_allocated(
     codec: int, segment: np.void, contribution: Floats, draws: Floats | None
 ) -> tuple[Bytes, Floats] | None:
-    """Returns what `_encode_quantised` does, for codecs whose buckets have bits of their own."""
+    """Returns the results of `_encode_quantised` for codecs with a separate bit width for each bucket."""
     begins = np.arange(0, len(contribution), int(segment["bucket_size"]))
     # -0 becomes +0: which of the two a minimum returns is undefined.
     lo = np.minimum.reduceat(contribution, begins) + np.float32(0)

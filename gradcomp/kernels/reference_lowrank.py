@@ -134,7 +134,7 @@ def orthogonalise(rows: Sizes, ranks: Sizes, p: Factor) -> None:
     Source: Vogels et al. 2019, Algorithm 1, line 5 (modified Gram-Schmidt). We differ in the scaling, which keeps
     magnitudes from under- and overflow; in the second pass, without which nearly dependent columns are far from
     orthogonal; and in the zeros, where dividing by a norm of rounding errors, or by zero, would give noise or NaN: P
-    P^T is an orthogonal projection all the same, and a layer of zeros gets a mean of exactly zero.
+    P^T is nevertheless an orthogonal projection, and a layer of zeros gets a mean of exactly zero.
 
     Args:
         rows: int64, n of each layer.
@@ -237,7 +237,7 @@ def _independent_part(x: Floats, before: Floats) -> Floats:
     _, exponent = np.frexp(np.abs(x).max().astype(np.float64))
     x = (x * np.ldexp(1.0, 1 - exponent)).astype(np.float32)  # the largest magnitude is in [1, 2)
     whole = np.sqrt(dot(x, x))
-    # One pass leaves rounding errors that are large beside a small remainder; two passes are enough.
+    # One pass leaves rounding errors that are large relative to a small remainder; two passes are enough.
     for u in (*before, *before):
         x = x - np.float32(dot(u, x)) * u
     norm = np.sqrt(dot(x, x))

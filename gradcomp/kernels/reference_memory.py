@@ -28,7 +28,7 @@ _LANES: Final = 16
 
 
 def memory_at(address: int, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Returns an array of so many items at an address, to be read and written."""
+    """Returns a writable array of ``length`` items at an address."""
     if length == 0:
         return np.empty(0, dtype)
     memory = (ctypes.c_uint8 * (int(length) * dtype.itemsize)).from_address(int(address))
@@ -56,7 +56,7 @@ def next_residual_of(segment: np.void) -> Floats:
 
 
 def all_finite(values: npt.NDArray[Any]) -> bool:
-    """Tells whether no value is infinite or NaN."""
+    """Returns whether no value is infinite or NaN."""
     return bool(np.isfinite(values).all())
 
 

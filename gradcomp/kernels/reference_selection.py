@@ -408,7 +408,7 @@ def check_places(
 
 
 def check_inside(table: SegmentTable, offsets: Sizes, counts: Sizes, capacity: int) -> None:
-    """Raises ValueError for the first row whose selection does not lie inside arrays of so many items."""
+    """Raises ValueError for the first row whose selection does not lie inside arrays of ``capacity`` items."""
     # Written as a difference: the sum of a hostile offset and a count could wrap.
     require_rows(
         table,

@@ -19,7 +19,7 @@ class Pending(Protocol):
     """A call in progress. Its arrays must not change until it is finished."""
 
     def done(self) -> bool:
-        """Tells, without blocking, whether :meth:`finish` would not wait; DeviceError if the device has failed."""
+        """Returns, without blocking, whether :meth:`finish` would not wait; DeviceError if the device has failed."""
         ...
 
     def finish(self) -> None:
@@ -53,11 +53,11 @@ class _Part:
 class Routine:
     """Successive kernel calls over arrays that stay the same from step to step; a device keeps them as one call.
 
-    From one run to the next only the contents of the arrays change, in tables only the columns of addresses. A routine
-    is used in one of two ways. ``device.kernels.together`` runs its block every time, with new numbers; the
-    device only skips the checks that it has made before. :class:`Phase` takes parts whose keys tell whether anything
-    is new; if nothing is, it runs the kept call without running the parts. On the host the kernels run one by one,
-    every time.
+    From one run to the next only the contents of the arrays change; in tables only the columns of addresses change. A
+    routine is used in one of two ways. ``device.kernels.together`` runs its block every time, with new numbers; the
+    device only skips the checks that it has made before. :class:`Phase` takes parts whose keys tell whether anything is
+    new; if nothing is, it runs the kept call without running the parts. On the host the kernels run one by one, every
+    time.
     """
 
     __slots__ = ("arrays", "prepared", "runs")
@@ -121,7 +121,7 @@ class Phase:
 
 
 class Collected:
-    """Collects what its thread passes to :func:`run` inside its blocks; :meth:`start` runs it, on a device in one call.
+    """Collects the calls that its thread passes to :func:`run` in its blocks; :meth:`start` runs them as one.
 
     After :meth:`start` it is a :class:`Pending`.
     """
@@ -203,7 +203,7 @@ class Collected:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Runs what this thread passes to :func:`run` inside at once, outside its phase: results are there on return."""
+    """Makes :func:`run` run this thread's calls immediately inside the block, and return when results have arrived."""
     parts = getattr(_thread, "parts", None)
     _thread.parts = None
     try:
@@ -217,17 +217,17 @@ def run(
 ) -> None:
     """Collects ``work``, which calls kernels, for this thread's phase; runs it at once outside a phase.
 
-    On a device a phase that is the same as an earlier one is repeated with the present contents of the arrays, without
-    calling ``work``. Therefore ``work`` does nothing but call kernels, none of which needs what another one leaves on
-    the host.
+    If a phase on a device consists of the same calls as an earlier one, the device repeats the prepared call with the
+    present contents of the arrays, without calling ``work``. Therefore ``work`` must only call kernels, and no kernel
+    may read what another kernel of the phase writes on the host.
 
     Args:
-        key: everything that determines the calls beside ``arrays``: numbers, and whatever of the arrays' contents makes
-            kernels do something else.
+        key: everything except ``arrays`` that determines the calls: numbers, and the contents of arrays by which the
+            choice of kernels or their parameters differ.
         arrays: tables and messages that are the same objects from step to step. Other arrays that ``work`` uses are
             reused as well, so they must belong to these calls alone.
         work: calls kernels.
-        after: called when results are there.
+        after: called when the results have arrived.
     """
     parts: list[_Part] | None = getattr(_thread, "parts", None)
     if parts is not None:

@@ -2,7 +2,7 @@
 
 A kernel call serves a whole group of segments. A segment is a run of consecutive elements of one layer with
 one level; the table has one row per segment and refers to memory by address, so that gradients are read and
-means are written in place. Whoever fills in an address keeps the array behind it alive during the call.
+means are written in place. The caller that fills in an address keeps its array alive during the call.
 
 The payload of a segment is ``[one scale record per bucket, in order][codes]``, little endian, without padding
 between the two; for NVFP4 the unit of all scales, a float32, comes first. Codes of the quantising codecs form one bit

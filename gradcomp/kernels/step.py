@@ -38,7 +38,7 @@ class StepContext:
     before they are encoded, and ``unscale`` the results: a loss scale and its inverse. ``average``: the result is the
     mean over ranks, else their sum. ``rate_ratio``: the last learning rate over this one, for residuals that follow
     it; ``decay``: the resulting factor of a group's residuals. ``momenta``: the optimizer's momentum by layer, where
-    it is known. ``fields``: the state beside residuals that compressors keep by layer. ``observations`` is set if a
+    it is known. ``fields``: the state except residuals that compressors keep by layer. ``observations`` is set if a
     controller reads them. ``number``: the step's number.
     """
 

@@ -34,7 +34,7 @@ Framed = list[Operation] | Pending
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Describes a buffer that holds a header and, behind it, a payload.
+    """Describes a buffer that holds a header, followed by a payload.
 
     ``chunk`` is the message's number in ``header``, which describes several messages.
     """
@@ -168,7 +168,7 @@ class Reduction(ABC):
 
     @staticmethod
     def arguments(scheme: Scheme, topology: Topology, turn: int) -> dict[str, Any]:
-        """Return the constructor's arguments beside parts, layers, rank and memory: by default, the number of ranks.
+        """Return the constructor's arguments except parts, layers, rank and memory: by default, the number of ranks.
 
         ``turn`` is the number of the exchange bucket: ranks that can do the same work take turns, bucket by bucket.
         """

@@ -115,7 +115,7 @@ class Chunks:
         return Message(buffer[: self.sizes[j]], self.header, j)
 
     def messages(self, memory: Memory, sizes: Sequence[int]) -> Bytes:
-        """Allocate a buffer for messages of these sizes, one behind the other."""
+        """Allocate a buffer for consecutive messages of these sizes."""
         *begins, end = np.cumsum([0, *sizes]).tolist()
         headers = [(at, at + self.header.nbytes) for at, size in zip(begins, sizes, strict=True) if size]
         return memory.messages(end, headers)
@@ -150,7 +150,7 @@ class Chunks:
 
 
 class Mean:
-    """Holds the messages with the encoded mean, one chunk behind the other, and decodes them to the outputs."""
+    """Holds the messages with the encoded mean, chunk after chunk, and decodes them to the outputs."""
 
     def __init__(self, chunks: Chunks, memory: Memory = HOST_MEMORY) -> None:
         self._chunks = chunks

@@ -1,7 +1,7 @@
 """A header with a check value and the flags of layers and ranks goes with every payload.
 
 It has two forms with the same fields: messages of bytes start with a :class:`ByteHeader` per chunk; sums carry a
-:class:`CountHeader`, which is a run of counts behind their elements. ``docs/wire-format.md`` has the layout.
+:class:`CountHeader`, which is a run of counts after their elements. ``docs/wire-format.md`` has the layout.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAGIC = 0x6347
 #: NONFINITE: a value of it is not finite. SPARSE: the rank has a sparse gradient.
 PRESENT, NONFINITE, SPARSE = 1, 2, 4
 
-#: Bits of one more byte behind the states of the layers, which is about the rank. Three say what became of the means of
-#: its last exchange: the optimizer stepped on them; they were discarded; they stay in the gradients, to which more is
+#: Bits of the rank's state, a byte after the states of the layers. Three give the outcome of the means of the last
+#: exchange: the optimizer stepped on them; they were discarded; they stay in the gradients, to which new gradients are
 #: added. None of the three is set if there was no exchange.
 APPLIED, DISCARDED, KEPT = 1, 2, 4
 
@@ -80,7 +80,7 @@ def padded(nbytes: Numbers) -> Numbers:
 
 @dataclass(eq=False)
 class BucketFlags:
-    """Collects the flags of an exchange bucket from all ranks; at the end of the exchange all ranks have the same.
+    """Collects the flags of an exchange bucket from all ranks; after the exchange all ranks have the same flags.
 
     ``states`` has a byte per layer and one for the ranks; bits are only ever added. ``rank`` is this rank.
     ``fingerprint`` has 32 bits that should be equal on all ranks. It is 0 on a rank that has nothing to compare; that
@@ -166,7 +166,7 @@ class HeaderId:
 
 
 class Received(NamedTuple):
-    """Holds the fields of a header that a receiver cannot know beforehand.
+    """Holds the fields of a header that a receiver cannot compute itself.
 
     ``payload`` is the payload's checksum, 0 if checksums are off.
     """
@@ -183,7 +183,7 @@ class ByteHeader:
     payload follows, with bytes of any value up to a multiple of 16; ``message_bytes`` has the length of each message.
     The checksum is the CRC-32C of the payload, up to the message's end, followed by the header without the checksum's
     own four bytes; 0 if checksums are off. The payload comes first, so its own checksum is computed on the way, and
-    stays the same where a rank forwards the payload behind another header.
+    does not change if a rank forwards the payload with another header.
     """
 
     @staticmethod

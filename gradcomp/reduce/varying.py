@@ -2,9 +2,9 @@
 
 The size of a chunk varies little from step to step. Sender and receiver reserve the same number of bytes for it: the
 largest size of the last 16 steps and 1/32 more, 0 at first. With that margin a chunk seldom does not fit, even among
-many pairs of ranks. A message has the sizes, and of the payload as many bytes as are reserved; the remainder follows in
-a second round. Kernels encode and decode chunks in buffers for the largest size; the kernel
-`compact` copies the bytes in use from there to a message, and `restore` copies them back.
+many pairs of ranks. A message has the sizes and the first part of the payload, up to the reserved bytes; the rest
+follows in a second round. Kernels encode and decode chunks in buffers for the largest size; the kernel `compact` copies
+the bytes in use from there to a message, and `restore` copies them back.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class VaryingGather:
 
 
 def _fitted(payload: Bytes, length: int) -> Bytes:
-    """Return the first ``length`` bytes of the payload, with zeros behind them if it is shorter."""
+    """Return the first ``length`` bytes of the payload, padded with zeros if it is shorter."""
     if len(payload) >= length:
         return payload[:length]
     return np.concatenate((payload, np.zeros(length - len(payload), dtype=np.uint8)))

@@ -23,7 +23,7 @@ def payload_of(message: Any) -> Array:
 
 
 def announced_payload(sent: Sequence[tuple[str, bytes]]) -> Array:
-    """Returns what a rank gathered in one step, of one group whose size varies.
+    """Returns the payload that a rank sent in one step in a Gather of varying size.
 
     The first message holds the size and the beginning of the payload, a second one the rest.
     """
@@ -33,7 +33,7 @@ def announced_payload(sent: Sequence[tuple[str, bytes]]) -> Array:
 
 
 class RecordingTransport(InProcessTransport):
-    """Records what its rank sends: (kind, bytes) per collective."""
+    """Records the messages that its rank sends: (kind, bytes) per collective."""
 
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(world, rank)

@@ -354,7 +354,7 @@ class Simulation:
     # -- state --------------------------------------------------------------------------------------------------
 
     def owed(self, layer: int) -> Array:
-        """Returns what was not applied yet: the mean of the residuals plus the server-side errors, in float64."""
+        """Returns the sum not yet applied: the mean of the residuals plus the server-side errors, in float64."""
         total = np.zeros(self.layers[layer].size)
         for pipeline in self.pipelines:
             residuals = pipeline.residuals

@@ -133,7 +133,7 @@ def op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any
 
 
 def eager_op(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Do as :func:`op` does, but call ``function`` with eager tensors on the op's device."""
+    """Make an op like :func:`op`, which calls ``function`` with eager tensors on the op's device."""
     return list(tf.py_function(_keeping_errors(function), list(inputs), list(dtypes)))
 
 

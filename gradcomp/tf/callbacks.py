@@ -83,7 +83,7 @@ class MetricAverage(keras.callbacks.Callback):
     """Replace the numbers in every epoch's logs by their means over ranks, for the callbacks after this one.
 
     Put it before those that act on metrics, such as ReduceLROnPlateau, EarlyStopping and ModelCheckpoint, so
-    that all ranks decide alike. Every rank has the same weight, however many samples it has seen. Wire: 8
+    that all ranks make the same decisions. Every rank has the same weight, however many samples it has seen. Wire: 8
     bytes per metric and epoch, in one sum. Collective. Raises PlanMismatchError on every rank if they log
     different names.
     """

@@ -222,8 +222,8 @@ def alltoall(
 
     ``splits`` gives the number of rows for each rank, as integers in rank order that add up to the first
     dimension. Then the result is ``(rows, received)``, where ``received`` (int32) is the number of rows from
-    each rank. Without ``splits`` every rank gets equally many and the rows alone are returned. Dimensions
-    behind the first must be the same on all ranks. The gradient of a row goes back to the rank that sent it.
+    each rank. Without ``splits`` every rank gets equally many and the rows alone are returned. All
+    dimensions but the first must be equal on all ranks. The gradient of a row goes back to the rank that sent it.
     Wire: two all-to-alls, 8 (N-1) bytes and the rows for other ranks.
     """
     counts, wrong = (None, None) if splits is None else dense(splits, INTEGERS)

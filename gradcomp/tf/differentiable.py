@@ -214,7 +214,7 @@ def _rows_of(data: Array, like: Array, rows: Sequence[int]) -> Array:
 
 
 def _with_rows(tensor: Any, rows: int | None) -> Any:
-    """Return the static shape of so many rows of ``tensor``, as far as it is known."""
+    """Return the static shape of ``rows`` rows of ``tensor``, as far as it is known."""
     return tf.TensorShape(None) if tensor.shape.rank is None else tf.TensorShape([rows, *tensor.shape[1:]])
 
 

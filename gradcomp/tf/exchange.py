@@ -358,7 +358,7 @@ class Exchange:
         return Digests(CRC32C, dict(zip((layer.name for layer in self._layers), values, strict=True)))
 
     def begin_digests(self) -> Future[Digests]:
-        """Compute digests at once, because TensorFlow updates a variable as soon as its own mean is there.
+        """Compute digests at once, because TensorFlow updates a variable as soon as its own mean has arrived.
 
         A rank in ``join()`` contributes none.
         """

@@ -96,7 +96,7 @@ class MeansListener:
         self.waited_seconds = 0.0
 
     def wait(self, layers: Sequence[int]) -> None:
-        """Block until the means of these layers are there; raises the error of a failed exchange."""
+        """Block until the means of these layers have arrived; raises the error of a failed exchange."""
         rows = np.array(layers, dtype=np.int64)
         with self._changed:
             if not self._waiting:

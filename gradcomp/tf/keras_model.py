@@ -137,8 +137,8 @@ def ranks_of(model: Any) -> Ranks:
 def require_distributed(model: Any, callback: Any) -> None:
     """Raise ConfigError if there are other ranks, and the model exchanges nothing with them.
 
-    A plain optimizer beside a distributed one causes a warning only: it may be Keras' default, or train
-    nothing.
+    If a model has a plain optimizer in addition to a distributed one, this only warns: the plain one may be
+    Keras' default, or train nothing.
     """
     if runtime.size() == 1:
         return

@@ -33,10 +33,10 @@ Shapes = Sequence[Sequence[int]]
 
 
 class HostMemory:
-    """Converts tensors to values that the engine reads and writes: arrays that TensorFlow lends and takes over.
+    """Converts tensors to values that the engine reads and writes: arrays that share memory with TensorFlow's tensors.
 
-    Arrays of means are used again once TensorFlow no longer refers to them. A variable that was assigned a mean may go
-    on using the array's memory, so the next step may need another array.
+    Arrays of means are reused once TensorFlow no longer refers to them. A variable that was assigned a mean may still
+    use the array's memory, so the next step may need another array.
     """
 
     #: The device whose kernels work on this memory.
@@ -49,20 +49,20 @@ class HostMemory:
     def op(
         self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
     ) -> list[Any]:
-        """Return the outputs of an op in the traced function that calls ``function``.
+        """Add an op that calls ``function`` to the traced function, and return its outputs.
 
-        Its arguments are the head, as arrays, and the tensors, as values. It returns a list of values of
-        these dtypes, or an array for one dtype. See :func:`gradcomp.tf.bridge.op`.
+        ``function`` gets the head as arrays and the tensors as values. It returns a list of values of these
+        dtypes, or an array for one dtype. See :func:`gradcomp.tf.bridge.op`.
         """
         with tf.device("CPU:0"):
             return bridge.op(function, [*head, *tensors], dtypes)
 
     def value(self, given: Any) -> Any:
-        """Return the value of an op's argument, or of a tensor in eager mode; do not write to it."""
+        """Return the value of an op's argument, or of an eager tensor; the caller must not write to it."""
         return lent(given)
 
     def address(self, value: Any) -> int:
-        """Return a value's address, valid while the value is referred to; never 0: an empty one has any address."""
+        """Return a value's address, valid while the value is referred to; any address but 0 for an empty value."""
         return int(value.ctypes.data or _SOMEWHERE.ctypes.data)
 
     def allocate(self, layer: int) -> Any:
@@ -76,16 +76,16 @@ class HostMemory:
         return fresh
 
     def tensor(self, value: Any) -> Any:
-        """Return the tensor that a value becomes in eager mode."""
+        """Return an eager tensor that takes over a value's memory."""
         return taken_over(value)
 
 
 class DeviceMemory:
-    """Does as :class:`HostMemory` does; values are eager tensors of a GPU, all in TensorFlow's own memory."""
+    """Has the methods of :class:`HostMemory`; its values are eager tensors on a GPU, in TensorFlow's memory."""
 
     def __init__(self, name: str, device: Device, shapes: Shapes, dtypes: Sequence[Any]) -> None:
         self.device = device
-        self._name = name  # TensorFlow's
+        self._name = name  # the name that TensorFlow gives the device
         self._dtypes = dtypes
         with tf.init_scope():
             with tf.device("CPU:0"):
@@ -96,10 +96,10 @@ class DeviceMemory:
     def op(
         self, function: Callable[..., Any], head: Sequence[Any], tensors: Sequence[Any], dtypes: Sequence[Any]
     ) -> list[Any]:
-        """Make two calls: one on the host, which takes the head if there is one, then one on the GPU.
+        """Add an op on the host that reads the head, if there is a head, and an op on the GPU that calls ``function``.
 
-        So the head is not copied to the GPU and back. The turn keeps the calls of another step from running
-        between the two.
+        With two ops the head is not copied to the GPU and back. The turn variable (see `gradcomp.tf.bridge`) orders
+        all ops, so no op of another step runs between the two.
         """
         if not head:
             with tf.device(self._name):
@@ -126,7 +126,7 @@ class DeviceMemory:
             return tf.identity(given)
 
     def address(self, value: Any) -> int:
-        """Return the tensor's address; some address on the device for an empty one, which may have no memory."""
+        """Return the tensor's address; for an empty tensor, which may have no memory, any address on the device."""
         found = address_of(value) or address_of(self._zeros[value.dtype])
         driver = self.device.driver
         if driver is not None and not driver.reaches(found):
@@ -146,12 +146,11 @@ Memory = HostMemory | DeviceMemory
 
 
 def place_of(variables: Sequence[Any]) -> tuple[str, Device] | None:
-    """Return the GPU on which all variables are: TensorFlow's name for it, and gradcomp's device.
+    """Return TensorFlow's name and gradcomp's device of the GPU that holds all variables; None for the host.
 
-    It is None if their gradients are exchanged on the host. The host exchanges for variables on the CPU. It also does,
-    with a warning that says why, for variables on several devices, which TensorFlow's copies bring together, and for a
-    GPU that gradcomp cannot use. TensorFlow has chosen the device, not the script, so an error would break a program
-    that works.
+    Gradients of variables on the CPU are exchanged on the host. So are, with a warning that gives the reason, those of
+    variables on several devices, which TensorFlow copies to the host, and those on a GPU that gradcomp cannot use. This
+    is not an error, because TensorFlow, not the script, has chosen the device.
     """
     if not tf.config.list_logical_devices("GPU"):
         return None
@@ -200,9 +199,9 @@ class _DLTensor(ctypes.Structure):
 def address_of(tensor: Any) -> int:
     """Return the address of an eager tensor's memory, valid while the tensor is referred to; 0 if it has none.
 
-    DLPack gives the address. On a GPU TensorFlow first waits for all work that its stream holds by then: the
-    kernels that compute the tensor, and those that still use what was in its memory before. So the memory may
-    be read and written at once, on any stream, without an event.
+    DLPack gives the address. On a GPU TensorFlow first waits for all work on its stream: the kernels that
+    compute the tensor, and the kernels that still use the previous contents of its memory. The memory may
+    therefore be read and written immediately, on any stream, without an event.
     """
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
     described = _DLTensor.from_address(_pointer_of(capsule, b"dltensor"))

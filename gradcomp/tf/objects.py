@@ -158,8 +158,8 @@ def broadcast_object(
     """Return ``root_rank``'s object on every rank; the other ranks' argument is ignored.
 
     Objects are None, numbers, strings, bytes, NumPy arrays of numbers, and lists, tuples and dicts of them.
-    Unlike Horovod, gradcomp never sends a pickle: anything else is a ConfigError on every rank, as is a
-    ``session`` of TensorFlow 1. Inside a tf.function it runs while the function is traced. Wire: one
+    Unlike Horovod, gradcomp never sends a pickle: anything else raises a ConfigError on every rank, and so
+    does a ``session`` of TensorFlow 1. Inside a tf.function it runs while the function is traced. Wire: one
     broadcast of the object as JSON, followed by the bytes of arrays.
     """
     problem = _no_session(session)
@@ -179,7 +179,7 @@ def allgather_object(
 ) -> list[Any]:
     """Return every rank's object, in rank order.
 
-    :func:`broadcast_object` lists the objects that can be sent; another one is a ConfigError on every rank.
+    :func:`broadcast_object` lists the objects that can be sent; any other object raises a ConfigError on every rank.
     Wire: one all-to-all of the objects.
     """
     return objects.allgather_object(obj, encode, decode, name, process_set, _no_session(session))

@@ -289,7 +289,7 @@ def DistributedOptimizer(
         reduction: the algorithm that adds codes over ranks, if not that of ``init()`` or GRADCOMP_REDUCTION.
         controller: a controller that changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
-        residuals: removed; anything but None is a ConfigError that says what to do instead.
+        residuals: removed; anything but None raises a ConfigError that says what to do instead.
 
     Collective when the optimizer is built, by ``fit`` or by the first ``apply``, or here if it is. Wire: see the
     compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an
@@ -462,7 +462,7 @@ class Distributed(Readers):
         return to_plain(self._gradcomp.checkpoint_manager.snapshot())
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Resume from the result of :meth:`compression_state` on this rank, of a job with as many ranks.
+        """Resume from the result of :meth:`compression_state` on this rank, of a job with the same number of ranks.
 
         All ranks must load states that were taken after the same step. Local. Raises StateError and changes
         nothing if anything does not fit; the error lists all of it.
@@ -473,7 +473,7 @@ class Distributed(Readers):
 if TYPE_CHECKING:
 
     class DistributedKerasOptimizer(Distributed, keras.optimizers.Optimizer, Any):
-        """Tells type checkers what :class:`gradcomp.torch.optimizer.DistributedTorchOptimizer` tells them."""
+        """Tells type checkers that a wrapped optimizer has these methods in addition to those of its class."""
 
 
 def adopt(optimizer: Any, core: Core) -> None:

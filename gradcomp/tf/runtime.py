@@ -36,14 +36,14 @@ def gloo_built() -> bool:
 
 @plain
 def join() -> Any:
-    """Tell the ranks that this one is out of data, wait until all are, and return the rank with most steps.
+    """Tell the ranks that this one is out of data, wait until all are, and return the rank with the most steps.
 
-    Until then the others' steps and allreduces go on: to a step this rank adds no gradient, to an allreduce
-    it adds zeros, and means are still divided by N. Its variables do not change, so broadcast from the rank
-    that is returned, an integer; inside a tf.function an int32 scalar. Any other collective of the others
-    raises a ConfigError there. Raises StateError before ``init``,
-    TransportError if a rank fails. Wire: as the others' exchanges, and for each exchange a small value in the
-    job's store.
+    Until then the steps and allreduces of the other ranks continue. This rank contributes no gradient to a step
+    and zeros to an allreduce, and means are still divided by N. Its variables do not change, so broadcast from
+    the rank that is returned: an integer, or inside a tf.function an int32 scalar. If another rank calls any
+    other collective, that call raises ConfigError on that rank. Raises StateError before ``init``,
+    TransportError if a rank fails. Wire: the messages of the other ranks' exchanges, and a small value in the
+    job's store for each exchange.
     """
     if tf.executing_eagerly() or runtime.size() == 1:
         return joining.join()

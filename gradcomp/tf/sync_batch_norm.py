@@ -30,8 +30,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         process_set: the ranks that normalise together, if not all.
 
     Wire: two allreduces in forward, of 2 C and C numbers, and two in backward, for C channels. All ranks must run it
-    alike. Raises ConfigError for ``fused=True``, TensorFlow's InvalidArgumentError if no rank has a value, and the
-    errors of the collectives.
+    the same number of times, in the same order. Raises ConfigError for ``fused=True``, TensorFlow's
+    InvalidArgumentError if no rank has a value, and the errors of the collectives.
     Source: Ioffe and Szegedy 2015. Horovod subtracts the square of the mean from the mean of squares, which loses
     digits, and assumes that all batches are equally large.
     """

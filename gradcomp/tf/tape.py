@@ -75,7 +75,7 @@ def DistributedGradientTape(
         reduction: the algorithm that adds codes over ranks, if not that of ``init()`` or GRADCOMP_REDUCTION.
         controller: a controller that changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
-        residuals: removed; anything but None is a ConfigError that says what to do instead.
+        residuals: removed; anything but None raises a ConfigError that says what to do instead.
 
     ``gradient()`` is collective. Each call is a step, so apply its means. Wire: see the compressor;
     uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an element.

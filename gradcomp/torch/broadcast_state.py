@@ -137,8 +137,8 @@ def broadcast_object(
     """Return ``root_rank``'s object on every rank; the other ranks' argument is ignored.
 
     Objects are tensors (received on the CPU), numbers, strings, bytes, None, and lists, tuples, dicts and
-    sets of them. Unlike Horovod, gradcomp never unpickles arbitrary classes: anything else is a ConfigError
-    on every rank. Wire: one broadcast of the object as ``torch.save`` writes it.
+    sets of them. Unlike Horovod, gradcomp never unpickles arbitrary classes: anything else raises a
+    ConfigError on every rank. Wire: one broadcast of the object as ``torch.save`` writes it.
     """
     return objects.broadcast_object(obj, _encode, _decode, root_rank, name, process_set)
 
@@ -146,7 +146,7 @@ def broadcast_object(
 def allgather_object(obj: Any, name: str | None = None, process_set: Members = None) -> list[Any]:
     """Return every rank's object, in rank order.
 
-    :func:`broadcast_object` lists the objects that can be sent; another one is a ConfigError on every rank.
+    :func:`broadcast_object` lists the objects that can be sent; any other object raises a ConfigError on every rank.
     Wire: one all-to-all of the objects as ``torch.save`` writes them.
     """
     return objects.allgather_object(obj, _encode, _decode, name, process_set)

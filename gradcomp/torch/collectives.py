@@ -336,7 +336,7 @@ def alltoall(
     ``splits`` gives the number of rows for each rank, as integers in rank order that add up to the first
     dimension. Then the result is ``(rows, received)``, where ``received`` (int32, on the host) is the number
     of rows from each rank. Without ``splits`` every rank gets equally many and the rows alone are returned.
-    Tensors have at least one dimension; those behind the first must be the same on all ranks. Wire: two
+    Tensors have at least one dimension; all dimensions but the first must be equal on all ranks. Wire: two
     all-to-alls, 8 (N-1) bytes and the rows for other ranks.
     """
     if needs_gradient([tensor]):

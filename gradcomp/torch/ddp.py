@@ -321,7 +321,7 @@ class HookState(CompressionState, Listener, Exchange):
             if bucket.is_last():
                 driver.flush()
                 self._unexchanged.signs += 1
-                # DDP queues its own wait behind this one. Ours comes first and raises errors with their own types.
+                # DDP queues its own wait after this one, so this one raises errors first, with their own types.
                 if torch._C._current_graph_task_id() != -1:
                     Variable._execution_engine.queue_callback(self._at_end)
             return future

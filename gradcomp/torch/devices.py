@@ -133,8 +133,8 @@ class InPlace:
     def allocate(self, form: Form, gradient: torch.Tensor | None) -> Handed:
         """Return memory for a mean of this form: the gradient, if there is one, or zeros made on the script's stream.
 
-        It may run on any thread. The kernels write the mean behind the script's stream, which is the one that last
-        zeroed the gradient and that will use its memory again.
+        It may run on any thread. The kernels write the mean after the work on the script's stream, which last zeroed
+        the gradient and will use its memory again.
         """
         with self._streams.on(self._scripts):
             if gradient is None:
@@ -159,11 +159,11 @@ class InPlace:
 
 
 class ThroughHost:
-    """The host's kernels work on copies in pinned memory.
+    """Gradients on a GPU are copied to pinned memory, on which the host's kernels work.
 
-    Copies to the host have a stream of their own, behind the one that computes the gradient. So a copy does
-    not delay the script's next kernel, and waits for its own gradient only. Copies back run on the caller's
-    current stream, or beside the script under :meth:`aside`.
+    Copies to the host run on a separate stream, ordered after the stream that computes the gradient. A copy
+    therefore does not delay the script's next kernel, and waits only for its own gradient. Copies back run on
+    the caller's current stream, or on a separate one under :meth:`aside`.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -213,7 +213,7 @@ class Staged(Device):
 
     @property
     def is_late(self) -> bool:
-        """Always true, because copies take time."""
+        """Return True, because copies take time."""
         return True
 
     def reached(self, events: Iterable[Any]) -> bool:

@@ -32,7 +32,7 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
 class Adopted:
-    """The mixin that goes in front of an optimizer's class; ``_gradcomp`` holds the state that wrapping adds.
+    """The mixin that precedes an optimizer's class in the MRO; ``_gradcomp`` holds the state that wrapping adds.
 
     ``is_opaque`` lists methods that torch.compile must not trace. torch.compile does not trace those in
     ``calls_own`` either, but may trace the method of the wrapped class that they call.
@@ -44,7 +44,7 @@ class Adopted:
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Horovod's attribute: the name of each parameter, which is a position where the user gave none."""
+        """Horovod's attribute: the name of each parameter, or its position if the user gave no names."""
         names: dict[torch.Tensor, str] = self._gradcomp.parameter_names
         return names
 
@@ -71,12 +71,12 @@ def check_plain(optimizer: Any) -> None:
 
 
 def adopt(optimizer: torch.optim.Optimizer, mixin: type[Adopted], core: Any) -> None:
-    """Put ``mixin`` in front of the optimizer's class.
+    """Change the optimizer's class to one that derives from ``mixin`` and the present class.
 
     The object stays the same, so schedulers and users that hold a reference to it need no change.
     """
     kind = type(optimizer)
-    # A scheduler that was made before may have set a bound ``step`` on the instance, which would bypass ours.
+    # A scheduler that was made before may have set a bound ``step`` on the instance, which would bypass the mixin's.
     optimizer.__dict__.pop("step", None)
     optimizer.__dict__["_gradcomp"] = core
     hidden = {name: opaque(getattr(mixin, name), calls_own=True) for name in mixin.calls_own}
@@ -87,7 +87,7 @@ def adopt(optimizer: torch.optim.Optimizer, mixin: type[Adopted], core: Any) -> 
 
 
 def groups_of(num_groups: Any, groups: Any) -> Any:
-    """Return ``groups``, or ``num_groups``, its older spelling, with a warning as Horovod gives it."""
+    """Return ``groups``; if ``num_groups``, its older spelling, is given, warn as Horovod does and return that."""
     if isinstance(num_groups, int) and num_groups == 0:
         return groups
     warnings.warn(

@@ -291,7 +291,7 @@ class GradientExchange(Listener, Exchange):
     # -- the end of a window --------------------------------------------------------------------------------------
 
     def finish(self, *, late: bool = False) -> None:
-        """Exchange what the window has accumulated; then gradients are means. Free if there is nothing new.
+        """Exchange the gradients that the window has accumulated, and replace them by means. Free if none is new.
 
         ``late`` is set when ``step()`` calls: the means are applied before the user sees them, while other ranks
         may have seen theirs at the end of their backward pass. Those ranks then note whether they change them.

@@ -155,7 +155,7 @@ def take_over(exchange: Exchange, title: str, before: Exchange | None = None) ->
     Both would read a gradient and write its mean to the same memory at the same time. An earlier exchange is
     not an error in itself: a notebook cell that runs again wraps a new optimizer while the old one still has
     its name, and training in phases keeps optimizers that it no longer uses. It is an error to use the
-    earlier one again. That use raises the error, on all ranks alike, because they make exchanges in the same
+    earlier one again. That use raises the error on all ranks, because they make exchanges in the same
     order.
     """
     ours = {id(parameter) for _, parameter in exchange.named}
@@ -188,7 +188,7 @@ def digests_behind(named: Named) -> Callable[[], Digests]:
     begun = streams.mark()
 
     def work() -> Digests:
-        with streams.on(streams.another()):  # the thread's current stream is not ordered behind the script's
+        with streams.on(streams.another()):  # the thread's current stream is not ordered after the script's
             streams.follow(begun)
             return digests_of(named)
 

@@ -105,7 +105,7 @@ def DistributedOptimizer(
         on_skip: what happens when a rank skips a step that others take, as by
             ``except OutOfMemoryError: opt.zero_grad(); continue``. ``"raise"``: a StateError on all ranks in the next
             exchange. ``"agree"``: all ranks vote before each step, and all skip it if one of them skips it.
-        residuals: removed; anything but None is a ConfigError that says what to do instead.
+        residuals: removed; anything but None raises a ConfigError that says what to do instead.
 
     Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` also one
     number in a round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
@@ -334,7 +334,7 @@ class Distributed(CompressionState, Adopted):
 if TYPE_CHECKING:
 
     class DistributedTorchOptimizer(Distributed, torch.optim.Optimizer, Any):  # type: ignore[misc]
-        """Tells type checkers that a wrapped optimizer has these methods beside those of its class.
+        """Tells type checkers that a wrapped optimizer has these methods in addition to those of its class.
 
         ``Any`` allows the methods of the wrapped class, and assignment to a variable of that class.
         """

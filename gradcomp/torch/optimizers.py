@@ -273,8 +273,8 @@ class UnexchangedSteps:
         error = StateError(
             f"{type(optimizer).__name__} steps a second time on gradients that were not exchanged: parameters of "
             "different ranks drift apart. The usual causes: the loop calls ddp.module(x) in place of ddp(x); a plain "
-            "optimizer steps beside the DistributedOptimizer; or the loop trains a model that the optimizer does not "
-            "hold, and copies its gradients. If gradients are averaged in another way, step under no_sync()"
+            "optimizer steps in addition to the DistributedOptimizer; or the loop trains a model that the optimizer "
+            "does not hold, and copies its gradients. If gradients are averaged in another way, step under no_sync()"
         )
         self._driver.fail(error)
         raise error

@@ -25,14 +25,16 @@ def gloo_built() -> bool:
 def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
     """Tell the ranks that this one is out of data, wait until all are, and return the rank that joined last.
 
-    Until then the others' steps and allreduces go on: to a step this rank adds no gradient, to an allreduce it adds
-    zeros, and means are still divided by N. Its parameters and gradients do not change, so broadcast from the rank that
-    is returned. That is the rank whose optimizers made most steps; of several such ranks, the one that joined after
-    most collectives; of several of these, the highest. If another rank calls any other collective, that call raises
-    ConfigError on that rank, which may go on, and join. ``device`` is Horovod's argument and has no effect.
+    Until then the steps and allreduces of the other ranks continue. This rank contributes no gradient to a step and
+    zeros to an allreduce, and means are still divided by N. Its parameters and gradients do not change, so broadcast
+    from the rank that is returned. This is the rank whose optimizers made the most steps. Of several such ranks it is
+    the one that joined after the most collectives, and of several of these the highest. If another rank calls any other
+    collective, that call raises ConfigError on that rank, which may then continue and call ``join``. ``device`` is
+    Horovod's argument and has no effect.
 
-    Raises ConfigError beside ``ddp_comm_hook`` and sharded training, StateError before ``init``, TransportError if a
-    rank fails. Wire: as the others' exchanges, and for each optimizer a small value in the job's store.
+    Raises ConfigError if the job also uses ``ddp_comm_hook`` or sharded training, StateError before ``init``,
+    TransportError if a rank fails. Wire: the messages of the other ranks' exchanges, and a small value in the job's
+    store for each optimizer.
     """
     return joining.join()
 
@@ -51,8 +53,8 @@ def init(
     ranks, or those of ``process_group``, are used; gradcomp never runs its own collectives on that group.
 
     Args:
-        comm: the ranks of the world that form the job, if not all: a list, a communicator of mpi4py or a process group.
-            Fewer than all are possible only if torch.distributed is initialised; the others do not call ``init``.
+        comm: the ranks that form the job, if not the whole world: a list, an mpi4py communicator or a process group.
+            A subset is possible only if torch.distributed is initialised; the other ranks do not call ``init``.
         process_sets: sets that will have optimizers of their own, as lists of ranks or :class:`ProcessSet`. Only
             the horovod transport needs them here, because all ranks make Horovod's sets together. ``"dynamic"``
             means none: sets may always be added later.
@@ -74,8 +76,8 @@ def init(
     elif isinstance(process_sets, str):
         raise ConfigError(f'process_sets must be a list, "dynamic" or None, got {process_sets!r}')
     trace.profiler.begin = _begin_range
-    # A range costs ten microseconds, reading the flag next to nothing. No public function covers all threads; the flag
-    # exists since torch 1.11.
+    # Opening a range costs ten microseconds, and reading this flag costs almost nothing. torch has no public function
+    # that reports the profiler for all threads. The flag exists since torch 1.11.
     trace.profiler.records = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", False)
     explain_failures()
     runtime.begin(

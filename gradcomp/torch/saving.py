@@ -42,7 +42,7 @@ def save(
         directory: a directory on storage that all ranks share, used for one optimizer.
         opt: the optimizer that :func:`DistributedOptimizer` returned, or the state of :func:`ddp_comm_hook`.
         model: its ``state_dict()`` on rank 0 is saved, and with it that of the wrapped optimizer.
-        optimizer: the optimizer beside a :func:`ddp_comm_hook`, whose ``state_dict()`` on rank 0 is saved.
+        optimizer: the optimizer that is used with a :func:`ddp_comm_hook`, whose ``state_dict()`` on rank 0 is saved.
         extra: each rank's own tensors, numbers, strings and containers of them; :func:`load` returns them.
         keep: how many older checkpoints stay.
 
@@ -78,8 +78,8 @@ def load(
 ) -> dict[str, Any] | None:
     """Resume from the last complete checkpoint that :func:`save` wrote to ``directory``; returns its ``extra``, or {}.
 
-    With as many ranks as saved, training then continues bit for bit. With another number, every rank gets the mean over
-    the old ranks of their residuals, and rank 0's ``extra``.
+    With the number of ranks that saved it, training continues bit for bit. With another number, every rank gets the
+    mean over the old ranks of their residuals, and rank 0's ``extra``.
 
     Args:
         directory: the directory given to :func:`save`, or one of the checkpoints in it.
@@ -125,7 +125,7 @@ def _given(**arguments: Any) -> list[str]:
 
 
 class _Job:
-    """The model and the optimizer to save or load beside a compression state."""
+    """The model and the optimizer to save or load together with a compression state."""
 
     def __init__(self, opt: Any, model: Any, optimizer: Any) -> None:
         if model is not None and not isinstance(model, torch.nn.Module):

@@ -41,7 +41,7 @@ class Streams:
         return None
 
     def mark(self) -> Any:
-        """Record an event behind the work that the current stream has so far."""
+        """Record an event after the present work of the current stream."""
         return None
 
     def reached(self, event: Any) -> bool:

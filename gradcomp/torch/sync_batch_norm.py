@@ -26,7 +26,7 @@ class SyncBatchNorm(_BatchNorm):
     exchanged.
 
     Wire: an allgather of 2 C + 1 numbers in forward and an allreduce of 2 C in backward, for C channels. All ranks of
-    ``process_set`` must run it alike.
+    ``process_set`` must run it the same number of times, in the same order.
     Errors: ValueError for an input of less than two dimensions or another number of channels, and on all ranks if
     together they have at most one value per channel. Other errors are those of the collectives.
     Source: Ioffe and Szegedy 2015; variances are merged as Chan et al. 1979 do.

@@ -116,7 +116,7 @@ class CompressionState(Readers):
         return state
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Resume from the result of :meth:`compression_state` on this rank, of a job with as many ranks.
+        """Resume from the result of :meth:`compression_state` on this rank, of a job with the same number of ranks.
 
         All ranks must load states that were taken after the same step. Local. Raises StateError and changes
         nothing if a step is open or anything does not fit; the error lists all of it.

@@ -179,7 +179,7 @@ class PointToPoint(Transport):
 
 
 def parts_of(buffer: Bytes, counts: Sequence[int]) -> list[Bytes]:
-    """Return views of the parts that lie one behind the other in ``buffer``."""
+    """Return views of the consecutive parts of ``buffer``."""
     ends = list(accumulate(counts))
     return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The control channel beside the data: a key-value store that never blocks for long."""
+"""The control channel, separate from the data: a key-value store that never blocks for long."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class World:
         return [InProcessTransport(self, rank) for rank in range(self.size)]
 
     def kill(self, rank: int) -> None:
-        """Lose a rank: from now on every collective that it has not joined fails on the others."""
+        """Simulate the loss of a rank: every collective that it has not joined yet fails on the others."""
         self.dead.add(rank)
 
     def join(self, number: int, rank: int, call: _Call) -> None:

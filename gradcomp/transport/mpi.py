@@ -10,7 +10,7 @@ all-to-alls send a rank's part for itself in pieces through the queues for other
 parts in many small rounds, each of which waits for a poll.
 
 **Threads.** MPI is initialised with MPI_THREAD_MULTIPLE. If the program has initialised it with MPI_THREAD_SERIALIZED,
-gradcomp's calls share a lock, and the program must not call MPI while gradcomp runs. A lower level is a ConfigError.
+gradcomp's calls share a lock, and the program must not call MPI while gradcomp runs. A lower level raises ConfigError.
 
 **Failure.** A process that is killed ends the job through the launcher. After a TransportError a process waits at exit
 until all others of the communicator have reached their exits, so that each can report its error; if one does not, the

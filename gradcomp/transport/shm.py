@@ -4,12 +4,12 @@
 open through ``/proc``. So the ranks must be on one host, run as one user, and see the same process numbers (one
 container, or containers that share a PID namespace). The segment has no name, so a crashed or killed run leaves nothing
 behind, ``/dev/shm`` and a container's limit on it do not matter, and no other user can open it. It is sealed, so no
-rank can shorten it while another uses it. It is allocated as a whole at the start, so that too little memory is an
-error then and never a signal later.
+rank can shorten it while another uses it. All of it is allocated at the start. A lack of memory therefore raises an
+error at the start, and never a signal (SIGBUS) later.
 
-The segment holds a ring buffer for every ordered pair of ranks, and one for every rank that all others read: N x N
-for N ranks. A ring has 1 MiB as long as all of them take at most 4 MiB together, which fits a processor's cache. With
-more ranks it is smaller, but at least 64 KiB::
+The segment holds a ring buffer for every ordered pair of ranks, and for every rank one more that all others read: N x
+N ring buffers for N ranks. A ring has 1 MiB if all rings together then take at most 4 MiB, which fits a processor's
+cache. With more ranks it is smaller, but at least 64 KiB::
 
     ranks           2     4    8   16   32    64
     KiB per ring 1024   256   64   64   64    64
@@ -20,16 +20,16 @@ more ranks it is smaller, but at least 64 KiB::
 **Progress.** One native thread per transport moves the bytes, so calls return at once and computation goes on. The
 thread sleeps on a futex in the segment, which other ranks wake. While it waits for another rank, it checks every 0.1 s
 that the ranks are alive. It copies to and from the rings in blocks of 64 KiB, which stay in the processor's cache
-between writer and reader. A call, and a poll of a collective that is not complete, moves up to 4 KiB through each ring
-itself: where all processors are busy, small messages would otherwise wait until the thread runs.
+between writer and reader. The calling thread also moves up to 4 KiB through each ring, in the call and in each poll of
+a pending collective. If all processors are busy, small messages would otherwise wait until the native thread runs.
 
 **Collectives.** Point-to-point messages go through the ring of their pair, all-gathered parts once through the ring
-that all ranks read. ``allreduce`` cuts the array into one chunk per rank. Its owner adds what arrives to its own part,
-in rank order and block by block, and sends every block to all ranks, so the sum has the same bytes on all of them.
+that all ranks read. ``allreduce`` cuts the array into one chunk per rank. The owner of a chunk adds the parts
+of all ranks in rank order, block by block, and sends every block to all ranks, so the sum has the same bytes on all.
 
-**Failure.** If a rank ends for any reason, or closes while another rank needs it, every rank that waits raises a
-TransportError that names it, at the latest 0.2 s later. Numbers that other processes wrote to the segment (positions,
-and messages' lengths and collectives) are checked; an impossible one is a TransportError too.
+**Failure.** If a rank ends for any reason, or closes while another rank needs it, every waiting rank raises, within
+0.2 s, a TransportError that names it. Numbers that other processes wrote to the segment (positions,
+and messages' lengths and collectives) are checked; an impossible one raises a TransportError too.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ SMALLEST_RING_BYTES = 1 << 16
 #: The most bytes of all rings together, unless every ring has the smallest size already.
 RINGS_BYTES = 1 << 22
 
-# The settings, then the location of rank 0's segment: its process, the time that started, the file descriptor, a nonce.
+# The settings and the location of rank 0's segment: process ID, start time of the process, file descriptor, nonce.
 _FIRST = struct.Struct("<QQqQqQ")
-# A rank's process and the time that it started.
+# A rank's process ID and the start time of the process.
 _SECOND = struct.Struct("<qQ")
 _PENDING, _DONE, _FAILED = 0, 1, 2
 
@@ -73,7 +73,7 @@ def ring_bytes_for(size: int) -> int:
 
 @dataclass(eq=False)
 class _Call:
-    """Holds a collective and the arrays that the thread reads and writes; it releases both when the collective ends."""
+    """Holds a collective and the arrays that the thread uses, and releases both when the collective ends."""
 
     operation: _native.ShmOperation | None
     arguments: Any
@@ -136,8 +136,8 @@ class ShmTransport(Transport):
     Args:
         rank: This rank.
         size: The number of ranks.
-        meet: An all-gather of bytes among them, which the constructor calls twice.
-        ring_bytes: The length of a ring; None for that of :func:`ring_bytes_for`.
+        meet: A function that all-gathers bytes among these ranks; the constructor calls it twice.
+        ring_bytes: The length of a ring; by default that of :func:`ring_bytes_for`.
 
     Raises:
         ConfigError: ``rank`` is not below ``size``, ``ring_bytes`` is no power of two from 4096 to 2^30, or ``meet``
@@ -222,7 +222,7 @@ class ShmTransport(Transport):
 
 
 def _join(rank: int, size: int, meet: Meet, ring_bytes: int) -> _native.ShmRank:
-    """Make the segment on rank 0 and open it on the others; either all ranks succeed or all fail."""
+    """Create the segment on rank 0 and open it on the others; either all ranks succeed or all fail."""
     native: _native.ShmRank | None = None
     error, location = "", (0, 0, 0, 0)
     try:

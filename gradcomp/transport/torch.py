@@ -73,8 +73,8 @@ class TorchTransport(Transport):
 
     Construction is collective over ``ranks``, which are ascending numbers in the default group. Ranks that make several
     transports of the same ranks make them in the same order. All-gathers of unequal parts use all-to-all, which is
-    faster in Gloo than its all-gather. Two ranks have a second group, so that large messages go both ways at once:
-    Gloo's receiver tells the sender that it is ready over the connection on which it sends itself, behind its own
+    faster in Gloo than its all-gather. Two ranks have a second group, so that large messages are sent in both
+    directions at once: Gloo's receiver reports that it is ready on the connection on which it also sends, after its own
     message.
 
     ``attempt`` is the number of the job's start, because the store may outlive a restart.

@@ -1,4 +1,4 @@
-"""Low-rank compressors share this: layers as matrices, factors in flat arrays, other layers sent exactly."""
+"""The common part of low-rank compressors: layers as matrices, factors in flat arrays, other layers sent exactly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXACT = Codec(FP32)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return n x m: the first dimension against all others, as in Vogels et al. 2019; (size, 1) for a vector."""
+    """Return (n, m): the first dimension and the product of the others (Vogels et al. 2019); (size, 1) for a vector."""
     if len(shape) < 2:
         return int(np.prod(shape)), 1
     return shape[0], int(np.prod(shape[1:]))
@@ -43,7 +43,7 @@ def clamped_rank(shape: tuple[int, ...], rank: int) -> int:
 
 @dataclass(frozen=True)
 class LowRank(Compressor):
-    """Base of the compressors that see layers as matrices; their level is the rank."""
+    """The base class of compressors that treat layers as matrices; their level is the rank."""
 
     level_field: ClassVar[str | None] = "rank"
 
@@ -53,13 +53,13 @@ class LowRank(Compressor):
         check_whole("rank", self.rank, 1, 2**15 - 1)
 
     def fill(self, table: Table, level: Level) -> None:
-        """Write the rank as it was asked for; :class:`Matrices` clamps it."""
+        """Write the configured rank to the table; :class:`Matrices` clamps it."""
         check_whole("rank", level, 1, 2**15 - 1)
         table["level"] = level
         table["bucket_size"] = 1
 
     def remark(self, layer: LayerSpec) -> str | None:
-        """Warn of a rank that is higher than the matrix can have."""
+        """Return a warning if the rank exceeds the smaller dimension of the matrix."""
         n, m = matrix_shape(layer.shape)
         clamped = len(layer.shape) > 1 and self.rank > min(n, m)
         return f"rank {self.rank} is more than a matrix of {n} x {m} has" if clamped else None
@@ -67,7 +67,7 @@ class LowRank(Compressor):
 
 @dataclass(frozen=True, eq=False)
 class Matrices(Layers):
-    """Divide a group's layers into those that are approximated and those that travel exactly beside them."""
+    """Divide a group's layers into those that are approximated and those that are sent exactly."""
 
     @staticmethod
     def of(group: Group) -> Matrices:
@@ -110,23 +110,26 @@ class Matrices(Layers):
     def project(
         self, device: Device, table: Table, context: StepContext, q: Factor, p: Floats, flags: Bytes
     ) -> None:
-        """Write M to the next residuals and M Q to ``p``; NaN, and so a sum of NaN, for a layer that is not finite.
+        """Write M to the next residuals and M Q to ``p``; M Q is NaN for a layer that is not finite, and so is the sum.
 
-        ``table``, ``flags``: of the approximated layers.
+        ``table`` and ``flags`` are those of the approximated layers.
         """
         factors = context.factors(len(self.low))
         device.kernels.project(table, flags, factors, self.shapes, q, self.p(p), decay=context.decay)
 
     def expand(self, group: Group, context: StepContext, p: Floats, q: Floats, flags: Bytes) -> None:
-        """Write means to the outputs, from factors of which one is a sum; ``flags``: of the approximated layers."""
+        """Write means to the outputs, from factors of which one is a sum over ranks.
+
+        ``flags`` are those of the approximated layers.
+        """
         factors = self.p(p), self.q(q)
         table, divisor, scale = group.table[self.low], context.divisor, context.unscale
         group.device.kernels.expand(table, flags, self.shapes, *factors, divisor=divisor, scale=scale)
 
     def write_exact(self, group: Group, context: StepContext, view: Floats, flags: Bytes) -> None:
-        """Fill ``view`` with the layers that travel exactly; zeros for one that is not finite: see :meth:`spoil`.
+        """Fill ``view`` with the layers that are sent exactly, and with zeros for layers that are not finite.
 
-        ``flags``: of these layers.
+        :meth:`spoil` later overwrites these zeros with NaN. ``flags`` are those of the layers that are sent exactly.
         """
         if len(self.exact):
             table = self._exact_rows(group.inputs)
@@ -135,7 +138,7 @@ class Matrices(Layers):
             )
 
     def read_exact(self, group: Group, context: StepContext, total: Floats, flags: Bytes) -> None:
-        """Write the means of the layers that travel exactly, from their sum; NaN where a layer is flagged."""
+        """Write the means of the layers that are sent exactly, from their sum; NaN for flagged layers."""
         if len(self.exact):
             table = self._exact_rows(group.table)
             EXACT.decode(group.device, table, total.view(np.uint8), flags, context.divisor, context.unscale)
@@ -148,7 +151,7 @@ class Matrices(Layers):
 
 
 def elements(group: Group, sent: Callable[[int, int, int], int]) -> Sizes:
-    """Return ``sent(n, m, r)`` for every row, or its length where it travels exactly."""
+    """Return ``sent(n, m, r)`` for every row that is approximated, and the length of every row that is sent exactly."""
 
     def of(shape: tuple[int, ...], rank: int, length: int) -> int:
         low = clamped_rank(shape, rank)

@@ -83,7 +83,7 @@ class PowerSGD(LowRank):
         return 4 * elements(group, lambda n, m, r: r * n if self.alternate else r * (n + m))
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Ask for two Sums, or for one where factors alternate or nothing is approximated."""
+        """Request two Sums, or for one where factors alternate or nothing is approximated."""
         matrices = group.scratch.once("matrices", lambda: Matrices.of(group))
         if not len(matrices.low):
             return (yield from _exactly(group, context, matrices))
@@ -190,8 +190,8 @@ class PowerSGD(LowRank):
 class _Memory:
     """Hold what a group needs in every step: the same arrays each time, so that a device can replay its calls.
 
-    ``own``: this rank's Q. ``flags``: of what is sent; ``found``: of the mean; ``none``: no flags. ``layers``,
-    ``hashes``: of the matrices. ``fresh``: a Q that is drawn.
+    ``own`` is this rank's Q, and ``fresh`` a Q that is drawn. ``flags`` are those of the data that are sent, ``found``
+    those of the mean, and ``none`` has no flag set. ``layers`` and ``hashes`` are those of the matrices.
     """
 
     def __init__(self, group: Group, matrices: Matrices) -> None:
@@ -209,7 +209,7 @@ def _written(table: Table) -> bytes:
 
 
 def _exactly(group: Group, context: StepContext, matrices: Matrices) -> Exchange:
-    """Ask for one Sum, for a group in which no layer is worth approximating."""
+    """Request one Sum, for a group in which no layer is worth approximating."""
     inputs, outputs = group.inputs, group.table
     memory = group.scratch.once("memory", lambda: _Memory(group, matrices))
     flags, found = memory.flags, memory.found

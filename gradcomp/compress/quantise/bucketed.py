@@ -92,7 +92,7 @@ class NUQSGD(Rounded):
     """Quantise to a sign and a power of two, in units of the bucket's norm.
 
     |v_i| / ||v|| is rounded to one of the levels 0, 2^-(s-1), ..., 1/4, 1/2, 1, where b bits give
-    s = 2^(b-1) - 1 levels beside 0; value = sign(v_i) ||v|| level. Most values are far smaller than the norm, and
+    s = 2^(b-1) - 1 levels, and 0; value = sign(v_i) ||v|| level. Most values are far smaller than the norm, and
     these levels are close together there.
 
     ``bits``: b, from 2 to 8. ``bucket_size``: values that share a norm; None: the whole layer.

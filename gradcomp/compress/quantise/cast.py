@@ -20,7 +20,7 @@ from gradcomp.kernels.segments import BF16, FP16, FP32
 
 _KINDS = {"float32": FP32, "float16": FP16, "bfloat16": BF16}
 
-#: So many elements share one power-of-two scale in the float16 codec.
+#: The number of elements that share one power-of-two scale in the float16 codec.
 FP16_BLOCK = 512
 
 #: The two functions of a coder: from a tensor to what is sent and a context, and back.

@@ -1,4 +1,4 @@
-"""Quantize quantises uniformly, bucket by bucket: CGX's default (Markov 2024), QSGD, and random shifts."""
+"""Quantize is uniform quantisation by bucket: CGX's default (Markov 2024), QSGD, and random shifts."""
 
 from __future__ import annotations
 
@@ -32,36 +32,38 @@ class Quantize(Coded):
         value = lo + code unit. 8 bytes of scale per bucket.
     ``scaling="l2"`` or ``"linf"`` (QSGD)
         norm = ||v||; s = 2^(b-1) - 1 magnitudes and a sign bit; code = round(s |v| / norm); value = sign norm code / s.
-        One bit is the sign alone. 4 bytes of scale per bucket.
+        With one bit, a code is only the sign. 4 bytes of scale per bucket.
     ``bits=(3, 4, 4, 2)``
-        2 to 256 numbers of bits: block i of n holds the rows R i // n to R (i + 1) // n of R; a vector's rows are its
-        elements. A block begins with the quantisation bucket in which its first row begins, so all values of a
-        bucket have one number of bits.
+        2 to 256 bit widths, one for each block of rows. Block i of n holds the rows R i // n to R (i + 1) // n of R;
+        the rows of a vector are its elements. A block begins with the quantisation bucket in which its first row
+        begins, so all values of a bucket have the same bit width.
     ``rounding="stochastic"`` (default)
-        to the upper level with probability (v - lower) / (upper - lower): unbiased, so no residual is needed, neither
-        here nor where the chunk owner quantises the mean again.
+        rounds to the upper level with probability (v - lower) / (upper - lower). This is unbiased, so no residual is
+        needed, neither for the gradient nor for the mean, which the chunk owner quantises again.
     ``rounding="nearest"``
-        biased, with smaller error; ``feedback`` is then on by default. One bit is the sign, and decodes to plus or
-        minus the mean magnitude of the bucket; with ``minmax`` to the mean of its negative values or of the others.
+        is biased, with a smaller error; ``feedback`` is then on by default. With one bit, a code is the sign, and
+        decodes to plus or minus the mean magnitude of the bucket; with ``minmax`` it decodes to the mean of the
+        bucket's negative values or to the mean of its other values.
     ``rounding="shift"`` (Markov 2024, definition 1)
-        one draw u in (-1/2, 1/2) per layer and step; code = round((v - lo) / unit - u);
-        value = lo + (code + u) unit. The record holds lo + u unit. Unbiased; the variance is unit^2 / 12 for every v.
-        Values may lie half a unit outside of [lo, hi], and all codes have b bits. It needs ``minmax``. Each rank
-        draws a u for its gradient; a mean has one u, and all shards of an all-gather have the same one.
+        takes one draw u in (-1/2, 1/2) per layer and step; code = round((v - lo) / unit - u);
+        value = lo + (code + u) unit. The scale record holds lo + u unit. This is unbiased, and the variance is
+        unit^2 / 12 for every v. Decoded values may lie up to half a unit outside of [lo, hi]. All codes have b bits. It
+        needs ``minmax``. Each rank draws a u for its gradient. A mean has one u, and all shards of an all-gather have
+        the same u.
     ``allocate="bucket"``
-        0 to 8 bits for each quantisation bucket, the fewest at which the expected squared error of a layer is no
+        assigns 0 to 8 bits to each quantisation bucket, the fewest at which the expected squared error of a layer is no
         larger than with ``bits`` bits for all: minimise sum n_k b_k subject to
         sum n_k R_k^2 e(b_k) <= sum n_k R_k^2 e(b), R = hi - lo, e(b) = (1/6) / (2^b - 1)^2, and 1/4 for one bit. A
         constant bucket takes 0 bits. Bits are chosen for each layer's part within a chunk, by each rank for its
         payload and by the chunk's owner for the mean. The code is unbiased and needs no residual. It needs ``minmax``
         and stochastic rounding.
     ``allocate="bytes"``
-        as many bytes as with ``bits`` bits for all, and the least error at that size, which is fixed. ``"bucket"``
-        acts like this under a reduction that needs fixed sizes.
+        minimises the error at the payload size of ``bits`` bits for all buckets, so the size is fixed. Under a
+        reduction that needs fixed sizes, ``"bucket"`` does the same as ``"bytes"``.
 
     Wire, per direction: ceil(n b / 8) bytes of codes and the scales; two rounds under scatter-reduce-allgather.
-    ``allocate``: 9 bytes of scale and bits per bucket, and codes in groups of eight; ``"bucket"`` announces sizes, and
-    takes one more round when a size grows.
+    With ``allocate`` the scale and the bit width take 9 bytes per bucket, and codes are packed in groups of eight.
+    ``"bucket"`` sends sizes before payloads, and takes one more round when a size grows.
     State: with feedback, a residual per layer and the chunk owner's server-side error.
     Errors: ConfigError for bits outside 1..8, one block or more than 256, a bucket size below 1, unknown words; for
     feedback that would diverge, or never send anything (few bits of an l2 norm, to nearest); for ``shift`` with another
@@ -103,7 +105,7 @@ class Quantize(Coded):
             bounds.check_feedback_around(self.to_string(), self.distortion(ANY_LAYER))
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        """Bound the error by the steps and the values that share a scale; of several numbers of bits the worst."""
+        """Bound the error by the number of levels and the bucket size; of several bit widths take the worst."""
         numbers = set(self.bits) if isinstance(self.bits, tuple) else {self.bits}
         return bounds.worst_of([self._distortion(bits, layer) for bits in sorted(numbers)])
 
@@ -115,7 +117,7 @@ class Quantize(Coded):
             return bounds.of_moved_extremes((1 << bits) - 1, elements)
         if self.scaling == "minmax":
             uniform = bounds.of_extremes((1 << bits) - 1, elements, nearest=nearest)
-            # A bucket may take one bit; a layer's error is at most 1/4 over 1/6 times that of uniform bits.
+            # A bucket may have one bit; a layer's error is at most 1.5 times (1/4 over 1/6) that of uniform bits.
             return uniform if self.allocate is None else Distortion(1.5 * uniform.bound, True, 2.0)
         if bits == 1:
             return bounds.of_drawn_sign(elements, l2=self.scaling == "l2")

@@ -142,7 +142,7 @@ class Sparse(Compressor):
         return form.wire_bytes(form.limits)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Ask for one Gather.
+        """Request one Gather.
 
         On a device, a selection of known size is encoded in the call that makes it, any other in a second call.
         """
@@ -227,7 +227,7 @@ def scatter_payloads(
 
 
 class _Arrived:
-    """Hold the selections of all ranks, one after the other. ``flags``: of the rows of their mean."""
+    """Hold the selections of all ranks, one after the other. ``flags`` are those of the rows of their mean."""
 
     def __init__(self, form: SparseFormat, world: int) -> None:
         limits, total = form.limits, int(form.limits.sum())

@@ -61,8 +61,8 @@ class CLTk(Summed):
     """Send the k = round(density n) elements of each layer, at least one, whose p is largest on this step's leader.
 
     This is cyclic local top-k: in step t rank t mod N leads. It selects the k largest |p| of each layer, ties by lower
-    index, and broadcasts their indices; then all ranks' p at these indices are summed. e' = p elsewhere, and 0 there.
-    The level is the density.
+    index, and broadcasts their indices; then all ranks' p at these indices are summed. e' is 0 at these indices, and p
+    elsewhere. The level is the density.
 
     With ``refresh`` = s, indices are kept for a period of s steps: rank (t div s) mod N leads in all of it, and selects
     in its first step, or in the first that is accepted.
@@ -123,7 +123,7 @@ class CLTk(Summed):
         return group.scratch.once("chosen", lambda: Selection.allocate(self.limits(group.table)))
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Ask for one Broadcast, unless indices are kept, and one Sum."""
+        """Request one Broadcast, unless indices are kept, and one Sum."""
         shared = yield from self.share_indices(group, context)
         return (yield from self.sum_at(group, context, shared.chosen, shared.prepare))
 

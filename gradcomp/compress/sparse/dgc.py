@@ -34,7 +34,7 @@ class DGC(EstimatedThreshold):
     |p_i| >= t}, or the k = round(density n) largest of them;  e_{t+1} = p_t outside of S;  u_t = 0 inside of S.
 
     ``momentum_factor``: m; 0: no momentum; ``"optimizer"``: the momentum of the layer's group in the optimizer, as in
-    :class:`MomentumCorrection`. If the optimizer has a momentum of its own beside a number m, the step raises
+    :class:`MomentumCorrection`. If m is a number and the optimizer also has momentum, the step raises
     ConfigError. ``mask``: reset the momentum of what was sent to zero. ``clip``: the largest norm as in
     :class:`LocalClip`; None: no clipping. ``sample``: the share of a layer that is sampled, in strides of round(1 /
     sample) from an offset that varies with the step; layers with fewer than 10 sampled elements above the threshold are

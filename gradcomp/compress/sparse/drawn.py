@@ -52,13 +52,13 @@ class Summed(ByDensity):
         return 4 * self.limits(group.table)
 
     def weigh(self, group: Group, values: Floats) -> Floats:
-        """Return what is sent for the values of p at the selected indices."""
+        """Return the values that are sent for the values of p at the selected indices."""
         return values
 
     def sum_at(
         self, group: Group, context: StepContext, chosen: Selection, prepare: Callable[[], Bytes]
     ) -> Exchange:
-        """Ask for one Sum of all ranks' values at the indices of ``chosen``.
+        """Request one Sum of all ranks' values at the indices of ``chosen``.
 
         ``prepare`` writes those indices, and p to the next residuals; it returns the rows that are not finite.
         """

@@ -25,7 +25,7 @@ from gradcomp.kernels.step import StepContext
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-#: Bisection takes at most so many passes over a layer.
+#: The most passes of a bisection over a layer.
 PASSES = 20
 DISTRIBUTIONS = ("exponential", "pareto")
 #: A stage keeps this share of what is left, unless it is the last one or may keep more.
@@ -52,7 +52,7 @@ class AboveThreshold(Sparse):
         """Return every row's threshold: p lies in its next residual and is finite; ``wanted`` is the level."""
 
     def select(self, group: Group, context: StepContext, chosen: Selection, flags: Bytes) -> None:
-        """Select what reaches the threshold; a row that is not finite sends nothing."""
+        """Select the elements that reach the threshold; a row that is not finite sends nothing."""
         table = group.inputs
         kernels = group.device.kernels
         kernels.contribute(table, flags, context.factors(len(table)), decay=context.decay)

@@ -79,7 +79,7 @@ class TwoLevelSelection(Wrapper):
         return self.inner.dense(exact)
 
     def bare(self) -> Compressor:
-        """Return what is sent. The candidate is a top-k, because the largest selected elements are sent."""
+        """Return the compressor that is applied. The candidate is a top-k: it sends the largest selected elements."""
         if self.send == DENSE:
             return Identity()
         inner = self._inner
@@ -92,7 +92,7 @@ class TwoLevelSelection(Wrapper):
         return form.wire_bytes(form.limits)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Ask for one Gather, or one Sum if ``send`` is ``"dense"``."""
+        """Request one Gather, or one Sum if ``send`` is ``"dense"``."""
         return self._dense(group, context) if self.send == DENSE else self._sparse(group, context)
 
     def _sparse(self, group: Group, context: StepContext) -> Exchange:
@@ -215,7 +215,7 @@ class Levels:
         return Selection(top.offsets, top.counts, self._indices, top.values)
 
     def note(self, watcher: Observations, scale: float) -> None:
-        """Note squared norms of scale g, of p and of both selections."""
+        """Record the squared norms of scale g, of p and of both selections."""
         layers = self.group.layers
         self._note_layers(watcher, scale)
         squares = np.zeros(len(layers))
@@ -225,13 +225,13 @@ class Levels:
             watcher.add(name, layers, squares)
 
     def note_everything(self, watcher: Observations, scale: float) -> None:
-        """Note the same norms where both selections are the whole layers."""
+        """Record these norms for layers that both selections select as a whole."""
         squares = self._note_layers(watcher, scale)
         for name in (KEPT, KEPT_BY_CANDIDATE):
             watcher.add(name, self.group.layers, squares)
 
     def _note_layers(self, watcher: Observations, scale: float) -> npt.NDArray[np.float64]:
-        """Note squared norms of scale g and p; return those of p."""
+        """Record the squared norms of scale g and p; return those of p."""
         table = self.group.inputs.copy()
         of_gradient, of_p = np.zeros(len(table)), np.zeros(len(table))
         self.group.device.kernels.squares(table, of_gradient)

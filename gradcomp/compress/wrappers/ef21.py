@@ -102,7 +102,7 @@ class EF21(Wrapper):
 
 
 class _Memory:
-    """Hold what the group shares with the one that ``inner`` sees: difference, loss and mean, layer after layer."""
+    """Hold the arrays that the group shares with that of ``inner``: difference, loss and mean, layer after layer."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("difference", "lost", "mean")
 

@@ -79,7 +79,7 @@ class DensitySchedule(Scheduled):
             self.inner.with_level(level)  # raises for an impossible one
 
     def at_step(self, step: int) -> Compressor:
-        """Return what ``inner`` gives at this step, at the level of its interval or its own if that is higher."""
+        """Return the compressor of ``inner`` at this step, at the interval's level or its own, whichever is higher."""
         number = step // self.steps_per_level
         given = self.inner.at_step(step)
         own = given.level

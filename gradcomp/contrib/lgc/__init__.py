@@ -1,1 +1,1 @@
-"""LGC codes what is sent by a small network that is trained beside the model."""
+"""LGC encodes the selected values with a small network that is trained together with the model."""

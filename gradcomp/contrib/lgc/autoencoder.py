@@ -28,9 +28,9 @@ Doubles = npt.NDArray[np.float64]
 
 #: Whole numbers up to 2**53 in magnitude are exact in float64, and so is every sum below that.
 _EXACT_BITS = 53
-#: OpenBLAS uses one thread for products of at most so many multiply-adds.
+#: The number of multiply-adds up to which OpenBLAS computes a product on one thread.
 _ONE_THREAD = 1 << 18
-#: Products above it are worth several threads.
+#: The number of multiply-adds above which several threads make a product faster.
 _SEVERAL_THREADS = 1 << 26
 #: The function that returns the number of threads of NumPy's BLAS has one of these names.
 _THREADS = (
@@ -40,7 +40,7 @@ _THREADS = (
     "openblas_get_num_threads",
 )
 
-#: One position of the code stands for so many values of the input.
+#: The number of input values that one position of the code represents.
 STRIDE = 16
 _ENCODER_CHANNELS = (64, 128, 256, 64)
 _ENCODER_STRIDES = (2, 2, 2, 2, 1)
@@ -161,7 +161,8 @@ class Autoencoder:
     follows all layers but those of the code and the result. Weights are one flat float32 array: 216,416 with four
     channels.
 
-    ``beside``: further inputs of D's last convolution, as long as the values; their first weights are 1.
+    ``beside``: the number of additional input channels of D's last convolution, each as long as the values; their
+    initial weights are 1.
 
     Source: Abrahamyan et al. 2021, section IV-C, which gives the number of layers only. The other numbers are those of
     a later re-implementation.
@@ -285,9 +286,9 @@ class Autoencoder:
     def run_decoder(
         self, layers: Sequence[Whole], x: Floats, beside: Floats | None = None
     ) -> tuple[Floats, list[Passed]]:
-        """Return what codes decode to, and what :meth:`decoder_back` needs.
+        """Return the values that codes decode to, and the intermediate results that :meth:`decoder_back` needs.
 
-        ``beside``: (channels, samples, length).
+        ``beside`` has the additional inputs, of shape (channels, samples, length).
         """
         passed = []
         for weights in layers[:-1]:
@@ -320,7 +321,7 @@ class Autoencoder:
 
 @dataclass(frozen=True, eq=False)
 class Passed:
-    """Hold what a layer's backward pass needs: the factor of its weights, and its output before the leaky ReLU."""
+    """Hold the inputs of a layer's backward pass: the factor of its weights, and its output before the leaky ReLU."""
 
     inputs: Whole
     before: Floats
@@ -364,9 +365,9 @@ def _leak_back(x: Floats, behind: Floats) -> Floats:
 
 
 def _columns(x: Whole, stride: int) -> Whole:
-    """Return what a kernel of 3 sees at every ``stride``-th position, as (3 channels, samples outputs).
+    """Return the inputs of a kernel of size 3 at every ``stride``-th position, as (3 channels, samples outputs).
 
-    There are zeros beyond both ends.
+    Both ends are padded with zeros.
     """
     channels, samples, length = x.values.shape
     outputs = length // stride
@@ -378,7 +379,7 @@ def _columns(x: Whole, stride: int) -> Whole:
 
 
 def _add_up(columns: Floats, shape: tuple[int, ...], stride: int) -> Floats:
-    """Apply the adjoint of :func:`_columns`; ``shape``: that of its argument, (..., samples, outputs)."""
+    """Apply the adjoint of :func:`_columns`, whose argument has the shape ``shape``: (..., samples, outputs)."""
     _, samples, outputs = shape
     taps = columns.reshape(_TAPS, -1, samples, outputs)
     wide = np.zeros((taps.shape[1], samples, stride * outputs + 2), np.float32)

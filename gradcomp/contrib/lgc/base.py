@@ -24,11 +24,11 @@ from gradcomp.kernels.codec import Group, Sizes, Table
 from gradcomp.kernels.step import StepContext
 
 T = TypeVar("T")
-#: With this setting ranks measure, and decide together.
+#: With this setting all ranks measure times, and choose the share together.
 AUTO: Final = "auto"
-#: Every rank measures so many steps.
+#: The number of steps that every rank measures.
 MEASURED: Final = 10
-#: Training may take this part of the rest of a step, in the mean.
+#: The most time that training may take, on average, as a fraction of the rest of a step.
 PART: Final = 0.05
 _LEAST_SHARE = 1000
 #: A function that returns the nets' weights.
@@ -39,9 +39,9 @@ Share = Callable[[Rider], Generator[Message, Reply, Shared]]
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """Locate g, the selected values of a group, with layers in the order of the model, whatever order they travel in.
+    """Locate g, the selected values of a group, with layers in the order of the model instead of the exchange.
 
-    ``places``: of each value in the arrays of ``chosen``. ``rows``: the row that each belongs to.
+    ``places`` has the index of each value in the arrays of ``chosen``, and ``rows`` the row of each value.
     """
 
     chosen: Selection
@@ -50,7 +50,7 @@ class Sent:
 
     @staticmethod
     def of(group: Group, chosen: Selection) -> Sent:
-        """Return the places for the selection of a group."""
+        """Return the locations of a group's selected values."""
         order = np.argsort(group.layers, kind="stable")
         places = [np.arange(n) + begin for begin, n in zip(chosen.offsets, chosen.counts, strict=True)]
         ordered = [places[row] for row in order.tolist()]
@@ -100,7 +100,7 @@ def shares(nbytes: int, counts: Sizes) -> Sizes:
 
 
 class Stopwatch:
-    """Measure training against the rest of a step, on this rank. ``now``: a clock, in seconds."""
+    """Measure the time of training and of the rest of a step on this rank. ``now`` is a clock in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -151,7 +151,7 @@ def is_share(share: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """Hold what one step of training learns from.
+    """Hold the data of one training step of the nets.
 
     ``samples``: the values of all ranks, (N, values). ``innovations``: true for values that their rank would send
     itself. ``leader``: the rank that selected the indices.
@@ -172,9 +172,11 @@ class Marking(Rider):
 
 @dataclass(frozen=True)
 class Form(ABC):
-    """Base of the forms. ``channels``: of the code. ``indices``: their coding. ``feedback``: keep what the code loses.
+    """The base class of the forms.
 
-    Weights are one flat float32 array. No method keeps state, so any thread may call :meth:`train`.
+    ``channels`` is the number of channels of the code, and ``indices`` the coding of indices. With ``feedback`` the
+    error of the code is kept and sent later. Weights are one flat float32 array. No method keeps state, so any thread
+    may call :meth:`train`.
     """
 
     channels: int
@@ -192,7 +194,7 @@ class Form(ABC):
 
     @abstractmethod
     def first_weights(self, seed: int, ranks: int) -> Floats:
-        """Return the weights that training begins with."""
+        """Return the initial weights."""
 
     def adapted(self, weights: Floats, seed: int, ranks: int) -> Floats:
         """Return weights for this number of ranks, from those of another. StateError for an impossible number."""
@@ -205,7 +207,7 @@ class Form(ABC):
         """Return each row's bytes in phase 3, without the leader's indices; ``counts``: values of each row."""
 
     def marking(self, group: Group, sent: Sent) -> Marking:
-        """Return what ranks do in phase 2 while the indices are shared."""
+        """Return the work that is added to the round of the leader's indices in phase 2."""
         return Marking()
 
     def marked(self, values: int) -> int:

@@ -1,4 +1,4 @@
-"""LGC codes top-k values at one rank's indices by an autoencoder that it trains during the first steps."""
+"""LGC encodes the values at one rank's top-k indices with an autoencoder that it trains in the first steps."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from gradcomp.kernels import philox
 from gradcomp.kernels.codec import Group, Sizes
 from gradcomp.kernels.step import StepContext
 
-# The loss that is kept is a moving average, in which a step's loss has this weight.
+# The weight of a step's loss in the moving average of losses.
 _LATEST = 0.05
-# Above this loss the nets give little more than zeros, whose loss is 1.
+# A loss above this means that the nets are hardly better than an output of zeros, whose loss is 1.
 _LITTLE = 0.9
 _MOST_LOSS = 1e6
-# This field holds m, where nets are trained on every m-th sample.
+# The field of m, when the nets are trained on every m-th sample.
 _EVERY = f"{SHARED}trained_every"
 
 logger = logging.getLogger("gradcomp")
-# This number stands for the layer in the random counter of leaders.
+# The draw of the leader has this number in the place of a layer's hash in its random counter.
 _LEADERS = 0x4C474332
 _MOST_CHANNELS = 64
 _MOST_SIMILARITY = 1e6
@@ -49,48 +49,51 @@ _MOST_SIMILARITY = 1e6
 @register("lgc")
 @dataclass(frozen=True)
 class LGC(CLTk):
-    """Send, at one rank's top-k indices, a learned code of the ranks' values; ``form`` says which ranks'.
+    """Send a learned code of the values at one rank's top-k indices; ``form`` selects whose values are sent.
 
     u_t = m u_{t-1} + g_t;  p_t = u_t + e_t;  S: the k = round(density n) largest |p| of each layer, at least one, on
     the step's leader j, which the shared seed draws;  g: the values of p at S, of all layers in the order of the model;
-    e_{t+1} = p_t outside of what is sent and 0 inside;  u_t = 0 inside. There are three phases, by the number of the
-    step:
+    e_{t+1} = p_t outside of what is sent and 0 inside;  u_t = 0 inside. There are three phases, by the
+    number of the step:
 
     1. the first ``warmup_steps``: exact means of u;
-    2. the next ``train_steps``: mean = (1/N) sum over ranks of g. Every rank also takes the same step of gradient
-       descent on the loss L, of g over a scale, from the same weights;
-    3. then codes:
+    2. the next ``train_steps``: mean = (1/N) sum over ranks of g. Every rank also makes the same step of gradient
+       descent from the same weights; the loss is L, with g divided by a scale;
+    3. all later steps, which send codes:
 
         ring    mean = D((1/N) sum over ranks of E(g_k));  L = ||D((1/N) sum E(g_k)) - (1/N) sum g_k||**2
         server  mean = (1/N) sum over ranks of (r_k at S + i_k outside of S);  r_k = D_k(E(g_j), i_k at S)
                 L = sum ||r_k - g_k||**2 + ``similarity`` sum over k, m != k of ||E(g_k) - E(g_m)||**2
 
-    i_k: the innovations of rank k, the round(``innovation`` k) largest |p| of its layers, at least one each; 0: none.
-    E and D are those of :class:`Autoencoder` and :class:`Decoders`, with ``code_channels`` floats for 16 values: 4 make
-    the code a quarter of g, 1 a sixteenth. The scale is the norm of the mean in a ring, and the root mean square of the
-    norms on a server. ``learning_rate``: that of their training.
+    i_k: the innovations of rank k, the round(``innovation`` k) largest |p| of each of its layers, at least one; none if
+    ``innovation`` is 0.
+    E and D are those of :class:`Autoencoder` and :class:`Decoders`, with ``code_channels`` floats for 16 values: with
+    4 the code has a quarter of the size of g, with 1 a sixteenth. The scale is the norm of the mean in a ring, and the
+    root mean square of the norms on a server. ``learning_rate`` is the learning rate of their training.
 
-    ``ends``: treat the ends of the model as the paper does: the first layer of two or more dimensions travels exactly;
-    of the last such layer the values at S do, under :class:`CLTk`. ``least_parameters``: the least number of parameters
-    of the layers between. ``feedback``: in phase 3 keep e = p - mean inside of S, or p - r_k on a server, so that what
-    the code loses is sent later. Without it that is lost, as in the paper. The first weights come from the seed.
+    ``ends``: treat the ends of the model as the paper does. The first layer of two or more dimensions is sent exactly.
+    The last such layer uses :class:`CLTk`, which sends its values at S exactly. ``least_parameters``: the least number
+    of parameters in the layers between them. ``feedback``: in phase 3 keep the error of the code, e = p - mean inside
+    of S, or p - r_k on a server, and send it later. Without ``feedback`` this error is lost, as in the paper. The
+    initial weights are drawn from the seed.
 
     ``momentum_factor``: m; ``"optimizer"``: the momentum of the layer's group in the optimizer, as in
-    :class:`MomentumCorrection`. If the optimizer has a momentum of its own beside a number m, the step raises
-    ConfigError. ``train_share``: 1/m trains on every m-th sample. ``"auto"`` trains on all samples until every rank has
-    measured 10 steps, then on so few that on the slowest rank training takes at most 5% of the rest of a step, in the
-    mean.
+    :class:`MomentumCorrection`. If m is a number and the optimizer also has momentum, the step raises ConfigError.
+    ``train_share``: 1/m trains on every m-th sample. ``"auto"`` trains on all samples until every rank has measured 10
+    steps. Then it reduces the share until training takes, on average, at most 5% of the rest of a step on the slowest
+    rank.
 
-    Wire: phase 1: as uncompressed. Then a Broadcast of the leader's deflated indices and, in phase 2, a Gather of 4k
-    bytes, (N - 1) 4k per rank, 4 more where the share is measured, and k / 8 more on a server. In phase 3 a ring has a
-    Sum of c = k ``code_channels`` / 4 bytes, with k padded to a multiple of 16. A server has c in the Broadcast, and a
-    Gather of 4i bytes and i deflated indices, for i innovations. The paper counts every payload once: c, indices and
-    innovations for the leader, innovations for the others. Here every rank is a server: all payloads are sent (N - 1)
-    times, and nothing is sent back. Weights do not travel. All layers are exchanged together, once the last gradient
-    has arrived. With ``refresh`` = s indices travel in one step of s.
-    State: a residual and u per layer, 16 bytes per element; the weights, once, 8 bytes each; m of ``train_share``,
-    once; the indices that ``refresh`` keeps. A server has a D for each rank. When the number of ranks changes, existing
-    D are kept as far as there are ranks, and new ranks begin with first weights.
+    Wire: phase 1 sends gradients uncompressed. Phases 2 and 3 send a Broadcast of the leader's deflated indices. Phase
+    2 adds a Gather of 4k bytes, (N - 1) 4k per rank, with 4 more bytes if the share is measured and k / 8 more on a
+    server. In phase 3 a ring adds a Sum of c = k ``code_channels`` / 4 bytes, with k padded to a multiple of 16. A
+    server adds c bytes to the Broadcast, and a Gather of 4i bytes and i deflated indices, for i innovations. The paper
+    counts every payload once: c, indices and innovations for the leader, innovations for the others. Here every rank is
+    a server: all payloads are sent (N - 1) times, and nothing is sent back. Weights are not sent. All layers are
+    exchanged together, once the last gradient has arrived. With ``refresh`` = s the indices are sent in every s-th
+    step.
+    State: a residual and u per layer, 16 bytes per element; one set of weights, 8 bytes each; one m of ``train_share``;
+    the indices that ``refresh`` keeps. A server has a D for each rank. When the number of ranks changes, the D of ranks
+    that still exist are kept, and the D of new ranks have initial weights.
     Errors: ConfigError for invalid settings, and for a model with fewer than ``least_parameters`` between its first and
     its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to a wrong size;
     StateError for a number of weights that no number of ranks has.
@@ -133,9 +136,9 @@ class LGC(CLTk):
 
     @cached_property
     def traits(self) -> Traits:
-        """Return a residual, and momentum that is reset where it was sent.
+        """Return the traits: a residual, and momentum that is reset at the indices that were sent.
 
-        The code's error is kept with ``feedback`` only.
+        The error of the code is kept only with ``feedback``.
         """
         return Traits(
             keeps_residual=True,
@@ -151,7 +154,7 @@ class LGC(CLTk):
     # -- phases and places --------------------------------------------------------------------------------------
 
     def at_step(self, step: int) -> Compressor:
-        """Return the exact compressor, then itself in phase 2, which trains, then in phase 3, which codes."""
+        """Return the compressor of a step: exact in phase 1, then LGC in phase 2 (training) or phase 3 (codes)."""
         if step < self.warmup_steps:
             return self.dense(Identity())
         if step < self.warmup_steps + self.train_steps:
@@ -167,7 +170,7 @@ class LGC(CLTk):
         return MomentumCorrection(exact, self.momentum_factor) if self.momentum_factor else exact
 
     def by_place(self, own: Sequence[LayerSpec], layers: Sequence[LayerSpec]) -> Mapping[str, Compressor]:
-        """Send the first layer exactly and the last one's values uncoded. ConfigError if too little is between them."""
+        """Return the compressors of the first and last layer. ConfigError if too few parameters are between them."""
         ends = [layer for layer in layers if len(layer.shape) > 1] if self.ends else []
         found: dict[str, Compressor] = {}
         if ends:
@@ -185,9 +188,9 @@ class LGC(CLTk):
         return {name: compressor for name, compressor in found.items() if name in names}
 
     def shared_fields(self, seed: int, ranks: int) -> dict[str, tuple[int, Begin]]:
-        """Return the nets' weights, and the mean loss of about the last 20 steps, which begins at that of zeros.
+        """Return a field of the nets' weights and the mean loss of about the last 20 steps, which begins at 1.
 
-        With a share that is measured, there is also the m that ranks agreed on, or 0 before.
+        If the share is measured, another field has the m that the ranks agreed on, or 0 until they have.
         """
         form = self.nets
 
@@ -201,7 +204,7 @@ class LGC(CLTk):
 
     @cached_property
     def nets(self) -> Form:
-        """Return the form, which has the nets and uses them."""
+        """Return the ring or server form, which trains and applies the nets."""
         if self.form == "ring":
             return Ring(self.code_channels, self.indices, self.feedback)
         return Server(self.code_channels, self.indices, self.feedback, self.innovation, self.similarity)
@@ -209,16 +212,16 @@ class LGC(CLTk):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def wire_bytes(self, group: Group) -> Sizes:
-        """Return 4k bytes per layer in phase 2, and its share of the code in phase 3.
+        """Return the bytes of each layer: 4k for values in phase 2, or its share of the code in phase 3.
 
-        Indices are deflated, and no formula gives their size.
+        Indices are added, but count 0 bytes if they are deflated, because no formula gives their size.
         """
         values = self._values(group)
         indices = self.format(group.table).row_bytes(self.limits(group.table))
         return indices + (values.led + values.gathered + values.summed).astype(np.int64)
 
     def traffic(self, group: Group) -> Traffic:
-        """Return the indices of one step in ``refresh``, and values or what the form sends for them."""
+        """Return the mean bytes of a step: the indices, divided by ``refresh``, and the values or codes."""
         values = self._values(group)
         indices = self.format(group.table).row_bytes(self.limits(group.table)) / self.refresh
         return replace(values, led=indices + values.led)
@@ -234,21 +237,21 @@ class LGC(CLTk):
         return Traffic(none, gathered, none)
 
     def leader(self, context: StepContext) -> int:
-        """Draw the leader from the seed, anew in every period."""
+        """Return the rank that leads the current period of ``refresh`` steps, drawn from the seed."""
         draw = context.draw
         counter = np.array([0, _LEADERS, draw.step - draw.step % self.refresh, 0], np.uint32)
         word = philox.philox4x32(counter, (draw.seed & 0xFFFFFFFF, draw.seed >> 32))[0]
         return int(word) % context.world
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Ask for one Broadcast, then for one Gather or one Sum, if anything is left to send."""
+        """Request a Broadcast, then the Gather or Sum of the phase, if anything is left to send."""
         sent = group.scratch.once("sent", lambda: Sent.of(group, self.selection_of(group)))
         return (yield from (self._train if self.train_steps else self._code)(group, context, sent))
 
     def _train(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
-        """Gather the values of all ranks, which are added up, and which the nets learn from.
+        """Gather the values of all ranks, add them up, and train the nets on them.
 
-        If training is measured, its time on each rank travels after the values.
+        If training is measured, each rank sends its relative time after the values.
         """
         marking, watch = self.nets.marking(group, sent), group.scratch.once("watch", Stopwatch)
         shared = yield from self.share_indices(group, context, marking)
@@ -288,7 +291,7 @@ class LGC(CLTk):
         return flags
 
     def _every(self, group: Group, context: StepContext, holder: int, parts: Sequence[float]) -> int:
-        """Return m, to train on every m-th sample; while it is not known, return 0 and train on all."""
+        """Return m, for training on every m-th sample; 0 if it is not known yet, and all samples are used."""
         if not self.traits.by_times:
             return round(1 / float(self.train_share))
         number = int(context.field(_EVERY).value(holder)[0])
@@ -317,7 +320,7 @@ class LGC(CLTk):
         return weights, kept
 
     def _kept(self, context: StepContext) -> tuple[int, Floats, float]:
-        """Return the layer that the nets are a field of, their weights and their loss."""
+        """Return the layer whose state holds the nets, their weights and their loss."""
         assert context.fields is not None, "state is there when a step runs"
         holder = context.fields.holder(self.nets.field)
         nets = context.field(self.nets.field).value(holder)
@@ -340,7 +343,7 @@ class LGC(CLTk):
         return True
 
     def _code(self, group: Group, context: StepContext, sent: Sent) -> Exchange:
-        """Send codes, as the form does, and log once how training ended."""
+        """Run a step of phase 3 by the form, and log once how training ended."""
         share = partial(self.share_indices, group, context)
         flags = yield from self.nets.code(group, context, sent, lambda: self._kept(context)[1], share)
         holder, weights, loss = self._kept(context)

@@ -115,7 +115,7 @@ def row_of(counts: Sizes) -> Sizes:
 def find(
     chosen: Selection, rows: Sizes, wanted: npt.NDArray[np.uint32]
 ) -> tuple[Sizes, npt.NDArray[np.bool_]]:
-    """Return where each wanted element is in ``chosen``, and whether it is there at all.
+    """Return the index of each wanted element in ``chosen``, and whether ``chosen`` contains it.
 
     There must be no gaps between the rows of ``chosen``.
     """
@@ -293,7 +293,7 @@ class Server(Form):
     def code(
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
-        """Ask for a Broadcast of the code, and of indices that are not kept, and a Gather of innovations, if any."""
+        """Request a Broadcast of the code, and of indices that are not kept, and a Gather of innovations, if any."""
         network = self.network(context.world)
         coding = _Coding(sent, self._own(group, sent), network, weights)
         shared = yield from share(coding)

@@ -31,7 +31,7 @@ class Budget:
         """Raises ConfigError, with the bytes that are needed, if ``nbytes`` are not within the limit."""
         if not self.allows(nbytes):
             raise ConfigError(
-                f"{self.what} takes {nbytes:,} bytes beside the values, memory_bytes allows {self.nbytes:,}; "
+                f"{self.what} takes {nbytes:,} bytes in addition to the values, memory_bytes allows {self.nbytes:,}; "
                 "allow more, or leave these choices out"
             )
 

@@ -23,7 +23,7 @@ _PIECE = 1 << 15
 def code_errors(choices: Sequence[Coded], subject: Subject) -> Doubles:
     """Returns ||values - decode(encode(values))|| of every choice; inf where the decoded value would not be finite.
 
-    Encoding writes the error beside the payload, so nothing is decoded. A layer is coded in pieces that end where
+    Encoding also writes the error, so nothing is decoded. A layer is coded in pieces that end where
     slices may end, which changes no code; each piece is coded at all levels of one kernel in one call. Values on a
     device are measured there, for all levels in one read, unless too many elements share a scale.
 

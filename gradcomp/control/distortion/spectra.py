@@ -1,8 +1,8 @@
-"""Measures a matrix without its best approximation of rank r, for many r at once.
+"""Measures the error of a matrix's best approximation of rank r, for many r at once.
 
-It runs beside training, whose threads keep all cores busy. A BLAS that shares its work among threads then waits for
-them: the eigenvalues of a 400 x 400 matrix took 1,700 ms instead of 7. So products are cut into small ones, which BLAS
-computes on the calling thread, and only small matrices are handed to LAPACK.
+It runs in parallel with training, whose threads keep all cores busy. A BLAS that shares its work among threads then
+waits for them: the eigenvalues of a 400 x 400 matrix took 1,700 ms instead of 7. So products are cut into small ones,
+which BLAS computes on the calling thread, and only small matrices are handed to LAPACK.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def rest_norms(matrix: Floats, ranks: Numbers, budget: Budget, *, seed: int, lay
     Args:
         matrix: float32, n x m, contiguous, finite, neither side 0.
         ranks: int64, each in 1..min(n, m).
-        budget: if the cheaper way takes too much memory, the other one is used. ConfigError if both do.
+        budget: if the cheaper method takes too much memory, the other one is used. ConfigError if both do.
         seed: seeds the first Q of the power steps.
-        layer: hash of the layer, for the same.
+        layer: hash of the layer, for the same Q.
     """
     largest = int(ranks.max())
     product, steps = product_bytes(matrix.shape), _steps_bytes(matrix.shape, largest)

@@ -18,13 +18,13 @@ Floats = npt.NDArray[np.float32]
 
 
 class BisectKernels(Kernels):
-    """RedSync's search for thresholds, which belongs to no module of `reference`."""
+    """RedSync's search for thresholds. Its reference is in no module of `reference`."""
 
     def bisect(self, table: SegmentTable, wanted: Sizes, most: Sizes, passes: int) -> Floats:
-        """Returns thresholds that ``wanted`` to ``most`` of each row's magnitudes reach, by RedSync's search.
+        """Returns a threshold for each row, which ``wanted`` to ``most`` of its magnitudes reach, by RedSync's search.
 
-        It reads next residuals, float32 and finite: once for the mean and the largest magnitude, then ``passes`` times
-        for the rows whose search is not over.
+        The search reads the next residuals, which must be float32 and finite: once for the mean and the largest
+        magnitude, then up to ``passes`` times, until the row's threshold is found.
         """
         found = np.zeros(len(table), dtype=np.float32)
         key = ("bisect", fixed_columns(table), passes)

@@ -90,7 +90,7 @@ def write_decode_add_bits(call: Call, codec: int, with_output: npt.NDArray[np.bo
 
 
 class _Job:
-    """Some rows of a table, and the memory by which their kernels pass on results."""
+    """Some rows of a table, and the memory in which their kernels store results for the next kernels."""
 
     def __init__(self, call: Call, codec: int, table: SegmentTable, members: Rows, payloads: int) -> None:
         self._call, self._codec = call, codec
@@ -120,7 +120,7 @@ class _Job:
         draws: Sequence[Parameter] = (0, 0, 0),
         factors: Sequence[Parameter],
     ) -> None:
-        """Launches so many tiles of every row, a block each."""
+        """Launches a kernel with one block for each of the ``tiles`` of every row."""
         places = places_of(tiles)
         scale, decay, divisor = factors
         self._call.launch(

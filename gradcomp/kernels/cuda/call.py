@@ -3,9 +3,9 @@
 Large messages in pinned memory have copies of their own. Of arrays on the host only the parts that rows, lists or
 factors cover are copied, after they have been checked.
 
-A call is written down first and runs at the end: arrays are registered, launches refer to them, and :meth:`run`
+A call is recorded first and runs at the end: arrays are registered, launches refer to them, and :meth:`run`
 lays everything out in one piece of device memory (:mod:`gradcomp.kernels.cuda.layout`). A call that recurs in
-every step is written down once (:mod:`gradcomp.kernels.cuda.prepared`).
+every step is recorded once (:mod:`gradcomp.kernels.cuda.prepared`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SMALL = 1 << 16  # bytes of zeros that are copied up with all else
 
 
 class Call:
-    """A call that is written down; see the module. Arrays that lie on the device already are used in place.
+    """A call that is being recorded; see the module. Arrays that are already on the device are used in place.
 
     ``source`` identifies an array of a prepared call, whose runs each bring another one of the same size. Where
     several calls become one, :meth:`renumber` gives the places of each call's arrays and numbers among the run's, and
@@ -199,12 +199,12 @@ class Call:
 
 
 def tiles(counts: Sizes) -> Sizes:
-    """Returns the first tile of every row, and then the number of all, for so many tiles per row."""
+    """Returns the first tile of every row, then the number of all tiles; row i has ``counts[i]`` tiles."""
     return np.concatenate(([0], np.cumsum(counts)), dtype=np.int64)
 
 
 def places_of(counts: Sizes) -> npt.NDArray[np.uint32]:
-    """Returns the row of every block, and its tile within the row, for so many tiles per row."""
+    """Returns the row of every block, and its tile within the row; row i has ``counts[i]`` tiles."""
     begins = tiles(counts)
     found = np.empty((int(begins[-1]), 2), np.uint32)
     found[:, 0] = np.repeat(np.arange(len(counts)), counts)
@@ -256,12 +256,12 @@ def check_flat(name: str, array: Any, dtype: Any, *, writable: bool = False) -> 
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Tells whether two arrays may share memory; the host and devices have no addresses in common."""
+    """Returns whether two arrays may share memory; the host and devices have no addresses in common."""
     return overlap_any(a, (b,))
 
 
 def overlap_any(a: Any, others: Sequence[Any]) -> bool:
-    """Tells whether an array may share memory with one of the others."""
+    """Returns whether an array may share memory with one of the others."""
     begin, end = _bounds(a)
     return any(begin < other_end and other < end for other, other_end in map(_bounds, others))
 

@@ -33,7 +33,7 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class CodecKernels(Kernels):
-    """The kernels of `reference` under the same names; checked and written down once for rows that stay alike."""
+    """The kernels of `reference` under the same names; checked and recorded once while rows do not change."""
 
     def encode(
         self,
@@ -155,7 +155,7 @@ def _check_rows(
     magnitudes: Magnitudes | None,
     chosen: npt.NDArray[np.bool_] | slice = slice(None),
 ) -> None:
-    """Makes the checks that every run needs; the others are made when the call is written down."""
+    """Makes the checks that every run needs; the others are made when the call is recorded."""
     check_array("table", table, SEGMENT)
     if flags is not None:
         check_array("flags", flags, np.uint8, len(table), writable=True)

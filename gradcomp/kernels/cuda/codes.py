@@ -198,7 +198,7 @@ class _Job:
         return _Job(call, table[members], bad, source_of(TABLE, members, len(table)))
 
     def tiled(self, counts: Rows) -> tuple[int, tuple[Parameter, ...]]:
-        """Returns the blocks for so many tiles per row, and the parameters that kernels of rows.cu begin with."""
+        """Returns the blocks for ``counts`` tiles per row, and the first parameters of the kernels of rows.cu."""
         begins = tiles(counts)
         return int(begins[-1]), (self.rows, self._call.give(begins), len(self.table))
 
@@ -273,7 +273,7 @@ def _by_bits(codec: int, bits: npt.NDArray[np.int32], of_one_bit: dict[int, str]
 
 
 def has_buckets(codec: int) -> bool:
-    """Tells whether the codec's rows have a bucket size."""
+    """Returns whether the codec's rows have a bucket size."""
     return codec in LEVELS or codec == FP16
 
 

@@ -18,11 +18,11 @@ from gradcomp.kernels.cuda.modules import PACKAGED, Module, compiled, modules, w
 from gradcomp.kernels.cuda.nvrtc import installed
 
 ARCHITECTURES: Final = (80, 90, 100)
-"""Compute capabilities of A100, H100 and B200; each serves newer devices of its major number, 80 also 8.6 and 8.9."""
+"""Compute capabilities of A100, H100 and B200. Code of one also runs on newer devices of its major version."""
 
 
 def build(folder: Path, architectures: Sequence[int], listed: Sequence[Module], jobs: int) -> None:
-    """Writes the missing ones of ``listed`` into the folder of this compiler, and removes all other files there."""
+    """Compiles the modules of ``listed`` that the compiler's folder lacks, and removes all other files from it."""
     compiler = installed()
     folder = folder / f"{compiler.version[0]}.{compiler.version[1]}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -81,18 +81,18 @@ class Driver(Protocol):
         ...
 
     def reaches(self, address: int) -> bool:
-        """Tells whether kernels can use memory at this address."""
+        """Returns whether kernels can use memory at this address."""
         ...
 
     def mark(self, stream: int) -> Any:
-        """Returns an event recorded behind the present work of a framework's stream; ``stream`` is its handle.
+        """Returns an event recorded after the present work of a framework's stream; ``stream`` is its handle.
 
         StateError while the stream is captured into a graph, as its work does not run then.
         """
         ...
 
     def reached(self, event: Any) -> bool:
-        """Tells whether an event has completed; DeviceError if it never will."""
+        """Returns whether an event has completed; DeviceError if it never will."""
         ...
 
     def follow(self, event: Any) -> None:

@@ -226,7 +226,7 @@ def _launch_product(call: Call, name: str, layers: _Layers, arrays: Arrays, *par
 
 
 def _tiling(call: Call, counts: Sizes) -> tuple[int, tuple[Parameter, int]]:
-    """Returns the blocks for so many tiles per row, and the parameters by which kernels find a block's row."""
+    """Returns the blocks for ``counts`` tiles per row, and the parameters by which kernels find a block's row."""
     begins = tiles(counts)
     return int(begins[-1]), (call.give(begins), len(counts))
 

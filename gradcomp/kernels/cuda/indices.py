@@ -134,7 +134,7 @@ class IndexKernels(Kernels):
         self._plans.run(key, write_down, (indices,), numbers)
 
 
-# --- calls, written down: a run's arrays are indices, payload, and each row's fault -----------------------------------
+# --- recorded calls: a run's arrays are indices, payload, and each row's fault -----------------------------------
 
 
 def _write_encode(

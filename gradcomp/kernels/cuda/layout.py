@@ -93,7 +93,7 @@ class Ref:
 
     @property
     def is_alone(self) -> bool:
-        """Tells whether the array is copied by itself."""
+        """Returns whether the array is copied by itself."""
         copies = self.copies() if self.pinned else []
         return bool(copies) and sum(end - begin for begin, end in copies) >= _LEAST_ALONE * len(copies)
 
@@ -144,7 +144,7 @@ class Staging:
         ] = []  # event, memory that is in use until it completes, and other objects to keep until then
 
     def take(self, nbytes: int) -> Bytes:
-        """Returns at least so many bytes for exclusive use until :meth:`put_back`; memory that comes back is kept."""
+        """Returns at least ``nbytes`` for exclusive use until :meth:`put_back`; memory that is put back is reused."""
         if self._left:
             self._look_after()
         found = self._free.pop() if self._free else None
@@ -157,7 +157,7 @@ class Staging:
         self._free.append(staged)
 
     def leave(self, event: Any, staged: Bytes, keep: Any) -> None:
-        """Takes over memory, and objects to keep, that the device uses until an event for which nobody waits."""
+        """Takes over memory, and objects to keep, that the device uses until an event for which no thread waits."""
         self._left.append((event, staged, keep))
 
     def _look_after(self) -> None:
@@ -172,7 +172,7 @@ class Staging:
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """A run in progress: its memory on the device, the host memory of its results, and the event behind all of it."""
+    """A run in progress: its memory on the device, the host memory of its results, and the event at its end."""
 
     block: Block
     found: Bytes
@@ -318,9 +318,9 @@ class Layout:
         self.deliver(started, arrays)
 
     def start(self, staged: Bytes, arrays: Sequence[Any], numbers: Sequence[int | float]) -> Started:
-        """Starts the call; results are on the host behind the event, and :meth:`deliver` puts them into their arrays.
+        """Starts the call. After its event results are on the host, and :meth:`deliver` copies them to their arrays.
 
-        ``staged`` begins with a copy of the image. It and the returned object must be kept until then.
+        ``staged`` begins with a copy of the image. It and the returned object must be kept until the event.
         """
         return self._issue(staged, arrays, numbers, marked=True)
 

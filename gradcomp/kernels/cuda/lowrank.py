@@ -37,7 +37,7 @@ from gradcomp.kernels.segments import (
 
 
 class LowRankKernels(Kernels):
-    """The kernels of `reference_lowrank` under the same names; written down once for layers that stay alike."""
+    """The kernels of `reference_lowrank` under the same names; recorded once while the layers do not change."""
 
     def project(
         self,

@@ -110,7 +110,7 @@ def fetch(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
 
 
 def is_mirror(array: Any) -> TypeGuard[DeviceMirror]:
-    """Tells whether an array is a mirror, whose bytes are on a device; a copy of one is not."""
+    """Returns whether an array is a mirror, whose bytes are on a device; a copy of one is not."""
     return isinstance(array, DeviceMirror) and (array._address is not None or hasattr(array, "address"))
 
 
@@ -133,7 +133,7 @@ def pinned(driver: Driver, nbytes: int, headers: Spans) -> PinnedArray:  # noqa:
 
 
 def is_pinned(array: Any) -> bool:
-    """Tells whether all of an array is in memory that :func:`pinned` returned."""
+    """Returns whether all of an array is in memory that :func:`pinned` returned."""
     if not isinstance(array, PinnedArray):
         return False
     first, last = array._memory

@@ -1,7 +1,7 @@
 """The modules, one for each family of kernels and each codec: their source, their options, and files of their code.
 
 NVRTC is given one text that needs no other files, so that a cache by text notices a change in any header. The headers
-of `native/` lie beside the sources once the package is built, and in the repository's `native/` before. Code comes with
+of `native/` are in the folder of the sources in a built package, and in `native/` in the repository. Code comes with
 the package, where ``make cubins`` builds it without a GPU, or is built on this machine once. A file's name is a digest
 of source, options and the compiler's version; if any of them changes, the code is built on this machine again.
 """
@@ -111,7 +111,7 @@ def _find(includer: Path, name: str) -> Path:
 
 
 PACKAGED: Final = Path(__file__).parent / "cubins"
-"""Where ``make cubins`` writes: a folder for each compiler, as ``13.0``."""
+"""The folder to which ``make cubins`` writes; it has a folder for each compiler, such as ``13.0``."""
 
 
 def built(module: Module, capability: int, cuda: int) -> Path:
@@ -147,7 +147,7 @@ def compilers(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
 
 
 def _built_here(module: Module, capability: int) -> Path:
-    """Returns a file in CuPy's folder, built unless it is there and whole; one in memory if that is not writable."""
+    """Returns a file in CuPy's folder, compiled if it is missing or damaged; one in memory if that is not writable."""
     compiler = installed()
     known = [each for each in compiler.architectures if each <= capability]
     if not known:
@@ -177,7 +177,7 @@ def compiled(module: Module, architecture: str) -> bytes:
 
 
 def whole(code: bytes) -> bool:
-    """Tells whether code is complete: an ELF file by the tables that its header lists, PTX by its last character."""
+    """Returns whether code is complete: an ELF file by the tables that its header lists, PTX by its last character."""
     if not code.startswith(b"\x7fELF"):
         return b".version" in code and code.rstrip().endswith(b"}")
     if len(code) < 64:
@@ -223,7 +223,7 @@ def _in_memory(code: bytes) -> Path:
 
 @dataclass(frozen=True)
 class Module:
-    """The ``kernels`` of a source that are compiled together, with the macros ``defines`` beside the family."""
+    """The ``kernels`` of a source that are compiled together, with the macros ``defines`` and the family's."""
 
     source: str
     kernels: tuple[str, ...]
@@ -231,7 +231,7 @@ class Module:
     family: str = ""
 
     def settings(self, architecture: str) -> tuple[str, ...]:
-        """Returns the compiler's options. ``architecture``: as ``sm_90``, or ``compute_90`` for PTX."""
+        """Returns the compiler's options for an architecture, such as ``sm_90``, or ``compute_90`` for PTX."""
         family = {FAMILY: self.family} if self.family else {}
         return (*options(dict(self.defines) | family), f"--gpu-architecture={architecture}")
 

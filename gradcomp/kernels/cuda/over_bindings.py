@@ -228,7 +228,7 @@ class BindingsCuda:
         _call(_cuda.cudaStreamWaitEvent, stream, event.event, 0)
 
     def is_captured(self, stream: int) -> bool:
-        """Tells whether a stream is captured; True for the default stream where CUDA refuses to answer."""
+        """Returns whether a stream is captured; True for the default stream where CUDA refuses to answer."""
         status, *found = _cuda.cudaStreamIsCapturing(stream)
         if status == CAPTURE_IMPLICIT:
             _forget()

@@ -118,7 +118,7 @@ class Cuda(Protocol):
         ...
 
     def reached(self, event: Any) -> bool:
-        """Tells whether an event has completed."""
+        """Returns whether an event has completed."""
         ...
 
     def follow(self, stream: Any, event: Any) -> None:
@@ -126,7 +126,7 @@ class Cuda(Protocol):
         ...
 
     def is_captured(self, stream: int) -> bool:
-        """Tells whether a stream is captured into a graph; True for the default one while another is captured."""
+        """Returns whether a stream is captured into a graph; True for the default one while another is captured."""
         ...
 
 

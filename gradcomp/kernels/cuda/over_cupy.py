@@ -1,4 +1,4 @@
-"""CUDA through CuPy."""
+"""The CUDA driver interface, implemented through CuPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradcomp.kernels.cuda.over_cuda import CAPTURE_IMPLICIT, NOT_READY, ON_DEVI
 
 
 class _Pooled:
-    """Memory of CuPy's pool, freed with the object."""
+    """A block of CuPy's memory pool, which is freed when the object is destroyed."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
@@ -24,14 +24,14 @@ class _Pooled:
 
 
 class CupyPool:
-    """A pool of CuPy's for gradcomp alone, as an :class:`gradcomp.kernels.cuda.over_cuda.OwnPool`."""
+    """A CuPy memory pool that only gradcomp uses; implements :class:`gradcomp.kernels.cuda.over_cuda.OwnPool`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._pool = cupy.cuda.MemoryPool()
 
     def allocate(self, nbytes: int, stream: int) -> Block:
-        """Allocates for the pool's own stream. CuPy raises a MemoryError."""
+        """Allocates for the pool's own stream, whatever ``stream`` is. CuPy raises MemoryError if memory is short."""
         with self._stream:
             return _Pooled(self._pool.malloc(nbytes))
 
@@ -46,7 +46,7 @@ class CupyPool:
 
 
 class CupyCuda:
-    """Implements :class:`gradcomp.kernels.cuda.over_cuda.Cuda` by CuPy."""
+    """Implements :class:`gradcomp.kernels.cuda.over_cuda.Cuda` through CuPy."""
 
     errors: tuple[type[BaseException], ...] = (_cuda.CUDARuntimeError, _driver.CUDADriverError)
 
@@ -74,7 +74,7 @@ class CupyCuda:
         return int(found.device) if found.type in ON_DEVICE else None
 
     def stream(self, priority: int) -> Any:
-        """Returns a stream that is destroyed with the object."""
+        """Returns a new stream, which is destroyed when the object is."""
         return cupy.cuda.Stream(non_blocking=True, priority=priority)
 
     def handle(self, stream: Any) -> int:
@@ -102,7 +102,7 @@ class CupyCuda:
         return int(_driver.occupancyMaxActiveBlocksPerMultiprocessor(kernel.kernel.ptr, threads, 0))
 
     def launch(self, kernel: Any, blocks: int, threads: int, parameters: Bytes, stream: Any) -> None:
-        """Launches a kernel; CuPy passes arrays of one element by value."""
+        """Launches a kernel with ``parameters`` as one struct; CuPy passes arrays of one element by value."""
         struct = parameters.view(np.dtype((np.void, len(parameters))))
         with stream:
             kernel((blocks,), (threads,), (struct,))
@@ -125,7 +125,7 @@ class CupyCuda:
         stream.wait_event(event)
 
     def is_captured(self, stream: int) -> bool:
-        """Tells whether a stream is captured; True for the default stream where CUDA refuses to answer."""
+        """Returns whether a stream is captured; True for the default stream where CUDA refuses to answer."""
         try:
             return bool(_cuda.streamIsCapturing(stream))
         except _cuda.CUDARuntimeError as error:
@@ -135,7 +135,7 @@ class CupyCuda:
 
 
 def driver(index: int) -> CudaDriver:
-    """Returns the driver of a device, over CuPy."""
+    """Returns the driver of a device, through CuPy."""
     return CudaDriver(CupyCuda(), index)
 
 

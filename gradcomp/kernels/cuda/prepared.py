@@ -1,4 +1,4 @@
-"""Calls that recur in every step: written down and checked once, then run with other arrays and numbers."""
+"""Calls that recur in every step are recorded and checked once, then run with other arrays and numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradcomp.kernels.segments import SEGMENT, SegmentTable
 
 _FIXED_FROM = SEGMENT.fields["payload"][1] if SEGMENT.fields is not None else 0
 
-#: The number of calls that are kept: those that ran last.
+#: The number of calls that are cached; the least recently run call is dropped first.
 _MOST = 2048
 
 
@@ -51,7 +51,7 @@ class Prepared:
             target[begin:end] = self._image[begin:end]
 
     def skip(self, arrays: Sequence[Any]) -> None:
-        """Zeroes the results that begin as zero, for a call without launches."""
+        """Sets the results to zero that the call zeroes before its launches; for a call without launches."""
         for source in self._zeroed:
             arrays[source.number][...] = 0
 
@@ -78,7 +78,7 @@ class Prepared:
 
 
 class _Run(NamedTuple):
-    """One run of a call. ``found``: flags, and the array to OR into them at the end; ``after`` is called then."""
+    """One run of a call. At its end the second array of ``found`` is ORed into the first; ``after`` is called then."""
 
     key: Hashable
     write_down: Callable[[Call], None]
@@ -89,7 +89,7 @@ class _Run(NamedTuple):
 
 
 def _conclude(runs: Sequence[_Run]) -> None:
-    """Merges the flags of runs whose results are there, and then calls their ``after``."""
+    """Merges the flags of runs whose results have arrived, and then calls their ``after``."""
     for run in runs:
         if run.found is not None:
             flags, found = run.found
@@ -173,7 +173,7 @@ class Together(Underway):
     def repeat(
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
     ) -> bool:
-        """Adds the run that had this place the last time, if token and arguments are the same; returns False if not."""
+        """Adds the run at this position of the last call, if token and arguments are equal; returns whether it did."""
         routine = self._routine
         if routine is None:
             return False
@@ -233,11 +233,11 @@ class Plans:
         found: tuple[Bytes, Bytes] | None = None,
         after: Callable[[], None] | None = None,
     ) -> None:
-        """Runs the call of this key; if the key is new, ``write_down`` first writes the call down and checks it.
+        """Runs the call of this key; if the key is new, ``write_down`` first records the call and checks it.
 
         ``key`` contains everything that the call depends on, except ``numbers`` and the contents of ``arrays``.
-        ``found``: flags, and one of the arrays, which is ORed into them at the end. ``after`` looks at results, and
-        raises for faulty ones. Outside of :meth:`together` results are there when it returns.
+        ``found`` has flags and one of the arrays, which is ORed into the flags at the end. ``after`` checks the results
+        and raises an error for faulty ones. Outside of :meth:`together`, the results are available on return.
         """
         together: Together | None = getattr(self.thread, "together", None)
         run = _Run(key, write_down, arrays, numbers, found, after)
@@ -251,12 +251,12 @@ class Plans:
 
     @property
     def is_rehearsal(self) -> bool:
-        """Tells whether this thread's runs are only written down."""
+        """Returns whether this thread's runs are only recorded."""
         return getattr(self.thread, "is_rehearsal", False)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Writes down this thread's runs inside the block and loads their kernels, but runs nothing."""
+        """Records this thread's runs inside the block and loads their kernels, but runs nothing."""
         self.thread.is_rehearsal = True
         try:
             yield
@@ -266,18 +266,19 @@ class Plans:
     def repeats(
         self, token: Hashable, given: Sequence[Any], numbers: Sequence[int | float], flags: Bytes
     ) -> bool:
-        """Tells whether the routine in progress has this run already, and if so adds it: nothing is left to do then.
+        """Adds a run that the routine in progress has recorded, and returns True; returns False if it has not.
 
-        ``token`` and the identity of the ``given`` arguments decide. This run's results are merged with ``flags``.
+        A run is the recorded one if ``token`` is equal and the ``given`` arguments are identical. Its results are
+        merged with ``flags``.
         """
         together: Together | None = getattr(self.thread, "together", None)
         return together is not None and together.repeat(token, given, numbers, flags)
 
     def together(self, routine: Routine | None = None) -> AbstractContextManager[Together]:
-        """Collects this thread's runs into one call, started at the block's end; results are there once it is finished.
+        """Collects this thread's runs into one call, which starts at the block's end.
 
-        Therefore no run may read what another one leaves on the host, and no array that a run reads may change inside.
-        ``routine`` keeps the call.
+        The results are available once the call is finished. Therefore no run may read what another run writes on the
+        host, and no array that a run reads may change inside the block. ``routine`` stores the call.
         """
         outer: Together | None = getattr(self.thread, "together", None)
         return Together(self, routine) if outer is None else nullcontext(outer)
@@ -330,13 +331,13 @@ class Plans:
                 self._kept.pop(next(iter(self._kept)), None)
             self._kept[key] = prepared
         elif len(self._kept) > _MOST // 2:
-            # Below that nothing is about to be dropped, and order is irrelevant.
+            # With fewer calls none is dropped soon, and their order is irrelevant.
             self._kept[key] = self._kept.pop(key, prepared)
         return prepared, arrays, numbers
 
 
 class Kernels:
-    """Some kernels of a device, whose calls are among its plans."""
+    """The base class of a device's kernels, whose calls ``plans`` prepares and caches."""
 
     def __init__(self, plans: Plans) -> None:
         self._plans = plans

@@ -347,7 +347,7 @@ def _write_some(
     values: Floats,
     found: Parameter,
 ) -> None:
-    """Writes up to so many elements of each row into a run's arrays 3 and 4, and their number."""
+    """Writes at most ``limits`` elements of each row into a run's arrays 3 and 4, and their number."""
     index_list, value_list = (
         to_write(call, each, i, offsets, limits, all_of_it=False) for i, each in ((3, indices), (4, values))
     )

@@ -21,7 +21,7 @@ from gradcomp.job.reduce_op import Average, ReduceOp
 from gradcomp.tf import collectives, names, saving
 from gradcomp.tf import optimizer as wrapped
 from gradcomp.tf.keras import callbacks
-from gradcomp.tf.names import *  # noqa: F403 - those that gradcomp.tf has too
+from gradcomp.tf.names import *  # noqa: F403 - the names that gradcomp.tf has too
 
 Optimizer = TypeVar("Optimizer", bound="keras.optimizers.Optimizer")
 
@@ -60,7 +60,7 @@ def DistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer as :func:`gradcomp.tf.DistributedOptimizer` does.
 
-    ``arguments`` are gradcomp's own, by keyword.
+    ``arguments`` are keyword arguments that Horovod's function does not have.
     """
     return wrapped.DistributedOptimizer(
         optimizer, name, False, device_dense, device_sparse, compression, sparse_as_dense,
@@ -86,7 +86,7 @@ def PartialDistributedOptimizer(
 ) -> Optimizer:
     """Wrap an optimizer, but keep the gradients of the variables of ``local_layers`` on each rank.
 
-    ``local_layers`` is a layer of Keras or a list of them, built or not. Otherwise this is
+    ``local_layers`` is a Keras layer or a list of layers, which need not be built yet. All else is as in
     :func:`DistributedOptimizer`.
     """
     return DistributedOptimizer(
@@ -106,10 +106,10 @@ def load_model(
 ) -> Any:
     """Load a Keras model and make its optimizer a distributed one, as :func:`gradcomp.tf.load_model` does.
 
-    ``custom_optimizers`` are optimizer classes that Keras does not know, found by their names;
+    ``custom_optimizers`` are optimizer classes that Keras does not know; they are found by their class names.
     ``custom_objects`` are all other classes and functions that it does not know. ``arguments`` are further
-    ones of :func:`gradcomp.tf.load_model`. Raises ConfigError for ``legacy_opts=True``, because Keras 3 has
-    no such optimizers.
+    arguments of :func:`gradcomp.tf.load_model`. Raises ConfigError for ``legacy_opts=True``, because Keras 3
+    has no legacy optimizers.
     """
     if legacy_opts:
         raise ConfigError(

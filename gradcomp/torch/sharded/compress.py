@@ -88,11 +88,11 @@ def compress_fsdp(
         process_set: the ranks that call this, if not all of the job: those of all meshes in the model.
 
     Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and quantisation buckets of
-    B elements: a gather takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients as many,
+    B elements: a gather takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients the same,
     and headers; before each, 56 (N-1) bytes, until steps repeat. State: no residuals; with ``reuse`` the codes of the
     model on every rank. Gradients that are not finite make the means of their parameters NaN on all ranks.
-    Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism beside the sharding,
-    meshes beyond the job, and compressors that keep state; StateError if the model is compressed already;
+    Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism in addition to
+    sharding, meshes beyond the job, and compressors that keep state; StateError if the model is compressed already;
     PlanMismatchError on every rank if the ranks differ.
     Source: Markov 2024, chapter 5 and Algorithm C.1 (QSDP). Differs: by default backward computes with the weights of
     forward, which Algorithm C.1 quantises anew. On GPUs tensors are copied to the host and back; the cost is not
@@ -156,7 +156,7 @@ class ShardedCompression:
     def exact_weights(self) -> Iterator[None]:
         """Send weights uncompressed within a ``with`` block, as to evaluate what a checkpoint holds.
 
-        All ranks must enter and leave it alike.
+        All ranks must enter and leave the block at the same point of training.
         """
         self._reshard()
         self._settings.exact = True

@@ -72,13 +72,13 @@ class ShardedSettings:
     _seen: dict[Exchanger, int] = field(default_factory=dict)
 
     def fingerprint(self, exchanger: Exchanger) -> Fingerprint:
-        """Return what these ranks must have in common: optimizer settings and the codes of weights, but no shard."""
+        """Return the values that must be equal on these ranks: optimizer settings and codes of weights, not shards."""
         if not exchanger.compares:
             return NOTHING
         return Fingerprint(np.zeros(1, np.uint32), self.watch.scalars(), self.decoded.get(exchanger, 0))
 
     def outcome(self, exchanger: Exchanger, unit: Unit) -> int:
-        """Return what this rank did since the last exchange among these ranks, which all of them must have done."""
+        """Return this rank's outcome since the last exchange among these ranks, which must be equal on all of them."""
         steps = self.watch.steps - self._seen.get(exchanger, 0)
         self._seen[exchanger] = self.watch.steps
         if steps:
@@ -232,7 +232,7 @@ class UnitExchange:
 
 @dataclass(eq=False)
 class _Collective:
-    """The part of a custom collective that ``fully_shard`` needs beside the call."""
+    """The part of a custom collective that ``fully_shard`` needs in addition to the call."""
 
     exchange: UnitExchange
 
