@@ -15,7 +15,7 @@ ENDS = {
 @pytest.mark.parametrize(("program", "expected"), ENDS.items(), ids=["returns", "exits", "is killed"])
 def test_a_fork_ends_as_an_interpreter_does(program: str, expected: tuple[int, str, str]):
     (forked,) = run_ranks(program, 1, imported=("json",))
-    assert forked == expected == run_ranks(program, 1)[0]
+    assert forked[:3] == expected == run_ranks(program, 1)[0][:3]
 
 
 def test_an_error_in_a_fork_shows_the_programs_frames_only():

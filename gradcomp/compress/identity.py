@@ -78,7 +78,7 @@ class Identity(Coded):
         return Codec(FP32) if codec.kind == BF16 and (group.prepared or group.feedback) else codec
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Request one Sum over the packed gradients, or for one Reduce of bfloat16."""
+        """Request one Sum over the packed gradients, or one Reduce of bfloat16."""
         codec, table = self.codec_for(group.table), group.inputs
         if codec.kind == BF16:
             return (yield Reduce(self._reduced(group), group)).flags

@@ -215,9 +215,8 @@ class Windowed(Gathering):
         super().__init__(share, self._sums.nbytes)
 
     def open(self, step: int) -> None:
-        self.adding = (
-            self._first <= step < self._end
-        )  # steps after ``every``, while work is late, do not count
+        # Steps from ``every`` on, while work is late, do not count.
+        self.adding = self._first <= step < self._end
 
     def _add_own(self, table: Table, layers: Numbers, scales: Floats) -> None:
         """Adds the gradients, without their residuals, to the sums."""
@@ -339,9 +338,8 @@ class Sampled(Gathering):
         self._measure_committed()
         self._heard[:] = False
         self._due = int(np.searchsorted(self._steps, step, side="right"))
-        due = (
-            self._last < self._due and step < self._every
-        )  # steps after ``every``, while work is late, do not count
+        # Steps from ``every`` on, while work is late, do not count.
+        due = self._last < self._due and step < self._every
         self.adding = due and (self.share.environment.deterministic or self._work.done())
 
     def _add_own(self, table: Table, layers: Numbers, scales: Floats) -> None:

@@ -175,9 +175,10 @@ class PlanCompiler:
 
 
 def memory_on(device: Device, transport: Transport) -> Memory:
-    """Return two allocators: of messages, which the transport sends, and of buffers that only kernels use.
+    """Return two allocators: of messages, which the transport sends, and of buffers that stay on this rank.
 
-    If the transport can send any host memory, messages are in pinned memory, which the device copies asynchronously.
+    If the gradients are on a GPU and the transport sends from any host memory, messages are in pinned memory, from and
+    to which the device itself copies, and the other buffers are on the device.
     """
     messages = local = transport.allocator(device)
     if device.driver is not None and messages is host_allocator:

@@ -195,8 +195,8 @@ class Ordering:
     def seen(self, present: Mask, sparse: Mask) -> bool:
         """Record which layers were present in a step, or sparse; return whether that changes the layout.
 
-        A layer that was absent everywhere for some steps moves to the end, so that no bucket waits for it; it moves
-        back after the same number of steps in which it was present.
+        A layer that was absent everywhere for some steps moves to the end, so that no other layer waits for it; it
+        moves back after the same number of steps in which it was present.
         """
         streak, limit, before = self.streak, self._limit, (self.cold, self.sparse)
         streak[:] = np.where(present, np.maximum(streak, 0) + 1, np.minimum(streak, 0) - 1)

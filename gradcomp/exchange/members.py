@@ -75,7 +75,7 @@ class Watch(Wait, ABC):
 
     @abstractmethod
     def absence(self, member: int, at: Position, waits_for: str) -> str:
-        """Return a text that says what a late member waits for."""
+        """Return a text that says how far a late member has come, or what it waits in."""
 
     def look(self, waited: float) -> GradcompError | None:
         """Return the error if a member has failed, or has left before what this rank waits for."""

@@ -322,8 +322,7 @@ class Pipeline:
         """Continue from a saved state; see :mod:`gradcomp.exchange.snapshot`.
 
         Layers are given by number. ``residuals``, ``fields`` and ``learning_rate`` replace the pipeline's own, which
-        are kept where these are None. ``switch`` is an unfinished change of compression; no controller decides
-        until it has ended.
+        are kept where these are None. ``switch`` is an unfinished change of compression, which ends the controller.
         """
         if self.is_open:
             raise StateError("an exchange is open")

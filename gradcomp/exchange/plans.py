@@ -26,7 +26,7 @@ from gradcomp.transport.base import AllReduce, Handle, Transport
 
 @dataclass(eq=False)
 class Switch:
-    """Changes the plan in force to ``target``, through plans in which some layers send their residuals exactly.
+    """Changes the plan in force to ``target``, through plans in which some layers send gradient and residual exactly.
 
     A layer sends p = g + e exactly, so that e' = 0: it travels as ``error_feedback[c]``, c being its next
     compressor if that is exact, else what that one uses to warm up. Then the next plan takes the target's

@@ -71,7 +71,7 @@ class Blocks:
     offsets: tuple[int, ...]
 
     def check(self, layers: Sequence[LayerSpec], shards: Sequence[Sequence[int]]) -> None:
-        """Raise ConfigError unless the shards fit into consecutive blocks."""
+        """Raise ConfigError unless the shards fit into a block, one after the other, at their offsets."""
         if len(self.offsets) != len(layers) or len({layer.dtype for layer in layers}) != 1:
             raise ConfigError("layers in blocks must have one common dtype and one offset each")
         largest = [int(np.diff(borders).max()) for borders in shards]

@@ -110,7 +110,7 @@ def finish_background() -> None:
 
 
 def sleep_precisely() -> None:
-    """Set this thread's timer slack to a minimum; by default Linux may add 50 microseconds to each sleep."""
+    """Set this thread's timer slack to 1 microsecond; by default Linux may add 50 to each sleep."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NANOSECONDS))
 
@@ -300,7 +300,7 @@ class Progress(StepWatch):
 
     @property
     def begun(self) -> Begun:
-        """Return the number of exchanges that have begun; an open step counts once all its gradients have arrived."""
+        """Return the number of steps and collectives begun; an open step counts once all its gradients have arrived."""
         return Begun(self._begun - (self.is_open and not self.pipeline.arrivals.complete))
 
     def need(self, what: object) -> Need | None:

@@ -52,10 +52,11 @@ def register(exchange: Joinable) -> None:
 
 
 def join() -> int:
-    """Take part in exchanges until all ranks have joined. Return the rank that joined last. Called by ``join``.
+    """Take part in exchanges until all ranks have joined. Return the rank that joined last.
 
-    The last rank is the one whose optimizers, of those that all ranks have, had made most steps; of several such ranks
-    the one that had compared most collectives before it joined; of several such ranks the highest.
+    The frontends' ``join`` calls it. The last rank is the one whose optimizers, of those that all ranks have, had made
+    most steps; of several such ranks the one that had compared most collectives before it joined; of several such ranks
+    the highest.
 
     ConfigError where this process exchanges gradients in a way that was not registered.
     """

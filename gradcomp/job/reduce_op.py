@@ -256,7 +256,7 @@ def reduce_parts(
 
 
 def reduce_alone(flat: Array, how: ScaledOp) -> None:
-    """Return the result of :func:`reduce_all` in a world of one."""
+    """Replace ``flat`` by the result of :func:`reduce_all` in a world of one."""
     if how.scales:
         flat[:] = combine([flat], replace(how, op=ReduceOp.SUM) if how.op is ReduceOp.ADASUM else how)
 

@@ -123,7 +123,7 @@ class Readers:
         return None if exchanger is None else exchanger.pipeline.plan
 
     def plan_reason(self) -> str:
-        """Return in one line why the controller chose the plan; empty without a controller, or if only rank 0 knows."""
+        """Return in one line why the controller chose the plan; empty without one, or on ranks that are not told."""
         exchanger = self._exchanger_or_none()
         controller = None if exchanger is None else exchanger.pipeline.controller
         return "" if controller is None else controller.reason

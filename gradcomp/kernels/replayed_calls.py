@@ -121,7 +121,9 @@ class Phase:
 
 
 class Collected:
-    """Collects the calls that its thread passes to :func:`run` in its blocks; :meth:`start` runs them as one.
+    """Collects the calls that its thread passes to :func:`run` in its blocks; :meth:`start` runs them.
+
+    On a device they run as one call, on the host one by one.
 
     After :meth:`start` it is a :class:`Pending`.
     """

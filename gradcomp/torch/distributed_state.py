@@ -87,7 +87,7 @@ def adopt(optimizer: torch.optim.Optimizer, mixin: type[Adopted], core: Any) -> 
 
 
 def groups_of(num_groups: Any, groups: Any) -> Any:
-    """Return ``groups``; if ``num_groups``, its older spelling, is given, warn as Horovod does and return that."""
+    """Return ``groups``, or if it is None ``num_groups``, its older spelling, with a warning as Horovod gives it."""
     if isinstance(num_groups, int) and num_groups == 0:
         return groups
     warnings.warn(

@@ -24,6 +24,7 @@ from gradcomp.control.phased import Phase
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.core.vectors import HostVector
+from gradcomp.kernels.devices import HOST
 from gradcomp.testing.simulation import Simulation, true_mean
 
 LAYERS = [
@@ -105,7 +106,7 @@ def test_a_layer_loses_what_its_blocks_lose(own, memory):
     layer = LayerSpec("a", (100, 600))  # more than is coded at once
     found = candidates(LGreCo(10, blocks=5), [layer], own)
     values = np.random.default_rng(0).standard_normal(layer.size).astype(np.float32)
-    table = measure(found, {0: HostVector(values)}, COLUMNS + found.width, 7, memory)
+    table = measure(found, {0: HostVector(values)}, COLUMNS + found.width, 7, HOST, memory)
     whole = errors(found.choices[0], layer, values, 7)
     np.testing.assert_allclose(np.sqrt(np.square(table[:, COLUMNS:]).sum(axis=0)), whole, rtol=1e-6)
     for row, at in enumerate(found.starts.tolist()):

@@ -83,7 +83,7 @@ class PowerSGD(LowRank):
         return 4 * elements(group, lambda n, m, r: r * n if self.alternate else r * (n + m))
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Request two Sums, or for one where factors alternate or nothing is approximated."""
+        """Request two Sums, or one where factors alternate or nothing is approximated."""
         matrices = group.scratch.once("matrices", lambda: Matrices.of(group))
         if not len(matrices.low):
             return (yield from _exactly(group, context, matrices))

@@ -379,7 +379,7 @@ def _columns(x: Whole, stride: int) -> Whole:
 
 
 def _add_up(columns: Floats, shape: tuple[int, ...], stride: int) -> Floats:
-    """Apply the adjoint of :func:`_columns`, whose argument has the shape ``shape``: (..., samples, outputs)."""
+    """Apply the adjoint of :func:`_columns`; ``shape`` is (..., samples, outputs), which ``columns`` has flattened."""
     _, samples, outputs = shape
     taps = columns.reshape(_TAPS, -1, samples, outputs)
     wide = np.zeros((taps.shape[1], samples, stride * outputs + 2), np.float32)

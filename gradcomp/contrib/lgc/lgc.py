@@ -80,8 +80,8 @@ class LGC(CLTk):
     ``momentum_factor``: m; ``"optimizer"``: the momentum of the layer's group in the optimizer, as in
     :class:`MomentumCorrection`. If m is a number and the optimizer also has momentum, the step raises ConfigError.
     ``train_share``: 1/m trains on every m-th sample. ``"auto"`` trains on all samples until every rank has measured 10
-    steps. Then it reduces the share until training takes, on average, at most 5% of the rest of a step on the slowest
-    rank.
+    steps. Then all ranks set it once, to the largest 1/m at which training takes, on average, at most 5% of the rest of
+    a step on the slowest rank.
 
     Wire: phase 1 sends gradients uncompressed. Phases 2 and 3 send a Broadcast of the leader's deflated indices. Phase
     2 adds a Gather of 4k bytes, (N - 1) 4k per rank, with 4 more bytes if the share is measured and k / 8 more on a
@@ -91,9 +91,9 @@ class LGC(CLTk):
     a server: all payloads are sent (N - 1) times, and nothing is sent back. Weights are not sent. All layers are
     exchanged together, once the last gradient has arrived. With ``refresh`` = s the indices are sent in every s-th
     step.
-    State: a residual and u per layer, 16 bytes per element; one set of weights, 8 bytes each; one m of ``train_share``;
-    the indices that ``refresh`` keeps. A server has a D for each rank. When the number of ranks changes, the D of ranks
-    that still exist are kept, and the D of new ranks have initial weights.
+    State: a residual and u per layer, 16 bytes per element; one set of weights, 8 bytes per weight; one m of
+    ``train_share``; the indices that ``refresh`` keeps. A server has a D for each rank. When the number of ranks
+    changes, the D of ranks that still exist are kept, and the D of new ranks have initial weights.
     Errors: ConfigError for invalid settings, and for a model with fewer than ``least_parameters`` between its first and
     its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to a wrong size;
     StateError for a number of weights that no number of ranks has.

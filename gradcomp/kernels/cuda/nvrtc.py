@@ -21,7 +21,7 @@ _NO_ERROR, _COMPILATION = 0, 6  # of nvrtcResult
 
 
 class Nvrtc:
-    """A loaded NVRTC: CUDA's ``version``, such as (13, 0), and compute capabilities (90 for 9.0) in ascending order."""
+    """A loaded NVRTC: CUDA's ``version``, (13, 0); ``architectures``, ascending compute capabilities, 90 for 9.0."""
 
     def __init__(self, path: str) -> None:
         # The library opens its builtins by name, and the loader does not search a wheel's folder.
