@@ -13,6 +13,7 @@ from kernels.groups import Group, Segment
 from tiers import examples
 
 from gradcomp.kernels import reference, reference_bits, segments
+from gradcomp.kernels.dispatch import HOST_KERNELS
 
 pytest.importorskip("gradcomp._native")
 
@@ -40,7 +41,7 @@ def error_of(values: Any, codec: int, bits: int, draws: int = 100) -> float:
     """Mean over draws of the squared error."""
     each = group(codec, values, bits)
     decoded = [
-        each.values(each.encode(HOST.kernels, stochastic=True, step=s).payload)[0] for s in range(draws)
+        each.values(each.encode(HOST_KERNELS, stochastic=True, step=s).payload)[0] for s in range(draws)
     ]
     return float(np.mean([np.square(d.astype(np.float64) - values).sum() for d in decoded]))
 
@@ -58,7 +59,7 @@ def test_the_error_is_at_most_that_of_uniform_bits(bits: int, spread: float) -> 
 def test_uneven_ranges_save_bytes_or_error(spread: float, times: float) -> None:
     values = buckets(spread, 400)
     each = group(BYTES, values)
-    used = int(bits_of(each.encode(HOST.kernels, stochastic=True).payload, 400).sum())
+    used = int(bits_of(each.encode(HOST_KERNELS, stochastic=True).payload, 400).sum())
     assert used * times < 4 * 400
     assert error_of(values, ERROR, 4, 20) * times < error_of(values, segments.MINMAX, 4, 20)
 
@@ -87,9 +88,9 @@ def test_draws_are_unbiased() -> None:
     values = buckets(2.0, 8)
     each = group(BYTES, values, bits=3)
     decoded = np.stack(
-        [each.values(each.encode(HOST.kernels, stochastic=True, step=s).payload)[0] for s in range(800)]
+        [each.values(each.encode(HOST_KERNELS, stochastic=True, step=s).payload)[0] for s in range(800)]
     )
-    bits = bits_of(each.encode(HOST.kernels).payload, 8)
+    bits = bits_of(each.encode(HOST_KERNELS).payload, 8)
     assert len(set(bits.tolist())) > 2
     unit = np.ptp(values.reshape(8, SIZE), axis=1) / ((1 << bits.astype(int)) - 1)
     spread = unit.repeat(SIZE) / 2 / np.sqrt(800)
@@ -114,7 +115,7 @@ def test_constant_buckets_take_no_bits(codec: int, backend: Any) -> None:
 
 def test_a_payload_by_hand() -> None:
     values = np.array([0, 1, 3, 2, 0, 0, 0, 0, 0, 8, 8, 8, 8], np.float32)
-    payload = group(BYTES, values, bits=2, size=9).encode(HOST.kernels).payload
+    payload = group(BYTES, values, bits=2, size=9).encode(HOST_KERNELS).payload
     assert np.frombuffer(payload[:16], "<f4").tolist() == [0, 1, 8, 0]
     assert payload[16:18] == bytes([2, 0])
     # Nine codes take two groups of eight; the room is that of two bits for both buckets.
