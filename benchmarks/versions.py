@@ -30,6 +30,7 @@ from typing import Any
 import report
 
 WORLD, WARMUP = 2, 12
+#: Name of a row -> model and compression.
 ROWS = {
     "none": ("lstm", "none"),
     "4bit": ("lstm", "quantize:bits=4"),
@@ -39,7 +40,6 @@ ROWS = {
     "layers-topk": ("layers", "topk:density=0.01"),
     "sharded": ("gpt", "quantize:bits=8"),
 }
-#: Names of rows -> model and compression.
 
 # --- a rank -------------------------------------------------------------------------------------------------
 
@@ -149,8 +149,11 @@ class Job:
         return max(float(self._read(rank)) for rank in self._ranks)
 
     def close(self) -> None:
+        for rank in self._ranks:  # all of them, since each rank waits in shutdown() for the others
+            assert rank.stdin is not None
+            rank.stdin.close()
         for rank in self._ranks:
-            rank.communicate()
+            rank.wait()
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -170,7 +173,8 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 def measure(before: Job, after: Job, row: str, pairs: int) -> dict[str, Any]:
     for _ in range(WARMUP):
-        before.step(row), after.step(row)
+        for job in (before, after):
+            job.step(row)
     times: dict[str, list[float]] = {"before": [], "after": []}
     for pair in range(pairs):
         turns = [("before", before), ("after", after)]
