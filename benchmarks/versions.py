@@ -1,12 +1,13 @@
 """Time of a training step with two versions of gradcomp, which take turns step by step.
 
-    python benchmarks/versions.py --before OLD --after NEW [--pairs 100] [--rows none,4bit,sharded] [--json PATH]
+    python benchmarks/versions.py --before OLD --after NEW [--pairs 120] [--starts 6] [--rows none,4bit] [--json PATH]
 
 OLD and NEW are folders that contain an installed ``gradcomp`` with its compiled module. Two ranks of each version
-train the same models on this machine, one thread a rank, over the loopback interface. One version steps while the other
-waits, and every second pair begins with the other version. A figure is the median over pairs of the time of NEW over
-that of OLD, where a time is that of the slower rank; the interval is the one that holds this median in 95% of such
-samples, by order statistics.
+train the same models on this machine, one thread a rank, over the loopback interface. One version steps while the
+other waits, and every second pair begins with the other version. All processes start anew several times, because two
+processes of one version can differ by several percent for as long as they run. A figure is the median over all pairs
+of the time of NEW over that of OLD, where a time is that of the slower rank; the interval is the one that holds this
+median in 95% of such samples, by order statistics. The last column has the lowest and the highest median of one start.
 
 Rows: a word LSTM of 10.6 M parameters without compression, at 4 bits, TopK 1% and PowerSGD of rank 4; 200 linear
 layers of 64 x 64 at 4 bits and TopK 1%, whose step is mostly bookkeeping; a GPT under FSDP2 whose weights and gradients
@@ -171,25 +172,34 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return ordered[k - 1], ordered[n - k]
 
 
-def measure(before: Job, after: Job, row: str, pairs: int) -> dict[str, Any]:
+def measure(before: Job, after: Job, row: str, pairs: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each step before and after."""
     for _ in range(WARMUP):
         for job in (before, after):
             job.step(row)
-    times: dict[str, list[float]] = {"before": [], "after": []}
+    times: tuple[list[float], list[float]] = ([], [])
     for pair in range(pairs):
-        turns = [("before", before), ("after", after)]
-        for name, job in turns if pair % 2 == 0 else reversed(turns):
-            times[name].append(job.step(row))
-    ratios = [new / old for old, new in zip(times["before"], times["after"], strict=True)]
-    low, high = interval(ratios)
-    milliseconds = {name: 1e3 * statistics.median(found) for name, found in times.items()}
+        turns = [(times[0], before), (times[1], after)]
+        for found, job in turns if pair % 2 == 0 else reversed(turns):
+            found.append(job.step(row))
+    return times
+
+
+def summary(row: str, starts: list[tuple[list[float], list[float]]]) -> dict[str, Any]:
+    """Return the figures of a row from the seconds that `measure` returned for each start."""
+    ratios = [[new / old for old, new in zip(*times, strict=True)] for times in starts]
+    low, high = interval([ratio for found in ratios for ratio in found])
+    medians = [statistics.median(found) for found in ratios]
     return {
         "row": row,
-        "pairs": pairs,
-        **milliseconds,
-        "ratio": statistics.median(ratios),
+        "pairs": sum(map(len, ratios)),
+        "before": 1e3 * statistics.median(second for before, _ in starts for second in before),
+        "after": 1e3 * statistics.median(second for _, after in starts for second in after),
+        "ratio": statistics.median(ratio for found in ratios for ratio in found),
         "low": low,
         "high": high,
+        "lowest start": min(medians),
+        "highest start": max(medians),
     }
 
 
@@ -199,7 +209,8 @@ def main() -> None:
     )
     parser.add_argument("--before", type=Path)
     parser.add_argument("--after", type=Path)
-    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=120, help="of all starts together")
+    parser.add_argument("--starts", type=int, default=6)
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -213,10 +224,14 @@ def main() -> None:
     machine = report.machine()
     del machine["gradcomp"]  # this process measures nothing
     print(report.describe({**machine, "gradcomp": None}), flush=True)
-    jobs = [Job(folder.resolve(), rows) for folder in (options.before, options.after)]
-    found = [measure(*jobs, row, options.pairs) for row in rows]
-    for job in jobs:
-        job.close()
+    times: dict[str, list[tuple[list[float], list[float]]]] = {row: [] for row in rows}
+    for _ in range(options.starts):
+        before, after = (Job(folder.resolve(), rows) for folder in (options.before, options.after))
+        for row in rows:
+            times[row].append(measure(before, after, row, math.ceil(options.pairs / options.starts)))
+        before.close()
+        after.close()
+    found = [summary(row, times[row]) for row in rows]
     cells = [
         (
             r["row"],
@@ -224,10 +239,11 @@ def main() -> None:
             f"{r['after']:.1f}",
             f"{r['ratio']:.3f}",
             f"{r['low']:.3f}-{r['high']:.3f}",
+            f"{r['lowest start']:.3f}-{r['highest start']:.3f}",
         )
         for r in found
     ]
-    print(report.table(["row", "before, ms", "after, ms", "after / before", "95% interval"], cells))
+    print(report.table(["row", "before, ms", "after, ms", "after / before", "95% interval", "starts"], cells))
     report.write_json(options.json, {"machine": machine, "rows": found})
 
 

@@ -1,10 +1,10 @@
 """Change the package at places drawn from a seed, one at a time, and count how many changes the default run notices.
 
-    python scripts/mutate.py --count 40 --seed 1
+    python scripts/mutate.py --count 40 --seed 1 --jobs 3
 
 Each change is made in a copy of the installed package, which the tests then import. A change of ``gradcomp/<part>``
-runs the default tests of the folders in ``_TESTS``, until the first failure. A missed change may be one that changes
-nothing: read it. The exit status is 1 if fewer than ``--least`` changes are noticed.
+runs the default tests of the folders in ``_TESTS``, until the first failure, which is printed. A missed change may be
+one that changes nothing: read it. The exit status is 1 if fewer than ``--least`` changes are noticed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,8 +127,8 @@ def drawn(seed: int, count: int) -> list[Change]:
     return found
 
 
-def noticed(change: Change, arguments: list[str]) -> bool:
-    """Whether a test fails."""
+def noticed_by(change: Change, arguments: list[str]) -> str | None:
+    """Return the first test that fails, or why none could run; None if all pass."""
     part = change.path.parts[0]
     with tempfile.TemporaryDirectory(prefix="gradcomp-mutate-") as directory:
         tree = Path(directory)
@@ -137,23 +138,35 @@ def noticed(change: Change, arguments: list[str]) -> bool:
             **os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
         for tests in _TESTS[part]:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-xq",
+                "--tb=no",
+                "-rfE",
+                "-p",
+                "no:cacheprovider",
+                *arguments,
+            ]
             try:
                 done = subprocess.run(
                     [*command, str(ROOT / "tests" / tests)],
                     env=environment,
                     cwd=ROOT,
-                    stdout=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
                     check=False,
                     timeout=_MOST_SECONDS,
                 )
             except subprocess.TimeoutExpired:
-                return True
+                return f"tests/{tests} hangs"
             if done.returncode in (1, 2, 3):
                 # A test, an import of a test or the import of the package has failed.
-                return True
+                failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return failures[0] if failures else f"tests/{tests} cannot be run"
             done.check_returncode()
-    return False
+    return None
 
 
 def main() -> int:
@@ -165,19 +178,24 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="which")
     parser.add_argument("--least", type=int, help="how many must be noticed (default: 95%%)")
     parser.add_argument("--list", action="store_true", help="only say what would be changed")
+    parser.add_argument("--jobs", type=int, default=1, help="how many changes are tested at a time")
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest, after --")
     options = parser.parse_args()
-    found = 0
-    for change in drawn(options.seed, options.count):
-        where = f"{change.path}:{change.line}: {change.kind}: {change.text}"
-        if options.list:
-            print(where)
-            continue
-        hit = noticed(change, options.pytest)
-        found += hit
-        print(f"{'noticed' if hit else 'MISSED '} {where}", flush=True)
+    changes_drawn = drawn(options.seed, options.count)
+    places = [f"{change.path}:{change.line}: {change.kind}: {change.text}" for change in changes_drawn]
     if options.list:
+        print("\n".join(places))
         return 0
+    found = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        running = {
+            pool.submit(noticed_by, change, options.pytest): place
+            for change, place in zip(changes_drawn, places, strict=True)
+        }
+        for done in as_completed(running):
+            by = done.result()
+            found += by is not None
+            print(f"noticed {running[done]} ({by})" if by else f"MISSED  {running[done]}", flush=True)
     print(f"{found} of {options.count} noticed")
     least = options.least if options.least is not None else -(-options.count * 95 // 100)
     return int(found < least)

@@ -91,7 +91,7 @@ class StepMemory:
             return self._prepared[group]
         compressor, table, layers = group.compressor, group.table.copy(), group.layers
         table["gradient"] = self.place(self._arrivals.gradients[layers], table)
-        table["output"] = 0  # those of the last step may be freed
+        table["output"] = 0  # the outputs of the last step may be freed
         factors = self._context.factors(len(table))
         if compressor.traits.clip_norm is not None:
             squares = np.zeros(len(table))

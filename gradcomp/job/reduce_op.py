@@ -91,7 +91,7 @@ class ScaledOp:
     op: ReduceOp = Average
     prescale: float = 1.0
     postscale: float = 1.0
-    #: Why the user's arguments ask for nothing that is possible; None if they do not.
+    #: Why the user's arguments are invalid, or None.
     problem: str | None = field(default=None, compare=False)
 
     @property

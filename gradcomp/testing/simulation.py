@@ -322,7 +322,7 @@ class Simulation:
                     turns[r].popleft()()
                 else:
                     pipeline = self.pipelines[r]
-                    # The engine's thread polls alone the collective that a step waits for, too.
+                    # The engine's thread polls only this collective too, while a step waits for it.
                     if pipeline.awaited is None or pipeline.awaited.poll():
                         pipeline.poll()
                     if not pipeline.is_open and not turns[r]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 import gradcomp
 import gradcomp.torch
+from gradcomp.compress.registry import registered
 
-PAGES = Path(__file__).resolve().parents[2] / "docs/api"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 #: Names without a docstring of their own: operations, the set of all ranks, another name of GradcompError, the version.
 WITHOUT = {
@@ -21,8 +23,18 @@ WITHOUT = {
 }
 
 
+def completed(page: str) -> str:
+    """The text of a page with what the site adds from the registry."""
+    spec = importlib.util.spec_from_file_location("compressors_hook", DOCS / "_hooks/compressors.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return str(hook.on_page_markdown((DOCS / page).read_text(encoding="utf-8")))
+
+
 def documented(*pages: str) -> set[str]:
-    texts = [(PAGES / page).read_text(encoding="utf-8") for page in pages]
+    texts = [completed(f"api/{page}") for page in pages]
     return {name for text in texts for name in re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE)}
 
 
@@ -31,6 +43,17 @@ def test_every_public_name_is_in_the_reference(module):
     there = documented("torch.md", "compressors.md", "controllers.md", "errors.md")
     assert set(module.__all__) - WITHOUT <= there
     assert all(hasattr(gradcomp.torch, name) for name in there)
+
+
+def test_the_table_of_compressors_has_each_with_a_name_that_a_string_form_takes():
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\(\S+\) \| `(\w+)` \| (\S*) ?\| (\S.*) \|$", completed("compressors/index.md"), re.M
+    )
+    assert [(kind, name) for kind, name, _, _ in rows] == sorted(
+        (kind.__name__, name) for name, kind in registered().items()
+    )
+    levels = {name: level.strip("`") for _, name, level, _ in rows}
+    assert all(levels[name] == (kind.level_field or "") for name, kind in registered().items())
 
 
 def names_for_type_checkers(module: str) -> list[str]:
