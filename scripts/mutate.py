@@ -3,8 +3,9 @@
     python scripts/mutate.py --count 40 --seed 1 --jobs 3
 
 Each change is made in a copy of the installed package, which the tests then import. A change of ``gradcomp/<part>``
-runs the default tests of the folders in ``_TESTS``, until the first failure, which is printed. A missed change may be
-one that changes nothing: read it. The exit status is 1 if fewer than ``--least`` changes are noticed.
+runs the default tests of the folders in ``_TESTS``, files that name the changed code first, until the first failure,
+which is printed. A missed change may be one that changes nothing: read it. The exit status is 1 if fewer than
+``--least`` changes are noticed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ast
 import importlib
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -76,6 +78,20 @@ def changes(path: Path) -> Iterator[Change]:
             begin = starts[target.lineno - 1] + target.col_offset
             end = starts[target.end_lineno - 1] + target.end_col_offset
             yield Change(path, target.lineno, kind, begin, end, text)
+
+
+def tests_of(change: Change, folder: Path) -> list[str]:
+    """Return the files of a folder of tests, those first that name the module, classes and functions of the change."""
+    named = {change.path.stem}
+    for node in ast.walk(ast.parse((PACKAGE / change.path).read_bytes())):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            end = node.end_lineno or 0
+            named |= {node.name} if node.lineno <= change.line <= end else set()
+    named -= {"__init__", "__post_init__"}
+    files = {
+        str(file): set(re.findall(r"\w+", file.read_text())) for file in sorted(folder.rglob("test_*.py"))
+    }
+    return sorted(files, key=lambda file: -len(named & files[file]))
 
 
 def _of_node(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
@@ -151,7 +167,7 @@ def noticed_by(change: Change, arguments: list[str]) -> str | None:
             ]
             try:
                 done = subprocess.run(
-                    [*command, str(ROOT / "tests" / tests)],
+                    [*command, *tests_of(change, ROOT / "tests" / tests)],
                     env=environment,
                     cwd=ROOT,
                     capture_output=True,

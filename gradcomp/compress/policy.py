@@ -131,9 +131,14 @@ class Policy:
         placed = zip(layers, self._placed(layers), strict=True)
         return Plan(version, tuple(assign(layer.name, c.at_step(step)) for layer, (c, _) in placed))
 
-    def scheduled(self, layers: Sequence[LayerSpec]) -> Schedule:
-        """Return a function of step and version: the plan that begins at that step, or None."""
+    def scheduled(self, layers: Sequence[LayerSpec]) -> Schedule | None:
+        """Return a function of step and version: the plan that begins at that step, or None.
+
+        It is None if the plan never changes.
+        """
         changes = {step for c in self.compressors for step in c.changes}
+        if not changes:
+            return None
         return lambda step, version: self.plan(layers, version, step) if step in changes else None
 
     @property

@@ -247,8 +247,9 @@ class Pipeline:
         if finite:
             self._discards = 0
             begin = perf_counter()
-            self.residuals.commit(result.present & self._keeps_residual)
-            self.fields.commit(result.present)
+            if self.keeps_state:
+                self.residuals.commit(result.present & self._keeps_residual)
+                self.fields.commit(result.present)
             self.trace.add(("feedback", result.step, WHOLE_STEP, begin, perf_counter()))
             self.learning_rate = self._exchange.learning_rate
             self.plans.commit(self.laid_out_plan, result.present)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from time import perf_counter, sleep
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ class Device:
     driver: Driver | None = None
     kernels: Kernels = HOST_KERNELS
 
-    @property
+    @cached_property
     def is_late(self) -> bool:
         """Returns whether submitted gradients may still be in computation; they then come with events."""
         return self.driver is not None

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -211,7 +211,7 @@ class Staged(Device):
 
     streams: Streams | None = None
 
-    @property
+    @cached_property
     def is_late(self) -> bool:
         """Return True, because copies take time."""
         return True

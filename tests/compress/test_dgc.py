@@ -103,5 +103,6 @@ def test_plans_hold_the_densities_of_the_warm_up():
     layers = [LayerSpec("w", (50, 100))]
     policy = Policy(DGC(0.01, warmup_steps=6))
     schedule = policy.scheduled(layers)
+    assert schedule is not None
     plans = [policy.plan(layers), *(schedule(step, 1) for step in (2, 4, 6))]
     assert [plan.assignments[0].level for plan in plans] == [0.25, 0.0625, 0.015625, 0.01]
