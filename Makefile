@@ -241,10 +241,10 @@ layers: $(STAMP)/extra-lint
 docs: $(STAMP)/extra-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The site in a headless Chromium, that of Debian: docs/testing.md. Pictures for review are left in build/screenshots.
+# The site in a headless Chromium, that of Debian: docs/testing.md. SCREENSHOTS=folder leaves pictures for review there.
 site-check: docs $(STAMP)/chromium $(STAMP)/extra-test
 	GRADCOMP_SITE=$(CURDIR)/site GRADCOMP_CHROMIUM=$(CURDIR)/scripts/chromium.sh CHROMIUM=$(abspath $(VENV))/chromium \
-	    GRADCOMP_SCREENSHOTS=$(CURDIR)/build/screenshots $(PYTEST) -n 0 --timeout=900 tests/site $(ARGS)
+	    GRADCOMP_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) -n 0 --timeout=900 tests/site/test_site.py $(ARGS)
 
 format: $(STAMP)/extra-lint
 	$(BIN)/ruff check --fix .

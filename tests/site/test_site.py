@@ -40,7 +40,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
-    """Where the site and the page of checks are served, and the paths of all pages."""
+    """Where the site and the pages of checks are served, and the paths of all pages."""
     root = tmp_path_factory.mktemp("site") / "site"
     shutil.copytree(SITE, root)
     pages = sorted(str(p.parent.relative_to(root)) + "/" for p in root.rglob("index.html"))
@@ -51,9 +51,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     assert AXE.origin is not None
     shutil.copy(Path(AXE.origin).with_name("axe.min.js"), root)
     source = Path(__file__).with_name("check.html").read_text(encoding="utf-8")
-    (root / "check.html").write_text(
-        source.replace("PAGES", json.dumps({f"/{page}": page in SHOWN for page in pages}))
-    )
+    for name, looked_at in (("all", pages), ("shown", SHOWN)):
+        listed = json.dumps({f"/{page}": page in SHOWN for page in looked_at})
+        (root / f"{name}.html").write_text(source.replace("PAGES", listed))
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(root))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -69,16 +69,17 @@ def chromium(url: str, *options: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("scheme", "dark"), [("1", False), ("0", True)], ids=["light", "dark"])
-def test_every_page_is_readable_on_a_phone_and_on_a_desk(address, scheme: str, dark: bool):
-    dom = chromium(
-        f"{address[0]}/check.html", "--dump-dom", f"--blink-settings=preferredColorScheme={scheme}"
-    )
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_is_readable_on_a_phone_and_on_a_desk(address, scheme: str):
+    """In the dark, the pages whose contrast is measured are enough: colours move nothing."""
+    server, pages = address
+    name, number, looked_at = ("all", 1, pages) if scheme == "light" else ("shown", 0, SHOWN)
+    dom = chromium(f"{server}/{name}.html", "--dump-dom", f"--blink-settings=preferredColorScheme={number}")
     written = re.search("FOUND(.*)END</pre>", dom, re.DOTALL)
     assert written is not None, dom[-2000:]
     found = json.loads(html.unescape(written[1]))
-    assert len(found) == len(address[1])
-    assert {page["dark"] for page in found.values()} == {dark}
+    assert len(found) == len(looked_at)
+    assert {page["dark"] for page in found.values()} == {scheme == "dark"}
     problems = {
         path: {kind: each for kind in ("phone", "desk", "contrast") if (each := page[kind])}
         for path, page in found.items()
