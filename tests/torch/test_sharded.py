@@ -215,18 +215,19 @@ def test_gathers_and_reductions_are_two_and_one_a_unit_and_one_of_the_root():
 
 @on_ranks(2)
 def test_bytes_are_those_of_codes_and_headers_and_at_first_of_comparisons():
-    ours = train(CASES["as a whole"], 1, COARSE)
+    fewer = gc.Quantize(bits=3, bucket_size=64)
+    ours = train(CASES["as a whole"], 1, (COARSE[0], fewer))
     counted = ours.state.statistics()
     parameters = list(ours.model.parameters())
-    sent = {True: 0, False: 0}  # by whether they are ours
+    sent = {True: 0, False: 0}  # by whether they are ours: weights, at 6 bits, or gradients, at 3
     for parameter in parameters:
         rows = -(-parameter.shape[0] // 2)
         mine = (rows if gc.rank() == 0 else parameter.shape[0] - rows) * (
             parameter.numel() // parameter.shape[0]
         )
-        for own, size in ((True, mine), (False, parameter.numel() - mine)):
+        for own, size, bits in ((True, mine, 6), (False, parameter.numel() - mine, 3)):
             coded = parameter.ndim > 1 and parameter.numel() >= 1024
-            sent[own] += -(-size * 6 // 8) + 8 * -(-size // 64) if coded else 4 * size
+            sent[own] += -(-size * bits // 8) + 8 * -(-size // 64) if coded else 4 * size
     weights, gradients = (padded(sent[own]) + ByteHeader.size(len(parameters)) for own in (True, False))
     assert (counted.weight_bytes, counted.gradient_bytes) == (weights + 56, gradients + 56)
     go_on(ours, CASES["as a whole"], range(1, 4))
