@@ -154,17 +154,7 @@ def noticed_by(change: Change, arguments: list[str]) -> str | None:
             **os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
         for tests in _TESTS[part]:
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-xq",
-                "--tb=no",
-                "-rfE",
-                "-p",
-                "no:cacheprovider",
-                *arguments,
-            ]
+            command = [sys.executable, *"-m pytest -xq --tb=no -rfE -p no:cacheprovider".split(), *arguments]
             try:
                 done = subprocess.run(
                     [*command, *tests_of(change, ROOT / "tests" / tests)],

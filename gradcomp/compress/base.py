@@ -247,8 +247,8 @@ class Coded(Compressor):
         return self.codec_for(group.table).wire_bytes(group.table)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        message = group.scratch.once("reduce", lambda: Reduce(self.codec_for(group.table), group))
-        return (yield message).flags
+        codec = group.scratch.once("codec", lambda: self.codec_for(group.table))
+        return (yield Reduce(codec, group)).flags
 
 
 def check_momentum_factor(value: object, name: str) -> None:
