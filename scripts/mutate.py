@@ -28,6 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(str(importlib.import_module("gradcomp").__file__)).parent
 
+#: Up to the first failure, which the summary names.
+_PYTEST = ("-m", "pytest", "-xq", "--tb=no", "-rfE", "-p", "no:cacheprovider")
 #: A run of tests that takes longer hangs.
 _MOST_SECONDS = 1800.0
 
@@ -154,7 +156,7 @@ def noticed_by(change: Change, arguments: list[str]) -> str | None:
             **os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
         for tests in _TESTS[part]:
-            command = [sys.executable, *"-m pytest -xq --tb=no -rfE -p no:cacheprovider".split(), *arguments]
+            command = [sys.executable, *_PYTEST, *arguments]
             try:
                 done = subprocess.run(
                     [*command, *tests_of(change, ROOT / "tests" / tests)],
