@@ -501,6 +501,13 @@ def peak_of(choices, values, memory):
     return found, peak
 
 
+def asked_for(choices, values):
+    """The bytes that the refusal of a small limit asks for."""
+    with pytest.raises(ConfigError, match="would lose of layer 'large' takes") as refusal:
+        errors(choices, LARGE, values, SEED, memory_bytes=1000)
+    return int(re.search(r"takes ([\d,]+) bytes", str(refusal.value))[1].replace(",", ""))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_less_memory_is_asked_for_by_its_number(name, large):
     """As much as the refusal asks for is enough, is not exceeded, and gives the same errors."""
@@ -508,11 +515,16 @@ def test_less_memory_is_asked_for_by_its_number(name, large):
     bins = 40_000_000 if name == "all densities" else 0
     _, peak = peak_of(FAMILIES[name], large, None)
     assert peak <= 3 * large.nbytes + bins, "without a limit it takes little more than the layer"
-    with pytest.raises(ConfigError, match="would lose of layer 'large' takes") as refusal:
-        errors(FAMILIES[name], LARGE, large, SEED, memory_bytes=1000)
-    asked = int(re.search(r"takes ([\d,]+) bytes", str(refusal.value))[1].replace(",", ""))
+    asked = asked_for(FAMILIES[name], large)
     found, peak = peak_of(FAMILIES[name], large, asked)
     np.testing.assert_allclose(found, expected, rtol=0.02)
     assert peak <= asked + 1_000_000  # objects, and the errors themselves
     with pytest.raises(ConfigError):
         errors(FAMILIES[name], LARGE, large, SEED, memory_bytes=asked - 1)
+
+
+def test_power_steps_ask_for_one_copy_of_the_layer_or_two_where_numpy_multiplies(large):
+    asked = asked_for(FAMILIES["ranks"], large)
+    _, peak = peak_of(FAMILIES["ranks"], large, asked)
+    assert 0.8 * asked <= peak
+    assert asked <= (2.4 if dispatch.numpy_multiplies(8) else 1.2) * large.nbytes
