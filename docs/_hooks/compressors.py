@@ -5,18 +5,26 @@ from __future__ import annotations
 from inspect import getdoc
 from typing import Any
 
+import gradcomp
+from gradcomp.compress.base import Compressor
 from gradcomp.compress.registry import registered
+
+
+def public() -> list[tuple[str, type[Compressor]]]:
+    """Return gradcomp's own compressors in the order of their classes' names; other packages may register more."""
+    own = [(name, kind) for name, kind in registered().items() if kind.__name__ in gradcomp.__all__]
+    return sorted(own, key=lambda item: item[1].__name__)
 
 
 def entries() -> str:
     """Return what mkdocstrings replaces by the description of each class."""
-    return "\n\n".join(sorted(f"::: gradcomp.{kind.__name__}" for kind in registered().values()))
+    return "\n\n".join(f"::: gradcomp.{kind.__name__}" for _, kind in public())
 
 
 def table() -> str:
     """Return the table of all compressors: the class, its name in string forms, its level, and its first sentence."""
     lines = ["| compressor | string form | level | description |", "|---|---|---|---|"]
-    for name, kind in sorted(registered().items(), key=lambda item: item[1].__name__):
+    for name, kind in public():
         link = f"[`{kind.__name__}`](../api/compressors.md#gradcomp.{kind.__name__})"
         level = f"`{kind.level_field}`" if kind.level_field else ""
         description = (getdoc(kind) or "").splitlines()[0].replace("``", "`").replace("|", r"\|")

@@ -49,11 +49,12 @@ def test_the_table_of_compressors_has_each_with_a_name_that_a_string_form_takes(
     rows = re.findall(
         r"^\| \[`(\w+)`\]\(\S+\) \| `(\w+)` \| (\S*) ?\| (\S.*) \|$", completed("compressors/index.md"), re.M
     )
+    own = {name: kind for name, kind in registered().items() if kind.__name__ in gradcomp.__all__}
     assert [(kind, name) for kind, name, _, _ in rows] == sorted(
-        (kind.__name__, name) for name, kind in registered().items()
+        (kind.__name__, name) for name, kind in own.items()
     )
     levels = {name: level.strip("`") for _, name, level, _ in rows}
-    assert all(levels[name] == (kind.level_field or "") for name, kind in registered().items())
+    assert all(levels[name] == (kind.level_field or "") for name, kind in own.items())
 
 
 def names_for_type_checkers(module: str) -> list[str]:
