@@ -1,6 +1,6 @@
 """Time of a training step with two versions of gradcomp, which take turns step by step.
 
-    python benchmarks/compare_versions.py --before OLD --after NEW [--pairs 120] [--starts 6] [--rows none] [--json PATH]
+    python benchmarks/compare_versions.py --before OLD --after NEW [--pairs 120] [--starts 6] [--rows none]
 
 OLD and NEW are folders that contain an installed ``gradcomp`` with its compiled module. Two ranks of each version
 train the same models on this machine, one thread a rank, over the loopback interface. One version steps while the
