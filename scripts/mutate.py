@@ -84,12 +84,13 @@ def changes(path: Path) -> Iterator[Change]:
 
 def tests_of(change: Change, folder: Path) -> list[str]:
     """Return the files of a folder of tests, those first that name the module, classes and functions of the change."""
-    named = {change.path.stem}
-    for node in ast.walk(ast.parse((PACKAGE / change.path).read_bytes())):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            end = node.end_lineno or 0
-            named |= {node.name} if node.lineno <= change.line <= end else set()
-    named -= {"__init__", "__post_init__"}
+    around = {
+        node.name
+        for node in ast.walk(ast.parse((PACKAGE / change.path).read_bytes()))
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        and node.lineno <= change.line <= (node.end_lineno or 0)
+    }
+    named = {change.path.stem, *around} - {"__init__", "__post_init__"}
     files = {
         str(file): set(re.findall(r"\w+", file.read_text())) for file in sorted(folder.rglob("test_*.py"))
     }
@@ -189,8 +190,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="how many changes are tested at a time")
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest, after --")
     options = parser.parse_args()
-    changes_drawn = drawn(options.seed, options.count)
-    places = [f"{change.path}:{change.line}: {change.kind}: {change.text}" for change in changes_drawn]
+    chosen = drawn(options.seed, options.count)
+    places = [f"{change.path}:{change.line}: {change.kind}: {change.text}" for change in chosen]
     if options.list:
         print("\n".join(places))
         return 0
@@ -198,7 +199,7 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         running = {
             pool.submit(noticed_by, change, options.pytest): place
-            for change, place in zip(changes_drawn, places, strict=True)
+            for change, place in zip(chosen, places, strict=True)
         }
         for done in as_completed(running):
             by = done.result()

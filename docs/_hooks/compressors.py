@@ -10,25 +10,25 @@ from gradcomp.compress.base import Compressor
 from gradcomp.compress.registry import registered
 
 
-def public() -> list[tuple[str, type[Compressor]]]:
-    """Return gradcomp's own compressors in the order of their classes' names; other packages may register more."""
-    own = [(name, kind) for name, kind in registered().items() if kind.__name__ in gradcomp.__all__]
-    return sorted(own, key=lambda item: item[1].__name__)
+def public() -> list[type[Compressor]]:
+    """Return gradcomp's own compressors in the order of their names; other packages may register more."""
+    own = [kind for kind in registered().values() if getattr(gradcomp, kind.__name__, None) is kind]
+    return sorted(own, key=lambda kind: kind.__name__)
 
 
 def entries() -> str:
     """Return what mkdocstrings replaces by the description of each class."""
-    return "\n\n".join(f"::: gradcomp.{kind.__name__}" for _, kind in public())
+    return "\n\n".join(f"::: gradcomp.{kind.__name__}" for kind in public())
 
 
 def table() -> str:
     """Return the table of all compressors: the class, its name in string forms, its level, and its first sentence."""
     lines = ["| compressor | string form | level | description |", "|---|---|---|---|"]
-    for name, kind in public():
+    for kind in public():
         link = f"[`{kind.__name__}`](../api/compressors.md#gradcomp.{kind.__name__})"
         level = f"`{kind.level_field}`" if kind.level_field else ""
         description = (getdoc(kind) or "").splitlines()[0].replace("``", "`").replace("|", r"\|")
-        lines.append(f"| {link} | `{name}` | {level} | {description} |")
+        lines.append(f"| {link} | `{kind.name}` | {level} | {description} |")
     return "\n".join(lines)
 
 
