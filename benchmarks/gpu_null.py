@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.reduce.header import FIXED, ByteHeader
+from gradcomp.kernels.reference_headers import FIXED
+from gradcomp.reduce.header import ByteHeader
 from gradcomp.transport.base import Transport
 
 

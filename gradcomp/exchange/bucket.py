@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gradcomp.compress.base import Coded
 from gradcomp.compress.messages import Broadcast, Bytes, Exchange, Gather, Message, Reduce, Reply, Sum
 from gradcomp.exchange.fused import FusedGather, FusedSum, Replies, Round, finished
 from gradcomp.exchange.layout import Bucket
@@ -14,7 +15,7 @@ from gradcomp.kernels.replayed_calls import DONE, Collected, Pending, Phase
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import Binding, Part, Reduction
 from gradcomp.reduce.base import Framed, Waits, framed
-from gradcomp.reduce.header import BucketFlags, HeaderId
+from gradcomp.reduce.header import NONFINITE, BucketFlags, HeaderId
 from gradcomp.transport.base import Allocator, Operation, host_allocator
 
 #: Makes a bucket's reduction from its parts, its number of layers and its own number.
@@ -27,7 +28,8 @@ _Fused = tuple[Any, Mapping[int, Any]]
 class BucketProgram:
     """Holds the objects that a bucket uses in every step: its reduction and the buffers of its other messages.
 
-    A compressor reduces in its first round or not at all; other messages may follow in any number of rounds.
+    A compressor reduces in its first round or not at all; other messages may follow in any number of rounds. Where all
+    compressors are :class:`gradcomp.compress.base.Coded`, the reduction is the whole program.
     """
 
     def __init__(
@@ -57,11 +59,18 @@ class BucketProgram:
                 if isinstance(message, Reduce)
             ]
             self.reduction = make_reduction(parts, len(bucket.layers), bucket.number)
+        self._is_coded = all(type(g.compressor).exchange is Coded.exchange for g in bucket.groups)
 
     def run(
         self, header_id: HeaderId, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> Generator[Framed, None, None]:
         """Exchange the bucket once: yield an object to wait for, and continue when it is complete."""
+        if self._is_coded and self.reduction is not None:
+            flagged = yield from framed(self.reduction.run(context, binding, flags), header_id, flags)
+            for g, found in zip(self._reduced, flagged, strict=True):
+                if found.any():
+                    flags.states[self.bucket.header_index[g][found != 0]] |= NONFINITE
+            return
         exchanges, messages = self._begin(context)
         at = Round(self.bucket, 0, header_id, self._world, binding, flags)
         call: Pending = DONE
@@ -76,7 +85,7 @@ class BucketProgram:
             programs: list[Waits[Any]] = [] if reduction is None else [reduction.run(context, binding, flags)]
             for each, given in fused:
                 programs.append(each.run(given, at, call))
-            running = [framed(program, header_id, flags, binding, 2 * at.number) for program in programs]
+            running = [framed(program, header_id, flags, 2 * at.number) for program in programs]
             results = [(yield from running[0])] if len(running) == 1 else (yield from _lock_step(running))
             replies: Replies = {}
             if reduction is not None:

@@ -404,7 +404,7 @@ class PreparedRequest:
             (DECLINED | CHANGED) * ahead | DIFFERENT * (flags.fingerprint != 0 or flags.declined)
         )
         header_id = HeaderId(self._check, self.number, 0, self._checksums)
-        return (yield from framed(program, header_id, flags, binding))
+        return (yield from framed(program, header_id, flags))
 
     def decode_again(self, outputs: Sequence[Array]) -> None:
         """Decode the codes of the last all-gather to ``outputs`` once more, bit for bit; nothing is sent."""

@@ -147,7 +147,6 @@ class StepExchange:
         self._arrivals, self._plans, self._device = pipeline.arrivals, pipeline.plans, pipeline.device
         #: The numbers that a device still computes; empty once all are known.
         self._unknown: tuple[Number | DeferredFingerprint, ...] = (*numbers, fingerprint)
-        self._header_id = HeaderId(pipeline.header_check, pipeline.step, 0, pipeline.checksums)
         self._own_state = 0
         self._flags: list[tuple[Sizes, BucketFlags]] = []  # of the buckets that have begun
         self._in_flight: list[InFlight] = []  # newest first
@@ -230,7 +229,8 @@ class StepExchange:
         complete = arrivals.completed[number]
         pipeline.trace.add(("ready", pipeline.step, number, self._opened_at, complete))
         pipeline.trace.add(("queue", pipeline.step, number, complete, perf_counter()))
-        states = np.append(arrivals.states[bucket.layers], np.uint8(self._own_state | LATE * self.late))
+        states = np.empty(len(bucket.layers) + 1, dtype=np.uint8)
+        states[:-1], states[-1] = arrivals.states[bucket.layers], self._own_state | LATE * self.late
         flags = BucketFlags(states, pipeline.transport.rank, self._fingerprint_value)
         self._flags.append((bucket.layers, flags))
         memory = StepMemory(
@@ -245,7 +245,8 @@ class StepExchange:
         )
         if self._plans.active is not None:
             self._plans.start(bucket.groups, memory, self._context.scale)
-        running = program.run(replace(self._header_id, bucket=number), self._context, memory, flags)
+        header_id = HeaderId(pipeline.header_check, pipeline.step, number, pipeline.checksums)
+        running = program.run(header_id, self._context, memory, flags)
         return InFlight(number, running, self._completed)
 
     def _complete(self, bucket: Bucket) -> Waits:

@@ -162,8 +162,9 @@ class Group:
     prepared: bool = False
     scratch: Scratch = field(default_factory=Scratch)
 
-    @property
+    @cached_property
     def device(self) -> Device:
+        """Returns the device of the gradients."""
         return self.scratch.device
 
     @property

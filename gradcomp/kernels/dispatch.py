@@ -29,6 +29,7 @@ from gradcomp.kernels import (
     reference,
     reference_bits,
     reference_checksum,
+    reference_headers,
     reference_indices,
     reference_lowrank,
     reference_program,
@@ -90,6 +91,10 @@ def digest(root: Path) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+#: The block of :meth:`Kernels.together` on the host.
+_AT_ONCE: Final = nullcontext(DONE)
+
+
 class Kernels:
     """The kernels of one backend: methods that serve a whole table of segments in a call.
 
@@ -103,6 +108,8 @@ class Kernels:
     nonzero = staticmethod(reference.nonzero)
     crc32c = staticmethod(reference_checksum.crc32c)
     sample = staticmethod(reference_checksum.sample)
+    write_headers = staticmethod(reference_headers.write_headers)
+    read_headers = staticmethod(reference_headers.read_headers)
     compact = staticmethod(reference_bits.compact)
     restore = staticmethod(reference_bits.restore)
     draw_indices = staticmethod(philox.draw_indices)
@@ -145,7 +152,7 @@ class Kernels:
         Args:
             routine: the block's own, if it is entered in every step; the device then checks the tables only once.
         """
-        return nullcontext(DONE)
+        return _AT_ONCE
 
 
 def _compiled(kernel: Callable[..., Any], definition: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,25 +163,23 @@ def _compiled(kernel: Callable[..., Any], definition: Callable[..., Any]) -> Cal
     takes = definition.__annotations__
     has_records = not {"Shapes", "Factor"}.isdisjoint(takes.values())  # these are passed member by member
     has_draw = "draw" in takes
-    if not (has_records or has_draw or "SegmentTable" in takes.values()):
+    table_at = list(takes.values()).index("SegmentTable") if "SegmentTable" in takes.values() else None
+    if not (has_records or has_draw or table_at is not None):
         return kernel
 
-    # Every step makes such calls, so this function looks for tables itself, without a call for each argument.
     def call(*arguments: Any, **settings: Any) -> Any:
-        given = arguments
+        given = list(arguments)
         if has_draw:
             draw = settings.pop("draw")
             settings["stochastic"] = draw is not None
             settings |= vars(draw or Draw(0, 0, 0))
+        if table_at is not None:
+            table = arguments[table_at]
+            check_array("table", table, SEGMENT)
+            given[table_at] = np.ndarray((len(table), SEGMENT.itemsize), np.uint8, table)
         if has_records:
-            each = (one if isinstance(one, Shapes | Factor) else (one,) for one in arguments)
-            given = tuple(chain.from_iterable(each))
-        for i, argument in enumerate(given):
-            if isinstance(argument, np.ndarray) and argument.dtype == SEGMENT:
-                if argument.ndim != 1 or not argument.flags.c_contiguous:
-                    check_array("table", argument, SEGMENT)
-                rows = argument.view(np.uint8).reshape(len(argument), SEGMENT.itemsize)
-                given = (*given[:i], rows, *given[i + 1 :])
+            each = (one if isinstance(one, Shapes | Factor) else (one,) for one in given)
+            given = list(chain.from_iterable(each))
         return kernel(*given, **settings)
 
     return call

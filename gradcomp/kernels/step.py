@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from gradcomp.core.state import DoubleBuffer, Fields
 from gradcomp.kernels.codec import Draw, Group, Sizes
+from gradcomp.kernels.segments import OWNER_RANK
 
 Floats = npt.NDArray[Any]
 
@@ -53,6 +55,11 @@ class StepContext:
     fields: Fields | None = None
     observations: Observations | None = None
     number: int = 0
+
+    @cached_property
+    def shared(self) -> Draw:
+        """Returns the coordinates of draws that do not depend on the rank, for owners of chunks."""
+        return Draw(self.draw.seed, self.draw.step, OWNER_RANK)
 
     @property
     def divisor(self) -> float:

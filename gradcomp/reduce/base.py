@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -20,7 +22,7 @@ from gradcomp.kernels.codec import Codec, Group, Sizes, Table
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.replayed_calls import Pending
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.header import BucketFlags, ByteHeader, HeaderId, check_covers
+from gradcomp.reduce.header import BucketFlags, ByteHeader, HeaderId, Headers
 from gradcomp.reduce.model import Cost, Load
 from gradcomp.transport.base import Allocator, Bytes, Exchange, Operation, host_allocator
 
@@ -60,6 +62,24 @@ class Move:
     whole: bool = False
     framed_in: int | None = None
     common: bool = False
+
+    @cached_property
+    def written(self) -> Sequence[Headers]:
+        """Return the headers that this rank writes; a sender's number comes from its flags."""
+        return _headers([(0, message) for message in self.sends])
+
+    @cached_property
+    def read(self) -> Sequence[Headers]:
+        """Return the headers that this rank checks, in the order of ``arrivals``."""
+        return _headers(self.arrivals)
+
+
+def _headers(messages: Sequence[tuple[int, Message]]) -> Sequence[Headers]:
+    """Return the headers of messages, together for those that follow one another and have the same layout."""
+    return [
+        Headers(header, [(message.buffer, message.chunk, sender) for sender, message in group])
+        for header, group in groupby(messages, lambda each: each[1].header)
+    ]
 
 
 def exchange(
@@ -244,7 +264,7 @@ def make(
 
 
 def framed(
-    program: Waits[T], header_id: HeaderId, flags: BucketFlags, binding: Binding, first: int = 0
+    program: Waits[T], header_id: HeaderId, flags: BucketFlags, first: int = 0
 ) -> Generator[Framed, None, T]:
     """Run a program's rounds with headers; the first round has the number ``first``.
 
@@ -258,8 +278,7 @@ def framed(
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         if isinstance(step, Move):
-            with binding.span("compress"):
-                frames.close(step)
+            frames.close(step)
             yield [step.operation]
             frames.open(step)
         else:
@@ -293,43 +312,36 @@ class _Frames:
 
     def close(self, move: Move) -> None:
         """Write the headers of a round's messages, whose payloads are written already."""
-        header, states = None, self._flags.states
-        for message in move.sends:
-            if message.header is not header:
-                header = message.header
-                header.identify(self._header_id, self._round)
-            payload = header.write(message.buffer, message.chunk, self._flags)
+        flags = self._flags
+        for headers in move.written:
+            headers.write(self._header_id, self._round, flags)
             if move.common or move.whole:
-                self._flags.results.add(payload)
+                flags.results.update(headers.payloads)
         if move.sends and self._sent is None:
-            self._sent = states.copy()
+            self._sent = flags.states.copy()
         if move.sends and move.whole:
-            self._of_ranks = int(states[-1])
+            self._of_ranks = int(flags.states[-1])
 
     def open(self, move: Move) -> None:
-        """Check the headers of the messages that arrived in a round, and count the round."""
-        header = None
-        for sender, message in move.arrivals:
-            if message.header is not header:
-                header = message.header
-                header.identify(self._header_id, self._round if move.framed_in is None else move.framed_in)
-            states, fingerprint, payload = header.read(message.buffer, message.chunk, sender)
-            if move.whole:
-                self._check_whole(states, sender)
+        """Check the headers of the messages that arrived in a round, and count the round.
+
+        A result must have this rank's flags, and must not contradict another result.
+        """
+        flags, number = self._flags, self._round if move.framed_in is None else move.framed_in
+        for headers in move.read:
+            ranks = headers.read(self._header_id, number, flags, self._sent if move.whole else None)
             if move.common or move.whole:
-                self._flags.results.add(payload)
-            self._flags.states |= states
-            self._flags.compare(fingerprint)
+                flags.results.update(headers.payloads)
+            if move.whole:
+                self._compare(headers.senders, ranks)
         self._round += 1
 
-    def _check_whole(self, states: Bytes, sender: int) -> None:
-        """Raise WireFormatError for a result that lacks this rank's flags or contradicts another result."""
-        if self._sent is not None:
-            check_covers(states, self._sent, f"rank {sender}")
-        if self._of_ranks is None:
-            self._of_ranks = int(states[-1])
-        elif self._of_ranks != states[-1]:
-            raise WireFormatError(
-                f"the results of rank {sender} and of another rank differ in their last state byte: they disagree on "
-                "which ranks are ready for the next plan, or on what became of the last means"
-            )
+    def _compare(self, senders: Sequence[int], ranks: Sequence[int]) -> None:
+        for sender, state in zip(senders, ranks, strict=True):
+            if self._of_ranks is None:
+                self._of_ranks = state
+            elif self._of_ranks != state:
+                raise WireFormatError(
+                    f"the results of rank {sender} and of another rank differ in their last state byte: they disagree "
+                    "on which ranks are ready for the next plan, or on what became of the last means"
+                )

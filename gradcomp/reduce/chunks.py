@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.codec import Codec, Draw, Sizes, Table
+from gradcomp.kernels.codec import Codec, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import address_of
-from gradcomp.kernels.replayed_calls import Pending, Routine
-from gradcomp.kernels.segments import FLOAT32, FP32, OWNER_RANK, VOTE, byte_offsets
+from gradcomp.kernels.replayed_calls import DONE, Pending, Routine
+from gradcomp.kernels.segments import FLOAT32, FP32, VOTE, byte_offsets
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.base import (
     HOST_MEMORY,
@@ -65,7 +65,7 @@ class ChunkSegments:
 
     def note(self, found: Bytes, flags: BucketFlags) -> None:
         """Set NONFINITE in ``flags`` for the layers of the rows that are flagged in ``found``."""
-        if np.count_nonzero(found):
+        if found.any():
             flags.states[self.header_index[found != 0]] |= NONFINITE
 
     def copy(self) -> ChunkSegments:
@@ -93,6 +93,7 @@ class Chunks:
         self, parts: Sequence[Part], layers: int, count: int, borders: Sequence[Sizes] | None = None
     ) -> None:
         self.parts, self.layers, self.count = parts, layers, count
+        self.device = device_of(parts)
         self._chunk_segments = (
             _cut(parts, count)
             if borders is None
@@ -188,25 +189,18 @@ def encode(
             for part, mine, found in zip(parts, segments, noted, strict=True):
                 scale, decay = part.group.scale(context.scale), part.group.decay_at(context.rate_ratio)
                 part.codec.encode(device, mine.table, target, found, context.draw, scale, decay)
-    yield from finish(started, binding, "compress", flags, segments, noted)
+    if started is not DONE:
+        yield from finish(started, binding, "compress")
+    for mine, found in zip(segments, noted, strict=True):
+        mine.note(found, flags)
 
 
-def finish(
-    started: Pending,
-    binding: Binding,
-    span: str,
-    flags: BucketFlags | None = None,
-    segments: Sequence[ChunkSegments] = (),
-    noted: Sequence[Bytes] = (),
-) -> Waits[None]:
-    """Wait for kernel calls; then set NONFINITE in ``flags`` for the layers of the rows that they flagged."""
+def finish(started: Pending, binding: Binding, span: str) -> Waits[None]:
+    """Wait for kernel calls of a device, and put their results into the arrays that they were given."""
     if not started.done():
         yield started
     with binding.span(span):
         started.finish()
-        if flags is not None:
-            for mine, found in zip(segments, noted, strict=True):
-                mine.note(found, flags)
 
 
 def decode(
@@ -231,14 +225,12 @@ def decode(
         with device.kernels.together(segments[0].routine) as started:
             for part, mine, found in zip(parts, segments, noted, strict=True):
                 part.codec.decode(device, mine.table, source, found, divisor, context.unscale_mean)
-    if not started.done():
-        yield started
-    with binding.span("decompress"):
-        started.finish()
-        results: list[Bytes] = [np.zeros(len(part.group.table), dtype=np.uint8) for part in parts]
-        for merged, mine, found in zip(results, segments, noted, strict=True):
-            if np.count_nonzero(found):
-                merged[mine.cut_from[found != 0]] = 1
+    if started is not DONE:
+        yield from finish(started, binding, "decompress")
+    results: list[Bytes] = [np.zeros(len(part.group.table), dtype=np.uint8) for part in parts]
+    for merged, mine, found in zip(results, segments, noted, strict=True):
+        if found.any():
+            merged[mine.cut_from[found != 0]] = 1
     return results
 
 
@@ -288,7 +280,8 @@ class WholeCodes:
                     part.codec.decode(self._device, segments.table, payloads[0], segments.flags())
                     for payload in payloads[1:]:
                         part.codec.add(self._device, segments.table, payload)
-        yield from finish(started, binding, "reduce")
+        if started is not DONE:
+            yield from finish(started, binding, "reduce")
 
     def _count(
         self, codec: Codec, segments: ChunkSegments, payloads: Sequence[Bytes], context: StepContext
@@ -296,8 +289,8 @@ class WholeCodes:
         """Write N times the majority: the codec encodes the mean of the votes as their majority."""
         majority: Bytes = np.zeros(self.codes.sizes[0], dtype=np.uint8)
         flags = segments.flags()
-        shared, device = Draw(context.draw.seed, context.draw.step, OWNER_RANK), self._device
-        codec.reduce(device, segments.table, payloads, majority, flags, shared, float(self._world))
+        device = self._device
+        codec.reduce(device, segments.table, payloads, majority, flags, context.shared, float(self._world))
         codec.decode(device, segments.table, majority, flags, scale=float(self._world))
 
     def decode(self, message: Bytes, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:

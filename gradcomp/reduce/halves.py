@@ -9,10 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from gradcomp.core.state import Range
-from gradcomp.kernels.codec import Draw
-from gradcomp.kernels.segments import OWNER_RANK
+from gradcomp.kernels.replayed_calls import DONE
 from gradcomp.kernels.step import StepContext
-from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Move, Part, Rounds, Waits, device_of, exchange
+from gradcomp.reduce.base import HOST_MEMORY, Binding, Memory, Move, Part, Rounds, Waits, exchange
 from gradcomp.reduce.chunks import Chunks, ChunkSegments, Mean, WholeCodes, encode, finish
 from gradcomp.reduce.header import BucketFlags
 from gradcomp.transport import base as transport
@@ -133,8 +132,7 @@ class ReduceScatter:
         c = sum / N + decay r; target <- encode(c); next r <- c - decode(target), where r is the server-side error.
         Random draws do not depend on the rank, so the result does not depend on which rank owns a chunk.
         """
-        shared = Draw(context.draw.seed, context.draw.step, OWNER_RANK)
-        device = device_of(self._chunks.parts)
+        device = self._chunks.device
         with binding.span("reduce"):
             for part, segments in zip(self._chunks.parts, self._own, strict=True):
                 if part.group.feedback:
@@ -145,9 +143,12 @@ class ReduceScatter:
                 for part, segments, found in zip(self._chunks.parts, self._own, noted, strict=True):
                     decay = part.group.decay_at(context.rate_ratio)
                     part.codec.reduce(
-                        device, segments.table, self.codes, target, found, shared, divisor, decay
+                        device, segments.table, self.codes, target, found, context.shared, divisor, decay
                     )
-        yield from finish(started, binding, "reduce", flags, self._own, noted)
+        if started is not DONE:
+            yield from finish(started, binding, "reduce")
+        for segments, found in zip(self._own, noted, strict=True):
+            segments.note(found, flags)
 
     @cached_property
     def _sum(self) -> WholeCodes:
@@ -199,7 +200,7 @@ class AllGather:
 
     def run(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Rounds:
         """Encode this rank's chunk, gather all chunks and decode them to the outputs; every rank must own a chunk."""
-        shared = StepContext(Draw(context.draw.seed, context.draw.step, OWNER_RANK), context.world)
+        shared = StepContext(context.shared, context.world)
         yield from encode(self._chunks.parts, self._inputs, self.own, shared, binding, flags)
         if self.rounds:
             yield self.move

@@ -6,15 +6,18 @@ It has two forms with the same fields: messages of bytes start with a :class:`By
 
 from __future__ import annotations
 
+import operator
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
 from gradcomp.kernels.devices import HOST
+from gradcomp.kernels.reference_headers import ALIGNMENT, FIXED
 from gradcomp.transport.base import Bytes
 
 PROTOCOL = 5
@@ -47,27 +50,8 @@ _OUTCOMES = APPLIED | DISCARDED | KEPT
 _OF_STEPS = _OUTCOMES | READY | WAITING | LATE | EDITED | DIFFERENT
 _OF_REQUESTS = _OUTCOMES | READY | WAITING
 
-#: Payloads and messages begin at multiples of this many bytes, because vector loads are fastest there.
-ALIGNMENT = 16
-
-FIXED = np.dtype(
-    [
-        ("magic", "<u2"),
-        ("protocol", "u1"),
-        ("round", "u1"),
-        ("check", "<u4"),
-        ("step", "<u4"),
-        ("bucket", "<u2"),
-        ("chunk", "<u2"),
-        ("payload_bytes", "<u4"),
-        ("layers", "<u2"),
-        ("sender", "<u2"),
-        # A receiver knows the values of all fields above and compares them.
-        ("fingerprint", "<u4"),
-        ("checksum", "<u4"),
-    ]
-)
-_COMPARED_BYTES, _CHECKSUM_AT = 24, 28
+_CHECKSUM_AT = 28
+_NOTHING = np.zeros(0, dtype=np.uint8)
 
 
 Numbers = TypeVar("Numbers", int, npt.NDArray[np.int64], npt.NDArray[np.float64])
@@ -133,12 +117,14 @@ class BucketFlags:
     @property
     def present(self) -> npt.NDArray[np.bool_]:
         """Return a boolean per layer: some rank had a dense gradient for it."""
-        return (self.states[:-1] & PRESENT).astype(np.bool_)
+        present: npt.NDArray[np.bool_] = (self.states[:-1] & PRESENT) != 0
+        return present
 
     @property
     def nonfinite(self) -> npt.NDArray[np.bool_]:
         """Return a boolean per layer: some rank found a value in it that is not finite."""
-        return (self.states[:-1] & NONFINITE).astype(np.bool_)
+        nonfinite: npt.NDArray[np.bool_] = (self.states[:-1] & NONFINITE) != 0
+        return nonfinite
 
 
 def check_covers(result: Bytes, own: Bytes, sender: object) -> None:
@@ -152,8 +138,7 @@ def check_covers(result: Bytes, own: Bytes, sender: object) -> None:
         )
 
 
-@dataclass(frozen=True)
-class HeaderId:
+class HeaderId(NamedTuple):
     """Identifies a collective: the ranks that take part in it must all have the same values.
 
     ``checksums`` says that messages carry checksums; it is a setting on which all ranks agree.
@@ -165,19 +150,8 @@ class HeaderId:
     checksums: bool = False
 
 
-class Received(NamedTuple):
-    """Holds the fields of a header that a receiver cannot compute itself.
-
-    ``payload`` is the payload's checksum, 0 if checksums are off.
-    """
-
-    states: Bytes
-    fingerprint: int
-    payload: int
-
-
 class ByteHeader:
-    """Writes and checks the headers of ``len(payload_bytes)`` messages about ``layers`` layers.
+    """Describes the headers of ``len(payload_bytes)`` messages about ``layers`` layers.
 
     Wire: a header has 32 bytes, a state byte per layer and one for the ranks, and zeros up to a multiple of 16. The
     payload follows, with bytes of any value up to a multiple of 16; ``message_bytes`` has the length of each message.
@@ -192,89 +166,142 @@ class ByteHeader:
         return padded(FIXED.itemsize + layers + 1)
 
     def __init__(self, layers: int, payload_bytes: npt.NDArray[np.int64]) -> None:
+        self.layers = layers
         self.nbytes = self.size(layers)
-        self._states = slice(FIXED.itemsize, FIXED.itemsize + layers + 1)
         self.message_bytes: list[int] = (self.nbytes + padded(payload_bytes)).tolist()
-        self._checksums = False
-        self._known = np.array([_OF_A_LAYER] * layers + [_OF_STEPS], dtype=np.uint8)
+        #: The bits that the state bytes of an arriving message may have.
+        self.known = np.array([_OF_A_LAYER] * layers + [_OF_STEPS], dtype=np.uint8)
         self._fixed = np.zeros(len(payload_bytes), dtype=FIXED)
         self._fixed["magic"], self._fixed["protocol"] = MAGIC, PROTOCOL
         self._fixed["chunk"] = np.arange(len(payload_bytes))
         self._fixed["payload_bytes"] = payload_bytes
         self._fixed["layers"] = layers
-        self._rows = self._fixed.view(np.uint8).reshape(len(self._fixed), FIXED.itemsize)
 
     def allow(self, bits: int) -> None:
         """Accept in the last state byte the bits of a request and ``bits``, instead of those of a step."""
-        self._known[-1] = _OF_REQUESTS | bits
+        self.known[-1] = _OF_REQUESTS | bits
 
-    def identify(self, header_id: HeaderId, round_number: int) -> None:
-        """Set the fields that change from round to round."""
-        self._fixed["check"], self._fixed["step"] = header_id.check, header_id.step & 0xFFFFFFFF
-        self._fixed["bucket"] = header_id.bucket
-        self._fixed["round"] = round_number & 0xFF
-        self._checksums = header_id.checksums
+    def fields(self, chunks: Sequence[int], senders: Sequence[int]) -> npt.NDArray[np.void]:
+        """Return the fixed fields of messages; those that change from round to round are 0."""
+        fields: npt.NDArray[np.void] = self._fixed[list(chunks)]
+        fields["sender"] = senders
+        return fields
 
-    def write(self, target: Bytes, chunk: int, flags: BucketFlags) -> int:
-        """Write the header of ``chunk`` at the start of ``target``, which has the payload already.
 
-        Returns the payload's checksum, 0 if checksums are off.
+class Headers:
+    """Writes or checks the headers of messages that travel in one round; one call serves all of them.
+
+    ``messages`` has for each message its buffer, the number of its chunk, and the rank that sends it. The buffers stay
+    the same from step to step.
+    """
+
+    def __init__(self, header: ByteHeader, messages: Sequence[tuple[Bytes, int, int]]) -> None:
+        self._header = header
+        # The header of a device mirror is in host memory.
+        self._buffers = buffers = [buffer.view(np.ndarray) for buffer, _, _ in messages]
+        self._chunks = [chunk for _, chunk, _ in messages]
+        self.senders = [sender for _, _, sender in messages]
+        self._fields = header.fields(self._chunks, self.senders)
+        self._rows = self._fields.view(np.uint8)
+        count = len(buffers)
+        self._addresses = np.array([each.__array_interface__["data"][0] for each in buffers], dtype=np.int64)
+        self._lengths = np.array([header.message_bytes[chunk] for chunk in self._chunks], dtype=np.int64)
+        self._too_short = any(map(operator.lt, map(len, buffers), self._lengths.tolist()))
+        self._payloads, self._fingerprints = np.zeros((2, count), dtype=np.uint32)
+        self._ranks = np.zeros(count, dtype=np.uint8)
+
+    @property
+    def payloads(self) -> list[int]:
+        """Return the checksums of the payloads that were written or checked last; 0 if checksums are off."""
+        found: list[int] = self._payloads.tolist()
+        return found
+
+    def write(self, header_id: HeaderId, round_number: int, flags: BucketFlags) -> None:
+        """Write the headers of messages that have their payloads already."""
+        HOST.kernels.write_headers(
+            self._rows,
+            self._addresses,
+            self._lengths,
+            flags.states,
+            self._payloads,
+            check=header_id.check,
+            step=header_id.step & 0xFFFFFFFF,
+            bucket=header_id.bucket,
+            round_number=round_number & 0xFF,
+            sender=flags.rank,
+            fingerprint=flags.fingerprint,
+            checksums=header_id.checksums,
+        )
+
+    def read(
+        self, header_id: HeaderId, round_number: int, flags: BucketFlags, sent: Bytes | None = None
+    ) -> list[int]:
+        """Check the headers of messages that have arrived, add their states and fingerprints to ``flags``.
+
+        ``sent`` has the states that this rank sent, if the messages are results, which must contain them. Returns each
+        message's last state byte. Raises PlanMismatchError for another protocol or check value, WireFormatError for any
+        other difference.
         """
-        target = target.view(np.ndarray)  # the header of a device mirror is in host memory
-        fixed = self._fixed[chunk]
-        fixed["sender"], fixed["fingerprint"] = flags.rank, flags.fingerprint
-        target[: FIXED.itemsize] = self._rows[chunk]
-        target[self._states] = flags.states
-        target[self._states.stop : self.nbytes] = 0
-        if not self._checksums:
-            return 0
-        payload, whole = self._checksum(target, chunk)
-        target[_CHECKSUM_AT : FIXED.itemsize] = np.array([whole], dtype="<u4").view(np.uint8)
-        return payload
+        if self._too_short:
+            self._refuse_short()
+        wrong = HOST.kernels.read_headers(
+            self._rows,
+            self._addresses,
+            self._lengths,
+            self._header.known,
+            _NOTHING if sent is None else sent,
+            flags.states,
+            self._fingerprints,
+            self._payloads,
+            self._ranks,
+            check=header_id.check,
+            step=header_id.step & 0xFFFFFFFF,
+            bucket=header_id.bucket,
+            round_number=round_number & 0xFF,
+            checksums=header_id.checksums,
+        )
+        if wrong >= 0:
+            self._explain(wrong, header_id, round_number, sent)
+        for fingerprint in self._fingerprints.tolist():
+            flags.compare(fingerprint)
+        ranks: list[int] = self._ranks.tolist()
+        return ranks
 
-    def read(self, source: Bytes, chunk: int, sender: int) -> Received:
-        """Check the message ``chunk`` from ``sender`` and return the fields that the sender chose.
-
-        Raises PlanMismatchError for another protocol or check value, WireFormatError for any other difference.
-        """
-        length = self.message_bytes[chunk]
-        if len(source) < length:
-            raise WireFormatError(
-                f"rank {sender} sent {len(source)} bytes, but its message must have {length}"
-            )
-        source = source.view(np.ndarray)  # the header of a device mirror is in host memory
-        self._fixed[chunk]["sender"] = sender
-        if source[:_COMPARED_BYTES].tobytes() != self._rows[chunk, :_COMPARED_BYTES].tobytes():
-            self._explain(source, chunk, sender)
-        payload = 0
-        fingerprint, stated = source[_COMPARED_BYTES : FIXED.itemsize].copy().view("<u4").tolist()
-        if self._checksums:
-            payload, whole = self._checksum(source, chunk)
-            if stated != whole:
+    def _refuse_short(self) -> None:
+        for sender, buffer, length in zip(self.senders, self._buffers, self._lengths.tolist(), strict=True):
+            if len(buffer) < length:
                 raise WireFormatError(
-                    f"a message of {length} bytes from rank {sender} does not match its checksum: it was damaged on "
-                    "the way"
+                    f"rank {sender} sent {len(buffer)} bytes, but its message must have {length}"
                 )
-        states = source[self._states]
-        unknown = states & ~self._known
-        if np.count_nonzero(unknown):
-            raise WireFormatError(f"rank {sender} sent an unknown state {states[unknown != 0][0]}")
-        return Received(states, fingerprint, payload)
 
-    def _checksum(self, message: Bytes, chunk: int) -> tuple[int, int]:
-        """Return the checksums of the payload and of the whole message."""
-        crc32c = HOST.kernels.crc32c
-        payload = crc32c(message[self.nbytes : self.message_bytes[chunk]])
-        return payload, crc32c(message[FIXED.itemsize : self.nbytes], crc32c(message[:_CHECKSUM_AT], payload))
-
-    def _explain(self, source: Bytes, chunk: int, sender: int) -> None:
-        got, want = source[: FIXED.itemsize].copy().view(FIXED)[0], self._fixed[chunk]
+    def _explain(self, row: int, header_id: HeaderId, round_number: int, sent: Bytes | None) -> NoReturn:
+        """Raise the error for the message with this number, which a kernel has refused."""
+        sender, message = self.senders[row], self._buffers[row]
+        got, want = message[: FIXED.itemsize].copy().view(FIXED)[0], self._fields[row].copy()
+        want["check"], want["step"] = header_id.check, header_id.step & 0xFFFFFFFF
+        want["bucket"], want["round"] = header_id.bucket, round_number & 0xFF
         compared = [n for n in FIXED.names or () if n not in ("fingerprint", "checksum")]
-        wrong = [f"{n} {got[n]} instead of {want[n]}" for n in compared if got[n] != want[n]]
-        text = f"rank {sender} sent a header with {', '.join(wrong)}"
-        if got["magic"] == MAGIC and (got["protocol"] != PROTOCOL or got["check"] != want["check"]):
-            raise PlanMismatchError(text)
-        raise WireFormatError(text)
+        if wrong := [f"{n} {got[n]} instead of {want[n]}" for n in compared if got[n] != want[n]]:
+            text = f"rank {sender} sent a header with {', '.join(wrong)}"
+            if got["magic"] == MAGIC and (got["protocol"] != PROTOCOL or got["check"] != want["check"]):
+                raise PlanMismatchError(text)
+            raise WireFormatError(text)
+        if header_id.checksums:
+            crc32c, begin = HOST.kernels.crc32c, self._header.nbytes
+            payload = crc32c(message[begin : int(self._lengths[row])])
+            whole = crc32c(message[FIXED.itemsize : begin], crc32c(message[:_CHECKSUM_AT], payload))
+            if got["checksum"] != whole:
+                raise WireFormatError(
+                    f"a message of {self._lengths[row]} bytes from rank {sender} does not match its checksum: it was "
+                    "damaged on the way"
+                )
+        states = message[FIXED.itemsize :][: self._header.layers + 1]
+        unknown = states & ~self._header.known
+        if unknown.any():
+            raise WireFormatError(f"rank {sender} sent an unknown state {states[unknown != 0][0]}")
+        if sent is not None:
+            check_covers(states, sent, f"rank {sender}")
+        raise AssertionError("a kernel has refused a header that is right")
 
 
 class CountHeader:

@@ -11,6 +11,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import Scheme, names
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Codec
+from gradcomp.kernels.replayed_calls import DONE
 from gradcomp.kernels.segments import BF16, FP32, VOTE
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.base import (
@@ -103,7 +104,10 @@ class PartialSums:
             with device.kernels.together() as started:
                 for part, own, found in zip(self._parts, sums, noted, strict=True):
                     part.codec.reduce(device, own.table, received, message, found, context.draw, 1.0)
-        yield from finish(started, binding, "reduce", flags, inputs, noted)
+        if started is not DONE:
+            yield from finish(started, binding, "reduce")
+        for mine, found in zip(inputs, noted, strict=True):
+            mine.note(found, flags)
 
 
 def contribute(

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.reduce.header import FIXED, ByteHeader, padded
+from gradcomp.kernels.reference_headers import FIXED
+from gradcomp.reduce.header import ByteHeader, padded
 from gradcomp.transport.base import parts_of
 from gradcomp.transport.inprocess import InProcessTransport, World
 

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -58,6 +59,9 @@ class Done:
         return True
 
 
+#: Starts a collective.
+Start = Callable[[], Handle]
+
 #: Pairs of a rank and the bytes that go to it or come from it.
 Messages = Sequence[tuple[int, Bytes]]
 
@@ -100,6 +104,20 @@ class Transport(ABC):
 
         Wire: N-1 times the bytes of this rank's part.
         """
+
+    def prepare_alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> Start:
+        """Return a function that starts :meth:`alltoallv` with these arguments.
+
+        A collective of a step recurs with the same buffers. Transports override this method and
+        :meth:`prepare_allgatherv` if they can look things up once.
+        """
+        return lambda: self.alltoallv(send, send_counts, recv, recv_counts)
+
+    def prepare_allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Start:
+        """Return a function that starts :meth:`allgatherv` with these arguments."""
+        return lambda: self.allgatherv(buffer, counts)
 
     def exchange(self, sends: Messages, recvs: Messages) -> Handle:
         """Send each array in ``sends`` to its rank and fill each array in ``recvs`` from its rank.
@@ -232,49 +250,61 @@ def wait(handle: Handle) -> None:
         pause = min(2 * pause, 2e-3)
 
 
-@dataclass(frozen=True, eq=False)
-class AllReduce:
-    """Requests a :meth:`Transport.allreduce`; :meth:`issue` starts it."""
+class Operation(ABC):
+    """Requests a collective, for as often as :meth:`issue` starts it; buffers and lengths stay the same."""
+
+    _prepared: tuple[Transport, Start] | None = None
+
+    def issue(self, transport: Transport) -> Handle:
+        """Start the collective."""
+        if self._prepared is None or self._prepared[0] is not transport:
+            self._prepared = transport, self._prepare(transport)
+        return self._prepared[1]()
+
+    @abstractmethod
+    def _prepare(self, transport: Transport) -> Start: ...
+
+
+@dataclass(eq=False)
+class AllReduce(Operation):
+    """Requests a :meth:`Transport.allreduce`."""
 
     array: npt.NDArray[Any]
 
-    def issue(self, transport: Transport) -> Handle:
-        return transport.allreduce(self.array)
+    def _prepare(self, transport: Transport) -> Start:
+        return partial(transport.allreduce, self.array)
 
 
-@dataclass(frozen=True, eq=False)
-class AllToAll:
-    """Requests a :meth:`Transport.alltoallv`; :meth:`issue` starts it."""
+@dataclass(eq=False)
+class AllToAll(Operation):
+    """Requests a :meth:`Transport.alltoallv`."""
 
     send: Bytes
     send_counts: Sequence[int]
     recv: Bytes
     recv_counts: Sequence[int]
 
-    def issue(self, transport: Transport) -> Handle:
-        return transport.alltoallv(self.send, self.send_counts, self.recv, self.recv_counts)
+    def _prepare(self, transport: Transport) -> Start:
+        return transport.prepare_alltoallv(self.send, self.send_counts, self.recv, self.recv_counts)
 
 
-@dataclass(frozen=True, eq=False)
-class AllGather:
-    """Requests a :meth:`Transport.allgatherv`; :meth:`issue` starts it."""
+@dataclass(eq=False)
+class AllGather(Operation):
+    """Requests a :meth:`Transport.allgatherv`."""
 
     buffer: Bytes
     counts: Sequence[int]
 
-    def issue(self, transport: Transport) -> Handle:
-        return transport.allgatherv(self.buffer, self.counts)
+    def _prepare(self, transport: Transport) -> Start:
+        return transport.prepare_allgatherv(self.buffer, self.counts)
 
 
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """Requests a :meth:`Transport.exchange`; :meth:`issue` starts it."""
+@dataclass(eq=False)
+class Exchange(Operation):
+    """Requests a :meth:`Transport.exchange`."""
 
     sends: Messages
     recvs: Messages
 
-    def issue(self, transport: Transport) -> Handle:
-        return transport.exchange(self.sends, self.recvs)
-
-
-Operation = AllReduce | AllToAll | AllGather | Exchange
+    def _prepare(self, transport: Transport) -> Start:
+        return partial(transport.exchange, self.sends, self.recvs)

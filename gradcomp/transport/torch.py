@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -42,10 +43,11 @@ _groups_made: dict[tuple[int, ...], int] = {}
 
 @dataclass(eq=False)
 class _Handle:
-    """Tracks a collective and keeps its tensors alive."""
+    """Tracks a collective and keeps its tensors alive; ``completed`` is called once it is complete."""
 
     works: list[Any]
     tensors: tuple[torch.Tensor, ...]
+    completed: Callable[[], None] | None = None
 
     def poll(self) -> bool:
         while self.works and self.works[-1].is_completed():
@@ -53,7 +55,12 @@ class _Handle:
                 self.works.pop().wait()
             except RuntimeError as error:
                 raise TransportError(f"collective failed: {_reason(error)}") from error
-        return not self.works
+        if self.works:
+            return False
+        if self.completed is not None:
+            self.completed()
+            self.completed = None
+        return True
 
     def block(self, seconds: float) -> None:
         if self.works:
@@ -87,6 +94,7 @@ class TorchTransport(Transport):
         _groups_made[tuple(ranks)] = number + 1
         self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
         self._running: list[_Handle] = []
+        self._copies: dict[int, list[Bytes]] = {}
         # A connection serves one call at a time, and ranks wait for each other in such a call. Two threads that make
         # groups of different ranks over one connection could block each other for ever.
         alone = _default_connection.acquire(blocking=False)
@@ -116,51 +124,93 @@ class TorchTransport(Transport):
         return self._groups[0] if self._groups else None
 
     def allreduce(self, array: npt.NDArray[Any]) -> _Handle:
-        self.bytes_sent += 2 * array.nbytes * (self.size - 1) // self.size
         tensor = torch.from_numpy(array)
-        return self._issue(lambda: [self.group.allreduce([tensor])], tensor)
+        nbytes = 2 * array.nbytes * (self.size - 1) // self.size
+        return self._issue(nbytes, lambda: [self.group.allreduce([tensor])], tensor)
 
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> _Handle:
-        self.bytes_sent += sum(send_counts) - send_counts[self.rank]
-        sent, received = send[: sum(send_counts)], recv[: sum(recv_counts)]
-        return self._alltoall(received, sent, list(recv_counts), list(send_counts))
+        return self.prepare_alltoallv(send, send_counts, recv, recv_counts)()
 
     def allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> _Handle:
-        self.bytes_sent += (self.size - 1) * counts[self.rank]
+        return self.prepare_allgatherv(buffer, counts)()
+
+    def prepare_alltoallv(
+        self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
+    ) -> Callable[[], _Handle]:
+        sent, received = send[: sum(send_counts)], recv[: sum(recv_counts)]
+        if self.size == 2:
+            peer = 1 - self.rank
+            sends, receives = parts_of(sent, send_counts), parts_of(received, recv_counts)
+            start = self._between_two(receives[peer], sends[peer])
+            kept, own = receives[self.rank], sends[self.rank]
+            if not len(own):
+                return start
+
+            def copy_and_start() -> _Handle:
+                kept[:] = own
+                return start()
+
+            return copy_and_start
+        target, source = torch.from_numpy(received), torch.from_numpy(sent)
+        out_splits, in_splits = list(recv_counts), list(send_counts)
+        nbytes = sum(send_counts) - send_counts[self.rank]
+
+        def call() -> list[Any]:
+            return [self.group.alltoall_base(target, source, out_splits, in_splits)]
+
+        return partial(self._issue, nbytes, call, target, source)
+
+    def prepare_allgatherv(self, buffer: Bytes, counts: Sequence[int]) -> Callable[[], _Handle]:
         parts = parts_of(buffer, counts)
-        if self.size == 2 and max(counts) >= _BOTH_WAYS_BYTES:
-            return self._both_ways(torch.from_numpy(parts[1 - self.rank]), torch.from_numpy(parts[self.rank]))
-        copies = np.tile(parts[self.rank], self.size)
-        return self._alltoall(buffer, copies, list(counts), [counts[self.rank]] * self.size)
+        own = parts[self.rank]
+        if self.size == 2:
+            return self._between_two(parts[1 - self.rank], own)
+        target = torch.from_numpy(buffer[: sum(counts)])
+        out_splits, in_splits = list(counts), [len(own)] * self.size
+        nbytes = (self.size - 1) * len(own)
 
-    def _alltoall(self, recv: Bytes, send: Bytes, out_splits: list[int], in_splits: list[int]) -> _Handle:
-        target, source = torch.from_numpy(recv), torch.from_numpy(send)
+        def start() -> _Handle:
+            # Gloo takes a copy of the part for each rank; the copies' memory serves all collectives of the same size.
+            free = self._copies.setdefault(nbytes, [])
+            copies = free.pop() if free else np.empty((self.size, len(own)), dtype=np.uint8)
+            copies[:] = own
+            source = torch.from_numpy(copies.reshape(-1))
+
+            def call() -> list[Any]:
+                return [self.group.alltoall_base(target, source, out_splits, in_splits)]
+
+            handle = self._issue(nbytes, call, target, source)
+            handle.completed = lambda: free.append(copies)
+            return handle
+
+        return start
+
+    def _between_two(self, recv: Bytes, send: Bytes) -> Callable[[], _Handle]:
+        """Return a function that exchanges these messages with the other one of two ranks.
+
+        Large ones travel both ways at once: rank 0 sends in the first group, rank 1 in the second.
+        """
         peer = 1 - self.rank
-        if self.size == 2 and max(out_splits[peer], in_splits[peer]) >= _BOTH_WAYS_BYTES:
-            received, sent = torch.split(target, out_splits), torch.split(source, in_splits)
-            received[self.rank].copy_(sent[self.rank])
-            return self._both_ways(received[peer], sent[peer])
-        return self._issue(
-            lambda: [self.group.alltoall_base(target, source, out_splits, in_splits)], target, source
-        )
-
-    def _both_ways(self, received: torch.Tensor, sent: torch.Tensor) -> _Handle:
-        """Exchange messages between two ranks: rank 0 sends in the first group, rank 1 in the second."""
-        peer, nothing = 1 - self.rank, sent[:0]
-        none, there, back = [0, 0], [0, 0], [0, 0]
+        received, sent = torch.from_numpy(recv), torch.from_numpy(send)
+        nothing, none, there, back = sent[:0], [0, 0], [0, 0], [0, 0]
         there[peer], back[peer] = len(sent), len(received)
-        return self._issue(
-            lambda: [
+
+        def together() -> list[Any]:
+            return [self.group.alltoall_base(received, sent, back, there)]
+
+        def both_ways() -> list[Any]:
+            return [
                 self._groups[self.rank].alltoall_base(nothing, sent, none, there),
                 self._groups[peer].alltoall_base(received, nothing, back, none),
-            ],
-            received,
-            sent,
-        )
+            ]
 
-    def _issue(self, call: Any, *tensors: torch.Tensor) -> _Handle:
+        call = both_ways if max(len(sent), len(received)) >= _BOTH_WAYS_BYTES else together
+        return partial(self._issue, len(sent), call, received, sent)
+
+    def _issue(self, nbytes: int, call: Callable[[], list[Any]], *tensors: torch.Tensor) -> _Handle:
+        self.bytes_sent += nbytes
         try:
             handle = _Handle(call(), tensors)
         except RuntimeError as error:

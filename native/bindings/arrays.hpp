@@ -20,6 +20,7 @@ namespace gradcomp::bindings {
 
 // Each adds its family's functions to the module.
 void add_codecs(nb::module_& module);
+void add_headers(nb::module_& module);
 void add_indices(nb::module_& module);
 void add_selections(nb::module_& module);
 void add_low_rank(nb::module_& module);

@@ -51,6 +51,7 @@ std::vector<std::string> available_isas() {
 NB_MODULE(_native, module) {
     using namespace gradcomp::bindings;
     add_codecs(module);
+    add_headers(module);
     add_indices(module);
     add_selections(module);
     add_low_rank(module);

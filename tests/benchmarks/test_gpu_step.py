@@ -9,7 +9,8 @@ import pytest
 from gpu_null import NullTransport
 from gpu_ranks import RanksError, launch
 
-from gradcomp.reduce.header import FIXED, BucketFlags, ByteHeader, HeaderId
+from gradcomp.kernels.reference_headers import FIXED
+from gradcomp.reduce.header import BucketFlags, ByteHeader, HeaderId, Headers
 
 TINY = {"layers": 1, "width": 32, "heads": 2, "words": 64, "length": 8, "batch": 2}
 
@@ -70,9 +71,9 @@ def test_over_the_null_transport_the_other_rank_sends_the_same(rank):
     assert total.tolist() == [3.0, 4.0]
     size = ByteHeader.size(1)
     header = ByteHeader(1, np.array([32, 32], np.int64))
-    header.identify(HeaderId(5, 6, bucket=1), 0)
     travels, own = np.full(size + 32, 1, np.uint8), np.full(size + 32, 2, np.uint8)
-    header.write(travels, 1 - rank, BucketFlags(np.array([1, 8], np.uint8), rank))
+    flags = BucketFlags(np.array([1, 8], np.uint8), rank)
+    Headers(header, [(travels, 1 - rank, rank)]).write(HeaderId(5, 6, bucket=1), 0, flags)
     counts = [0, 0]
     counts[1 - rank] = len(travels)
     received = np.zeros(len(own), np.uint8)

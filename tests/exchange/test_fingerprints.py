@@ -14,7 +14,8 @@ from gradcomp.core.topology import Topology
 from gradcomp.exchange.fingerprint import NOTHING, Fingerprint, Fingerprints
 from gradcomp.exchange.reports import different_fingerprints
 from gradcomp.kernels.devices import HOST
-from gradcomp.reduce.header import EDITED, FIXED, ByteHeader, padded
+from gradcomp.kernels.reference_headers import FIXED
+from gradcomp.reduce.header import EDITED, ByteHeader, padded
 from gradcomp.testing.simulation import Simulation
 
 LAYERS = [LayerSpec("a", (300,)), LayerSpec("b", (20, 10))]

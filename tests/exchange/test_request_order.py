@@ -29,7 +29,8 @@ from gradcomp.exchange import request_group
 from gradcomp.exchange.request_group import TRUSTED, RequestGroup, RequestOrder, Run
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
 from gradcomp.exchange.waiting import Waiting
-from gradcomp.reduce.header import DECLINED, FIXED, ByteHeader
+from gradcomp.kernels.reference_headers import FIXED
+from gradcomp.reduce.header import DECLINED, ByteHeader
 
 CODEC = Quantize(4, 16)
 LAYERS = (LayerSpec("a", (70,)), LayerSpec("b", (9, 5)))

@@ -109,9 +109,10 @@ class Rank:
         """
         if not self.fails(*MESSAGES):
             return
-        from gradcomp.reduce.header import FIXED, BucketFlags, ByteHeader
+        from gradcomp.kernels.reference_headers import FIXED
+        from gradcomp.reduce.header import BucketFlags, Headers
 
-        read, write = ByteHeader.read, ByteHeader.write
+        read, write = Headers.read, Headers.write
         seen: list[bytes] = []  # what has arrived in this step
         passed = self.trial.seed % 3  # so many messages are left as they are
 
@@ -129,11 +130,12 @@ class Rank:
             at = self.trial.seed * 7919 % max(len(buffer), 1)
             buffer[at : at + 1] ^= 1 << self.trial.seed % 8
 
-        def payload(header: Any, message: np.ndarray, chunk: int) -> np.ndarray:
-            return message.view(np.ndarray)[header.nbytes :][: int(header._fixed[chunk]["payload_bytes"])]
+        def payload(headers: Any, i: int) -> np.ndarray:
+            begin = headers._header.nbytes
+            return headers._buffers[i][begin:][: int(headers._fields["payload_bytes"][i])]
 
-        def reads(header: Any, source: np.ndarray, chunk: int, sender: int) -> Any:
-            whole = source.view(np.ndarray)[: header.message_bytes[chunk]]
+        def arrives(headers: Any, i: int, header_id: Any, round_number: int) -> None:
+            whole = headers._buffers[i][: headers._lengths[i]]
             if self.trial.fault == "message altered" and strikes():
                 flip(whole)
             if self.trial.fault == "message misdelivered" and self.step == self.trial.step:
@@ -143,18 +145,29 @@ class Rank:
                 if others and strikes():
                     whole[:] = np.frombuffer(others[-1], np.uint8)
             if self.trial.fault == "message altered by its sender" and self.trial.seed % 2 and strikes():
-                flip(payload(header, whole, chunk))
+                flip(payload(headers, i))
                 fixed = whole[: FIXED.itemsize].copy().view(FIXED)[0]
                 states = whole[FIXED.itemsize :][: int(fixed["layers"]) + 1].copy()
-                write(header, whole, chunk, BucketFlags(states, sender, int(fixed["fingerprint"])))
-            return read(header, source, chunk, sender)
+                sender = headers.senders[i]
+                again = Headers(headers._header, [(whole, headers._chunks[i], sender)])
+                write(again, header_id, round_number, BucketFlags(states, sender, int(fixed["fingerprint"])))
 
-        def writes(header: Any, target: np.ndarray, chunk: int, *rest: Any) -> Any:
-            if self.trial.fault == "message altered by its sender" and not self.trial.seed % 2 and strikes():
-                flip(payload(header, target, chunk))
-            return write(header, target, chunk, *rest)
+        def reads(headers: Any, header_id: Any, round_number: int, *rest: Any) -> Any:
+            for i in range(len(headers._buffers)):
+                arrives(headers, i, header_id, round_number)
+            return read(headers, header_id, round_number, *rest)
 
-        ByteHeader.read, ByteHeader.write = reads, writes  # type: ignore[method-assign]
+        def writes(headers: Any, *rest: Any) -> Any:
+            for i in range(len(headers._buffers)):
+                if (
+                    self.trial.fault == "message altered by its sender"
+                    and not self.trial.seed % 2
+                    and strikes()
+                ):
+                    flip(payload(headers, i))
+            return write(headers, *rest)
+
+        Headers.read, Headers.write = reads, writes  # type: ignore[method-assign]
 
     def outlive_launcher(self) -> bool:
         """Whether this is a rank whose launcher is dead, and which is to go on: a tenth of a second is over then."""

@@ -17,7 +17,8 @@ from reduce.schemes import PARTIAL, REDUCTIONS, fits, topologies
 from gradcomp import Compressor, GradcompError, LayerSpec, LGreCo, Quantize, Signum
 from gradcomp.exchange.fingerprint import Fingerprint
 from gradcomp.kernels.devices import HOST
-from gradcomp.reduce.header import FIXED, MAGIC, ByteHeader, padded
+from gradcomp.kernels.reference_headers import FIXED
+from gradcomp.reduce.header import MAGIC, ByteHeader, padded
 from gradcomp.testing.simulation import Simulation, same_bytes
 
 _SIZES = (1, 33, 100, 300)

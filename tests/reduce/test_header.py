@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,11 +9,12 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from gradcomp import PlanMismatchError, WireFormatError
+from gradcomp.kernels import dispatch, reference_checksum
+from gradcomp.kernels.reference_headers import FIXED
 from gradcomp.reduce.header import (
     APPLIED,
     DIFFERENT,
     DISCARDED,
-    FIXED,
     NONFINITE,
     PRESENT,
     READY,
@@ -25,11 +24,12 @@ from gradcomp.reduce.header import (
     ByteHeader,
     CountHeader,
     HeaderId,
+    Headers,
     check_covers,
 )
 
 HEADER_ID = HeaderId(check=0xDEADBEEF, step=41, bucket=3)
-CHECKED = replace(HEADER_ID, checksums=True)
+CHECKED = HEADER_ID._replace(checksums=True)
 LAYERS = 5
 STATES = np.array(
     [0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE, APPLIED | READY], dtype=np.uint8
@@ -37,27 +37,83 @@ STATES = np.array(
 CHUNK, SENDER, FINGERPRINT = 1, 2, 0x89ABCDEF
 
 
-def header(header_id: HeaderId = HEADER_ID, round_number: int = 0, layers: int = LAYERS) -> ByteHeader:
-    made = ByteHeader(layers, np.array([10, 20, 30], dtype=np.int64))
-    made.identify(header_id, round_number)
-    return made
+def header(layers: int = LAYERS) -> ByteHeader:
+    return ByteHeader(layers, np.array([10, 20, 30], dtype=np.int64))
 
 
-def message(states: np.ndarray = STATES, **options) -> np.ndarray:
-    made = header(**options)
+def message(states: np.ndarray = STATES, header_id: HeaderId = HEADER_ID, layers: int = LAYERS) -> np.ndarray:
+    made = header(layers)
     buffer = np.full(made.message_bytes[CHUNK], 0xAA, dtype=np.uint8)
-    made.write(buffer, CHUNK, BucketFlags(states, SENDER, FINGERPRINT))
+    headers = Headers(made, [(buffer, CHUNK, SENDER)])
+    headers.write(header_id, 0, BucketFlags(states, SENDER, FINGERPRINT))
     return buffer
+
+
+def read(
+    buffer: np.ndarray,
+    chunk: int = CHUNK,
+    sender: int = SENDER,
+    header_id: HeaderId = HEADER_ID,
+    made: ByteHeader | None = None,
+) -> tuple[BucketFlags, list[int], list[int]]:
+    """Returns the flags that a message has, its checksum and its last state byte."""
+    made = made or header()
+    headers = Headers(made, [(buffer, chunk, sender)])
+    flags = BucketFlags(np.zeros(made.layers + 1, np.uint8))
+    ranks = headers.read(header_id, 0, flags)
+    return flags, headers.payloads, ranks
+
+
+@pytest.fixture(params=["reference", "native"], autouse=True)
+def kernels(request):
+    with dispatch.use(request.param):
+        yield
 
 
 class TestByteHeader:
     def test_states_arrive(self):
-        states, fingerprint, payload = header().read(message(), CHUNK, SENDER)
-        assert (states.tolist(), fingerprint, payload) == (STATES.tolist(), FINGERPRINT, 0)
+        flags, payloads, ranks = read(message())
+        assert (flags.states.tolist(), flags.fingerprint) == (STATES.tolist(), FINGERPRINT)
+        assert (payloads, ranks) == ([0], [STATES[-1]])
+
+    def test_the_bytes_are_those_of_the_page(self):
+        fixed = "4763 05 00 efbeadde 29000000 0300 0100 14000000 0500 0200 efcdab89 00000000"
+        states = "00 01 03 04 07 09" + "00" * 10
+        assert message()[:48].tobytes() == bytes.fromhex(fixed + states)
+        checked = message(header_id=CHECKED)
+        assert np.flatnonzero(checked != message()).tolist() == [28, 29, 30, 31]
+        crc32c = reference_checksum.crc32c
+        whole = crc32c(checked[32:48], crc32c(checked[:28], crc32c(checked[48:])))
+        assert int.from_bytes(checked[28:32].tobytes(), "little") == whole
+        assert read(checked, header_id=CHECKED)[1] == [crc32c(checked[48:])]
+
+    def test_messages_of_several_ranks_are_checked_together(self):
+        made, world = header(), 4
+        buffers = [np.zeros(made.message_bytes[CHUNK], np.uint8) for _ in range(world)]
+        for rank, buffer in enumerate(buffers):
+            own = BucketFlags(np.full(LAYERS + 1, 1 << rank % 3, np.uint8), rank, FINGERPRINT + (rank == 3))
+            Headers(made, [(buffer, CHUNK, rank)]).write(CHECKED, 0, own)
+        together = Headers(made, [(buffer, CHUNK, rank) for rank, buffer in enumerate(buffers)])
+        flags = BucketFlags(np.zeros(LAYERS + 1, np.uint8))
+        assert together.read(CHECKED, 0, flags) == [1, 2, 4, 1]
+        assert flags.states.tolist() == [7] * LAYERS + [7 | DIFFERENT]
+        assert len(together.payloads) == world
+        buffers[2][40] ^= 1
+        with pytest.raises(WireFormatError, match="from rank 2 does not match its checksum"):
+            together.read(CHECKED, 0, flags)
+
+    def test_a_result_must_have_what_this_rank_sent(self):
+        headers = Headers(header(), [(message(), CHUNK, SENDER)])
+        flags = BucketFlags(np.zeros(LAYERS + 1, np.uint8))
+        headers.read(HEADER_ID, 0, flags, STATES)
+        more = STATES.copy()
+        more[0] = PRESENT
+        with pytest.raises(WireFormatError, match=r"rank 2 lacks states .* entries \[0\]"):
+            headers.read(HEADER_ID, 0, flags, more)
 
     @pytest.mark.parametrize(("layers", "size"), [(0, 48), (5, 48), (15, 48), (16, 64)])
     def test_it_is_32_bytes_and_one_per_layer_and_one_and_padded(self, layers: int, size: int):
-        made = header(layers=layers)
+        made = header(layers)
         assert made.nbytes == ByteHeader.size(layers) == size
         assert made.message_bytes == [size + 16, size + 32, size + 32]
         assert (message(np.zeros(layers + 1, np.uint8), layers=layers)[made.nbytes :] == 0xAA).all()
@@ -65,7 +121,7 @@ class TestByteHeader:
     @pytest.mark.parametrize("kept", [0, 1, 23, 32, 48, 79])
     def test_a_truncated_one_is_refused(self, kept: int):
         with pytest.raises(WireFormatError, match=f"rank 2 sent {kept} bytes"):
-            header().read(message()[:kept], CHUNK, sender=2)
+            read(message()[:kept])
 
     WRONG = {
         "magic": (0x1234, WireFormatError),
@@ -86,7 +142,7 @@ class TestByteHeader:
         buffer = message()
         buffer[: FIXED.itemsize].view(FIXED)[name] = value
         with pytest.raises(error, match="rank 2 sent") as caught:
-            header().read(buffer, CHUNK, sender=2)
+            read(buffer)
         assert f"{name} {value} instead of" in str(caught.value)
 
     @pytest.mark.parametrize(("at", "state"), [(2, 8), (LAYERS - 1, 128)])
@@ -94,41 +150,41 @@ class TestByteHeader:
         buffer = message()
         buffer[FIXED.itemsize + at] = state
         with pytest.raises(WireFormatError, match=f"unknown state {state}"):
-            header().read(buffer, CHUNK, sender=2)
+            read(buffer)
 
     def test_steps_are_compared_modulo_two_to_the_32(self):
-        header(HeaderId(1, 2**32 + 5, 0)).read(message(header_id=HeaderId(1, 2**32 + 5, 0)), CHUNK, SENDER)
+        late = HeaderId(1, 2**32 + 5, 0)
+        read(message(header_id=late), header_id=late)
 
     def test_chunks_and_senders_of_large_worlds_are_told_apart(self):
         made = ByteHeader(1, np.zeros(1024, np.int64))
-        made.identify(HEADER_ID, 0)
         buffer = np.zeros(made.message_bytes[1023], np.uint8)
-        made.write(buffer, 1023, BucketFlags(STATES[-2:], 1022))
-        made.read(buffer, 1023, 1022)
+        Headers(made, [(buffer, 1023, 1022)]).write(HEADER_ID, 0, BucketFlags(STATES[-2:], 1022))
+        read(buffer, 1023, 1022, made=made)
         for chunk, sender in ((1023 - 256, 1022), (1023, 1022 - 256)):
             with pytest.raises(WireFormatError, match="instead of"):
-                made.read(buffer, chunk, sender)
+                read(buffer, chunk, sender, made=made)
 
     @given(st.binary(max_size=40))
     def test_random_bytes_are_a_typed_error(self, data: bytes):
         with pytest.raises((WireFormatError, PlanMismatchError)):
-            header().read(np.frombuffer(data, np.uint8), CHUNK, sender=2)
+            read(np.frombuffer(data, np.uint8))
 
     @given(st.integers(0, 79), st.integers(1, 255), st.integers(0, 9))
     def test_a_checksum_finds_a_changed_byte(self, at: int, change: int, extra: int):
         # What is behind does not count.
         buffer = np.append(message(header_id=CHECKED), np.zeros(extra, np.uint8))
-        header(CHECKED).read(buffer, CHUNK, sender=2)
+        read(buffer, header_id=CHECKED)
         buffer[at] ^= change
         with pytest.raises((WireFormatError, PlanMismatchError)):
-            header(CHECKED).read(buffer, CHUNK, sender=2)
+            read(buffer, header_id=CHECKED)
 
     @given(st.integers(0, 32 + LAYERS), st.integers(0, 255))
     def test_a_changed_byte_is_an_error_or_a_state(self, at: int, value: int):
         buffer = message()
         buffer[at] = value
         try:
-            states = header().read(buffer, CHUNK, sender=2).states
+            states = read(buffer)[0].states
         except (WireFormatError, PlanMismatchError):
             return
         assert (states[:-1] < 8).all()
