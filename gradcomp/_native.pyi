@@ -60,5 +60,11 @@ def isa() -> str:
 def set_isa(name: str) -> None:
     """Use another instruction set; ValueError if this CPU or build lacks it."""
 
+def threads() -> int:
+    """Most threads that share the work of a codec's kernel, the caller's included; 1 until it is set."""
+
+def set_threads(number: int) -> None:
+    """Let so many threads share the work; ValueError unless it is positive."""
+
 def available_isas() -> list[str]:
     """The instruction sets of this build that this CPU has, fastest first."""

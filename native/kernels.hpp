@@ -1,6 +1,7 @@
 // The kernels: one call serves a whole table. gradcomp/kernels/reference.py defines what each computes.
 //
-// Callers check the table first; a kernel trusts its rows, and nothing it reads from a payload.
+// Callers check the table first; a kernel trusts its rows, and nothing it reads from a payload. Rows do not
+// share memory that is written.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,12 @@
 #include "select.hpp"
 
 namespace gradcomp {
+
+// A run of elements of one row of a table, and whether a kernel found something there that is not finite.
+struct Part {
+    std::int64_t row, first, length;
+    bool failed;
+};
 
 struct Rounding {
     bool stochastic;
@@ -130,13 +137,14 @@ struct DrawIndicesCall {
     Rounding rounding;
 };
 
-// The same sources, compiled for one instruction set.
+// The same sources, compiled for one instruction set. The first four handle parts of a call, of which several
+// threads handle some each: see parts.hpp.
 struct Kernels {
     std::string_view isa;
-    void (*encode)(const EncodeCall&);
-    void (*decode)(const DecodeCall&);
-    void (*decode_add)(const DecodeAddCall&);
-    void (*reduce)(const ReduceCall&);
+    void (*encode)(const EncodeCall&, std::span<Part>);
+    void (*decode)(const DecodeCall&, std::span<Part>);
+    void (*decode_add)(const DecodeAddCall&, std::span<Part>);
+    void (*reduce)(const ReduceCall&, std::span<Part>);
     void (*scatter_mean)(const ScatterCall&, ListPart*);  // room for one part per rank
     void (*contribute)(const ContributeCall&);
     void (*squares)(const SquaresCall&);

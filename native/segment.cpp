@@ -45,6 +45,8 @@ Levels levels(Codec codec) {
     }
 }
 
+}  // namespace
+
 int code_bits(Codec codec, const Segment& segment) {
     switch (codec) {
         case Codec::fp32:
@@ -58,8 +60,6 @@ int code_bits(Codec codec, const Segment& segment) {
             return segment.bits;
     }
 }
-
-}  // namespace
 
 int scale_record_bytes(Codec codec) {
     switch (codec) {

@@ -55,6 +55,9 @@ inline constexpr std::uint32_t owner_rank = 0xFFFFFFFF;
 inline constexpr std::int64_t magnitude_rows = 9;
 inline constexpr std::int64_t magnitudes_per_row = 128;
 
+// Bits of an element's code; with bits by bucket, of the mean code.
+int code_bits(Codec codec, const Segment& segment);
+
 // Bytes of one bucket's scale record.
 int scale_record_bytes(Codec codec);
 

@@ -213,6 +213,24 @@ def backend() -> BackendName:
     return _active
 
 
+def threads() -> int:
+    """Returns the most threads that share the work of a codec's kernel on the host, the caller's included.
+
+    The compiled kernels `encode`, `decode`, `decode_add` and `reduce` share theirs; NumPy's run on the caller's thread.
+    """
+    return _native.threads() if _native is not None and _active == "native" else 1
+
+
+def set_threads(number: int) -> None:
+    """Lets so many threads share the work of the compiled codecs; results do not depend on it.
+
+    Raises:
+        ValueError: the number is not positive.
+    """
+    if _native is not None:
+        _native.set_threads(number)
+
+
 def numpy_multiplies(rank: int) -> bool:
     """Returns whether NumPy computes, on the host, the products whose order of sums is free.
 

@@ -9,6 +9,7 @@
 #include "arrays.hpp"
 #include "body/sample.hpp"
 #include "crc32c.hpp"
+#include "parts.hpp"
 
 namespace gradcomp::bindings {
 
@@ -55,15 +56,14 @@ void encode(int codec_number, const Rows& rows, const Bytes& payload, const Byte
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
     check_segments(codec, table, size(payload));
-    run(gradcomp::active_kernels().encode,
-        gradcomp::EncodeCall{codec,
-                             table,
-                             payload.data(),
-                             flags.data(),
-                             {stochastic, seed, step, rank},
-                             scale,
-                             decay,
-                             view_magnitudes(codec, table, magnitudes, false)});
+    run(gradcomp::encode, gradcomp::EncodeCall{codec,
+                                               table,
+                                               payload.data(),
+                                               flags.data(),
+                                               {stochastic, seed, step, rank},
+                                               scale,
+                                               decay,
+                                               view_magnitudes(codec, table, magnitudes, false)});
 }
 
 void decode(int codec_number, const Rows& rows, const ConstBytes& payload, const Bytes& flags, double divisor,
@@ -72,9 +72,8 @@ void decode(int codec_number, const Rows& rows, const ConstBytes& payload, const
     const auto table = view_table(rows);
     check_per_segment("flags", flags, table);
     check_outputs(codec, table, size(payload));
-    run(gradcomp::active_kernels().decode,
-        gradcomp::DecodeCall{codec, table, payload.data(), flags.data(), divisor, scale,
-                             view_magnitudes(codec, table, magnitudes, true)});
+    run(gradcomp::decode, gradcomp::DecodeCall{codec, table, payload.data(), flags.data(), divisor, scale,
+                                               view_magnitudes(codec, table, magnitudes, true)});
 }
 
 void decode_add(int codec_number, const Rows& rows, const ConstBytes& payload, double scale,
@@ -86,9 +85,8 @@ void decode_add(int codec_number, const Rows& rows, const ConstBytes& payload, d
         if (table[row].output != 0 && table[row].dtype != gradcomp::Dtype::float32)
             throw std::invalid_argument("decode_add adds to float32 outputs only");
     }
-    run(gradcomp::active_kernels().decode_add,
-        gradcomp::DecodeAddCall{codec, table, payload.data(), scale,
-                                view_magnitudes(codec, table, magnitudes, true)});
+    run(gradcomp::decode_add, gradcomp::DecodeAddCall{codec, table, payload.data(), scale,
+                                                      view_magnitudes(codec, table, magnitudes, true)});
 }
 
 void reduce(int codec_number, const Rows& rows, const std::vector<ConstBytes>& payloads, const Bytes& out,
@@ -106,16 +104,15 @@ void reduce(int codec_number, const Rows& rows, const std::vector<ConstBytes>& p
             throw std::invalid_argument("out overlaps a payload");
         sources.push_back(payload.data());
     }
-    run(gradcomp::active_kernels().reduce,
-        gradcomp::ReduceCall{codec,
-                             table,
-                             sources,
-                             out.data(),
-                             flags.data(),
-                             {stochastic, seed, step, rank},
-                             divisor,
-                             decay,
-                             view_magnitudes(codec, table, magnitudes, false)});
+    run(gradcomp::reduce, gradcomp::ReduceCall{codec,
+                                               table,
+                                               sources,
+                                               out.data(),
+                                               flags.data(),
+                                               {stochastic, seed, step, rank},
+                                               divisor,
+                                               decay,
+                                               view_magnitudes(codec, table, magnitudes, false)});
 }
 
 void nonzero(const Rows& rows, const Bytes& out) {

@@ -8,6 +8,7 @@
 
 #include "arrays.hpp"
 #include "program.hpp"
+#include "threads.hpp"
 
 namespace gradcomp::bindings {
 
@@ -64,4 +65,6 @@ NB_MODULE(_native, module) {
     module.def("isa", [] { return gradcomp::active_kernels().isa; });
     module.def("set_isa", &gradcomp::select_kernels, "name"_a);
     module.def("available_isas", &available_isas);
+    module.def("threads", &gradcomp::threads);
+    module.def("set_threads", &gradcomp::set_threads, "number"_a);
 }

@@ -1,6 +1,7 @@
 // Payload to values.
 #pragma once
 
+#include "../parts.hpp"
 #include "codecs.hpp"
 #include "codes.hpp"
 #include "finish.hpp"
@@ -13,13 +14,12 @@ struct PayloadView {
     Level level;
 };
 
-// A segment's payload, whose codes begin behind so many bytes of scales.
+// A piece of a segment in the buffer of a payload.
 template <class Codec>
-inline PayloadView view_of(const Segment& segment, Level level, const std::uint8_t* payload,
-                           std::int64_t scale_bytes) {
+inline PayloadView view_of(const Piece& piece, Level level, const std::uint8_t* payload) {
     if constexpr (unit_bytes<Codec> > 0)
-        if (segment.length > 0) level.unit = read_float(payload);
-    return {payload + unit_bytes<Codec>, payload + scale_bytes, level};
+        if (piece.segment.length > 0) level.unit = read_float(payload + piece.segment.payload);
+    return {payload + piece.scales, payload + piece.codes, level};
 }
 
 // Values of the elements first..first+count, at most a block, into an array of block_capacity.

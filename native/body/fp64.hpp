@@ -56,19 +56,20 @@ inline bool encode_fp64(const Segment& segment, double scale, double decay, std:
     return true;
 }
 
-inline bool reduce_fp64(const Segment& segment, std::span<const std::uint8_t* const> payloads, double divisor,
-                        double decay, std::uint8_t* codes) {
+// The codes of the payloads, and those of the mean, begin at `at`.
+inline bool reduce_fp64(const Segment& segment, std::span<const std::uint8_t* const> payloads,
+                        std::int64_t at, double divisor, double decay, std::uint8_t* out) {
     for (std::int64_t first = 0; first < segment.length; first += double_block) {
         const std::int64_t count = smaller(double_block, segment.length - first);
         double c[double_block];
-        read_doubles(payloads[0] + segment.payload, first, count, c);
+        read_doubles(payloads[0] + at, first, count, c);
         for (const std::uint8_t* payload : payloads.subspan(1)) {
             double values[double_block];
-            read_doubles(payload + segment.payload, first, count, values);
+            read_doubles(payload + at, first, count, values);
             for (std::int64_t i = 0; i < count; ++i) c[i] = c[i] + values[i];
         }
         for (std::int64_t i = 0; i < count; ++i) c[i] = c[i] / divisor;
-        if (!encode_doubles(segment, first, count, c, decay, codes)) return false;
+        if (!encode_doubles(segment, first, count, c, decay, out + at)) return false;
     }
     return true;
 }

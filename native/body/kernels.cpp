@@ -84,20 +84,21 @@ struct OneBitToNearest<PureSign<Norm>> {
 };
 
 template <class Class>
-bool encode_from(const Segment& segment, Level level, const Source& source, const Rounding& rounding,
-                 std::int64_t scale_bytes, std::uint8_t* payload) {
+bool encode_from(const Piece& piece, Level level, const Source& source, const Rounding& rounding,
+                 std::uint8_t* payload) {
+    const Segment& segment = piece.segment;
     if constexpr (unit_bytes<Class> > 0) {
         if (segment.length == 0) return true;
         level.unit = Class::unit_for(largest_magnitude(source, segment.length));
         if (!is_finite(level.unit)) return false;
-        write_float(payload, level.unit);
+        write_float(payload + segment.payload, level.unit);
     }
     const EncodeJob job{segment,
                         source,
                         rounding,
                         level,
-                        payload + unit_bytes<Class>,
-                        payload + scale_bytes,
+                        payload + piece.scales,
+                        payload + piece.codes,
                         segment.length >= streaming_length};
     if constexpr (Class::draws) {
         if (rounding.stochastic) return SegmentEncoder<Class, true>(job).run();
@@ -107,12 +108,18 @@ bool encode_from(const Segment& segment, Level level, const Source& source, cons
 }
 
 // MinMax on a lattice that a draw moves; apart from encode_from, which is inlined for each codec.
-[[gnu::noinline]] bool encode_shifted(const Segment& segment, const Source& source, const Rounding& rounding,
+[[gnu::noinline]] bool encode_shifted(const Piece& piece, const Source& source, const Rounding& rounding,
                                       std::uint8_t* payload) {
+    const Segment& segment = piece.segment;
     Level level(segment, nullptr);
     level.shift = shift_of(rounding, segment.layer);
-    std::uint8_t* const codes = payload + scale_bytes(Codec::minmax_shift, segment);
-    const EncodeJob job{segment, source, rounding, level, payload, codes, segment.length >= streaming_length};
+    const EncodeJob job{segment,
+                        source,
+                        rounding,
+                        level,
+                        payload + piece.scales,
+                        payload + piece.codes,
+                        segment.length >= streaming_length};
     return SegmentEncoder<ShiftedMinMax, false>(job).run();
 }
 
@@ -121,69 +128,57 @@ bool is_shifted(Codec codec, const Rounding& rounding) {
     return codec == Codec::minmax_shift && rounding.stochastic;
 }
 
-// What an encoder leaves behind for a segment that is not finite.
-void discard(Codec codec, const Segment& segment, std::uint8_t* payload, std::uint8_t& flag) {
-    std::memset(payload, 0, static_cast<std::size_t>(wire_bytes(codec, segment)));
-    flag |= 1;
+// Encode a part; returns whether it is finite.
+bool encode_piece(const EncodeCall& call, const Piece& piece) {
+    const Segment& segment = piece.segment;
+    if (call.codec == Codec::fp64)
+        return encode_fp64(segment, call.scale, call.decay, call.payload + piece.codes);
+    const Gradient source(segment, static_cast<float>(call.scale), static_cast<float>(call.decay));
+    if (is_allocated(call.codec))
+        return encode_allocated(call.codec, segment, source, call.rounding, call.payload + segment.payload);
+    if (is_shifted(call.codec, call.rounding))
+        return encode_shifted(piece, source, call.rounding, call.payload);
+    return with_codec(call.codec, segment.bits, [&]<class Class>() {
+        return encode_from<Class>(piece, Level(segment, call.magnitudes), source, call.rounding,
+                                  call.payload);
+    });
 }
 
-void encode(const EncodeCall& call) {
-    for (std::int64_t row = 0; row < call.table.size(); ++row) {
-        const Segment segment = call.table[row];
-        std::uint8_t* const payload = call.payload + segment.payload;
-        bool finite;
-        if (call.codec == Codec::fp64) {
-            finite = encode_fp64(segment, call.scale, call.decay, payload);
-        } else {
-            const Gradient source(segment, static_cast<float>(call.scale), static_cast<float>(call.decay));
-            if (is_allocated(call.codec))
-                finite = encode_allocated(call.codec, segment, source, call.rounding, payload);
-            else if (is_shifted(call.codec, call.rounding))
-                finite = encode_shifted(segment, source, call.rounding, payload);
-            else
-                finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
-                    return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
-                                              scale_bytes(call.codec, segment), payload);
-                });
-        }
-        if (!finite) discard(call.codec, segment, payload, call.flags[row]);
-    }
+void encode(const EncodeCall& call, std::span<Part> parts) {
+    for (Part& part : parts) part.failed = !encode_piece(call, piece_of(call.codec, call.table, part));
     stream_fence();
 }
 
-void reduce(const ReduceCall& call) {
+// Encode a part of the mean; returns whether it is finite.
+bool reduce_piece(const ReduceCall& call, const Piece& piece) {
     const auto divisor = static_cast<float>(call.divisor), decay = static_cast<float>(call.decay);
     // It stays: memory that is new to the process is slow.
     thread_local std::vector<float> kept;
-    for (std::int64_t row = 0; row < call.table.size(); ++row) {
-        const Segment segment = call.table[row];
-        std::uint8_t* const out = call.out + segment.payload;
-        bool finite;
-        if (call.codec == Codec::fp64) {
-            finite = reduce_fp64(segment, call.payloads, call.divisor, call.decay, out);
-        } else if (is_allocated(call.codec)) {
-            const MeanOfAllocated source(segment, call.payloads, divisor, decay);
-            finite =
-                encode_allocated(call.codec, segment, Kept(source, segment.length, kept), call.rounding, out);
-        } else if (is_shifted(call.codec, call.rounding)) {
-            const std::int64_t scales = scale_bytes(call.codec, segment);
-            const Mean<MinMax> source(segment, Level(segment, nullptr), call.payloads, scales, divisor,
-                                      decay);
-            finite = encode_shifted(segment, source, call.rounding, out);
-        } else {
-            finite = with_codec(call.codec, segment.bits, [&]<class Class>() {
-                const std::int64_t scales = scale_bytes(call.codec, segment);
-                const Level level(segment, call.magnitudes);
-                const Mean<Class> source(segment, level, call.payloads, scales, divisor, decay);
-                if constexpr (unit_bytes<Class> > 0)
-                    return encode_from<Class>(segment, level, Kept(source, segment.length, kept),
-                                              call.rounding, scales, out);
-                else
-                    return encode_from<Class>(segment, level, source, call.rounding, scales, out);
-            });
-        }
-        if (!finite) discard(call.codec, segment, out, call.flags[row]);
+    const Segment& segment = piece.segment;
+    if (call.codec == Codec::fp64)
+        return reduce_fp64(segment, call.payloads, piece.codes, call.divisor, call.decay, call.out);
+    if (is_allocated(call.codec)) {
+        const MeanOfAllocated source(segment, call.payloads, divisor, decay);
+        return encode_allocated(call.codec, segment, Kept(source, segment.length, kept), call.rounding,
+                                call.out + segment.payload);
     }
+    if (is_shifted(call.codec, call.rounding)) {
+        const Mean<MinMax> source(piece, Level(segment, nullptr), call.payloads, divisor, decay);
+        return encode_shifted(piece, source, call.rounding, call.out);
+    }
+    return with_codec(call.codec, segment.bits, [&]<class Class>() {
+        const Level level(segment, call.magnitudes);
+        const Mean<Class> source(piece, level, call.payloads, divisor, decay);
+        if constexpr (unit_bytes<Class> > 0)
+            return encode_from<Class>(piece, level, Kept(source, segment.length, kept), call.rounding,
+                                      call.out);
+        else
+            return encode_from<Class>(piece, level, source, call.rounding, call.out);
+    });
+}
+
+void reduce(const ReduceCall& call, std::span<Part> parts) {
+    for (Part& part : parts) part.failed = !reduce_piece(call, piece_of(call.codec, call.table, part));
     stream_fence();
 }
 
@@ -208,41 +203,34 @@ void fill_with_nan(const Segment& segment) {
 }
 
 // Decode to the output, or add to it; returns whether something is not finite there.
-bool decode_row(Codec codec, const Segment& segment, const float* magnitudes, const std::uint8_t* payload,
-                double divisor, double scale, bool added) {
-    if (codec == Codec::fp64) return !decode_fp64(segment, payload, divisor, scale);
-    if (is_allocated(codec)) {
-        const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};
-        return decode_allocated(segment, payload, finish, added);
-    }
+bool decode_piece(Codec codec, const Piece& piece, const float* magnitudes, const std::uint8_t* payload,
+                  double divisor, double scale, bool added) {
+    const Segment& segment = piece.segment;
+    if (codec == Codec::fp64) return !decode_fp64(segment, payload + piece.codes, divisor, scale);
+    const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};
+    if (is_allocated(codec)) return decode_allocated(segment, payload + segment.payload, finish, added);
     return with_codec(codec, segment.bits, [&]<class Class>() {
-        const PayloadView view =
-            view_of<Class>(segment, Level(segment, magnitudes), payload, scale_bytes(codec, segment));
-        const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};
+        const PayloadView view = view_of<Class>(piece, Level(segment, magnitudes), payload);
         return decode_segment<Class>(segment, view, finish, added);
     });
 }
 
-void decode(const DecodeCall& call) {
-    for (std::int64_t row = 0; row < call.table.size(); ++row) {
-        const Segment segment = call.table[row];
-        if (segment.output == 0) continue;
-        if (call.flags[row] != 0)
-            fill_with_nan(segment);
-        else if (decode_row(call.codec, segment, call.magnitudes, call.payload + segment.payload,
-                            call.divisor, call.scale, false))
-            call.flags[row] |= 1;
+void decode(const DecodeCall& call, std::span<Part> parts) {
+    for (Part& part : parts) {
+        const Piece piece = piece_of(call.codec, call.table, part);
+        if (call.flags[part.row] != 0)
+            fill_with_nan(piece.segment);
+        else
+            part.failed = decode_piece(call.codec, piece, call.magnitudes, call.payload, call.divisor,
+                                       call.scale, false);
     }
     stream_fence();
 }
 
-void decode_add(const DecodeAddCall& call) {
-    for (std::int64_t row = 0; row < call.table.size(); ++row) {
-        const Segment segment = call.table[row];
-        if (segment.output != 0)
-            decode_row(call.codec, segment, call.magnitudes, call.payload + segment.payload, 1.0, call.scale,
-                       true);
-    }
+void decode_add(const DecodeAddCall& call, std::span<Part> parts) {
+    for (const Part& part : parts)
+        decode_piece(call.codec, piece_of(call.codec, call.table, part), call.magnitudes, call.payload, 1.0,
+                     call.scale, true);
 }
 
 void scatter_mean(const ScatterCall& call, ListPart* parts) {

@@ -72,12 +72,12 @@ class Gradient final : public Source {
 template <class Codec>
 class Mean final : public Source {
   public:
-    Mean(const Segment& segment, const Level& level, std::span<const std::uint8_t* const> payloads,
-         std::int64_t scale_bytes, float divisor, float decay)
-        : segment_(segment),
+    Mean(const Piece& piece, const Level& level, std::span<const std::uint8_t* const> payloads, float divisor,
+         float decay)
+        : piece_(piece),
+          segment_(piece.segment),
           level_(level),
           payloads_(payloads),
-          scale_bytes_(scale_bytes),
           divisor_(splat(divisor)),
           decay_(splat(decay)) {}
 
@@ -99,14 +99,12 @@ class Mean final : public Source {
     }
 
   private:
-    PayloadView view(const std::uint8_t* payload) const {
-        return view_of<Codec>(segment_, level_, payload + segment_.payload, scale_bytes_);
-    }
+    PayloadView view(const std::uint8_t* payload) const { return view_of<Codec>(piece_, level_, payload); }
 
+    const Piece& piece_;
     const Segment& segment_;
     Level level_;
     std::span<const std::uint8_t* const> payloads_;
-    std::int64_t scale_bytes_;
     F32 divisor_, decay_;
 };
 
