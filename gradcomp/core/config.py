@@ -152,6 +152,13 @@ class Config:
         "Kernels: auto (the compiled ones, an error without them), native or reference (NumPy).",
         *_among("auto", "native", "reference"),
     )
+    threads: int = _setting(
+        0,
+        "Threads that share the work of a codec's kernel on the host, at most the rank's share of the host's cores. "
+        "0: that share less the framework's own threads, at least 1.",
+        _not_negative,
+        "not negative",
+    )
     log_level: str = _setting(
         "info",
         "Level of the gradcomp logger unless the program has set one.",

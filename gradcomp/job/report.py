@@ -242,10 +242,12 @@ def announce_job(runtime: Runtime) -> None:
     if runtime.size == 1:
         logger.info("a world of one rank: nothing is exchanged, compression is bypassed")
     logger.debug(
-        "interface %s, %s, kernels %s",
+        "interface %s, %s, kernels %s on %d thread%s",
         runtime.launch.interface or "chosen by the system",
         runtime.network.describe(),
         dispatch.backend(),
+        dispatch.threads(),
+        "s" * (dispatch.threads() > 1),
     )
     logger.debug("settings in force: %s", _listed(config.settings()))
 

@@ -16,6 +16,7 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.scheme import AUTO
 from gradcomp.exchange.thread import finish_background
 from gradcomp.job import process_end
+from gradcomp.job.cores import available_cores, kernel_threads, warn_of_threads
 from gradcomp.job.launch import Launch, Ranks
 from gradcomp.job.membership import describe, introduce, part, set_of, warn_of_variables
 from gradcomp.job.network import Network
@@ -32,9 +33,16 @@ _lives: dict[Ranks, int] = {}  # init after shutdown must not read what the last
 
 
 def begin(
-    join: Callable[[Config], tuple[Launch, Network]], process_sets: Iterable[Any], settings: dict[str, Any]
+    join: Callable[[Config], tuple[Launch, Network]],
+    process_sets: Iterable[Any],
+    settings: dict[str, Any],
+    *,
+    training_threads: int = 1,
 ) -> None:
-    """Initialise gradcomp for every frontend's ``init``: choose settings, meet through ``join``, exchange hosts."""
+    """Initialise gradcomp for every frontend's ``init``: choose settings, meet through ``join``, exchange hosts.
+
+    ``training_threads``: the number of threads on which the frontend's framework computes on the host.
+    """
     global _runtime
     if _runtime is not None:
         if settings or process_sets:
@@ -66,6 +74,7 @@ def begin(
             runtime.watchdog.start()
         else:
             warn_of_variables([unknown_variables(os.environ)])
+        _choose_threads(runtime, training_threads)
     except BaseException:
         _release(runtime, orderly=True)
         raise
@@ -187,6 +196,14 @@ def _choose_kernels(config: Config) -> None:
             _native.set_isa(config.isa)
     except ValueError as error:
         raise ConfigError(f"kernels={config.kernels}, isa={config.isa}: {error}") from error
+
+
+def _choose_threads(runtime: Runtime, training_threads: int) -> None:
+    asked, cores, local_ranks = runtime.config.threads, available_cores(), runtime.launch.local_size
+    threads = kernel_threads(asked, cores, local_ranks, training_threads)
+    dispatch.set_threads(threads)
+    if runtime.launch.local_rank == 0:
+        warn_of_threads(asked, cores, local_ranks, threads)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

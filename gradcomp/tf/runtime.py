@@ -13,6 +13,7 @@ from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, is_there
 from gradcomp.core.scheme import AUTO
 from gradcomp.job import joining, runtime
+from gradcomp.job.cores import available_cores
 from gradcomp.job.launch import Launch, Ranks, discover, ranks_of
 from gradcomp.job.network import Alone, Network
 from gradcomp.tf.bridge import plain, run
@@ -69,7 +70,11 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None, **se
     chosen = ranks_of(comm)
     # "dynamic" is Horovod's value for sets that are added later, which need not be announced here.
     runtime.begin(
-        partial(_join, chosen=chosen), () if process_sets in (None, "dynamic") else process_sets, settings
+        partial(_join, chosen=chosen),
+        () if process_sets in (None, "dynamic") else process_sets,
+        settings,
+        # 0, the default, is a thread for each core.
+        training_threads=tf.config.threading.get_intra_op_parallelism_threads() or available_cores(),
     )
 
 

@@ -84,6 +84,7 @@ def init(
         lambda config: over_torch.join(config.timeout_seconds, process_group, chosen),
         process_sets or (),
         settings,
+        training_threads=torch.get_num_threads(),
     )
 
 

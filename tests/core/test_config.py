@@ -64,6 +64,7 @@ BAD_VARIABLES = {
     "GRADCOMP_STALL_WARNING_SECONDS": ["nan"],
     "GRADCOMP_KERNELS": ["cuda", "Native"],
     "GRADCOMP_ISA": ["sse"],
+    "GRADCOMP_THREADS": ["-1", "all", "1.5", ""],
 }
 
 
@@ -138,7 +139,9 @@ def test_the_warning_comes_no_later_than_the_end():
 def test_what_is_particular_to_a_rank_is_not_compared():
     shared = set(Config().shared())
     assert {"seed", "slice_elements", "overlap", "reorder", "cold_after_steps"} <= shared
-    assert not {"timeout_seconds", "stall_warning_seconds", "kernels", "isa", "trace_spans"} & shared
+    assert (
+        not {"timeout_seconds", "stall_warning_seconds", "kernels", "isa", "threads", "trace_spans"} & shared
+    )
 
 
 def test_what_somebody_changed_is_told_apart():
