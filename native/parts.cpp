@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t least_elements = 1 << 16;
 
 // Of a call, for each of its threads: others take those of a thread that is held up.
-constexpr std::int64_t shares_per_thread = 4;
+constexpr std::int64_t shares_per_thread = 8;
 
 // Parts of a row begin at multiples of this; 0: the row is one part. Sixty-four elements keep the alignment
 // of gradients and outputs to cache lines, and begin a byte of codes of any width.
@@ -29,19 +29,22 @@ std::int64_t border(Codec codec, const Segment& segment, bool encodes) {
 struct Division {
     std::vector<Part> parts;
     std::vector<std::size_t> shares;
-    int threads;
+    int threads = 1;
 };
 
+// The result is valid until the calling thread divides another call: small calls would notice an allocation.
 template <class Skips>
-Division divide(Codec codec, const SegmentTable& table, bool encodes, Skips skips) {
+Division& divide(Codec codec, const SegmentTable& table, bool encodes, Skips skips) {
     std::int64_t elements = 0;
     for (std::int64_t row = 0; row < table.size(); ++row) {
         const Segment segment = table[row];
         if (!skips(segment)) elements += segment.length;
     }
     const std::int64_t worth = std::min(std::int64_t{threads()}, elements / least_elements);
-    Division found{{}, {0}, static_cast<int>(std::max(worth, std::int64_t{1}))};
-    found.parts.reserve(static_cast<std::size_t>(table.size()));
+    thread_local Division found;
+    found.parts.clear();
+    found.shares.assign(1, 0);
+    found.threads = static_cast<int>(std::max(worth, std::int64_t{1}));
     const std::int64_t share = std::max(elements / (shares_per_thread * found.threads), least_elements);
     std::int64_t sum = 0;
     for (std::int64_t row = 0; row < table.size(); ++row) {
@@ -118,26 +121,26 @@ Piece piece_of(Codec codec, const SegmentTable& table, const Part& part) {
 }
 
 void encode(const EncodeCall& call) {
-    Division division = divide(call.codec, call.table, true, never);
+    Division& division = divide(call.codec, call.table, true, never);
     run(active_kernels().encode, call, division);
     discard(call.codec, call.table, division, call.payload, call.flags);
 }
 
 void reduce(const ReduceCall& call) {
-    Division division = divide(call.codec, call.table, true, never);
+    Division& division = divide(call.codec, call.table, true, never);
     run(active_kernels().reduce, call, division);
     discard(call.codec, call.table, division, call.out, call.flags);
 }
 
 void decode(const DecodeCall& call) {
-    Division division = divide(call.codec, call.table, false, has_no_output);
+    Division& division = divide(call.codec, call.table, false, has_no_output);
     run(active_kernels().decode, call, division);
     for (const Part& part : division.parts)
         if (part.failed) call.flags[part.row] |= 1;
 }
 
 void decode_add(const DecodeAddCall& call) {
-    Division division = divide(call.codec, call.table, false, has_no_output);
+    Division& division = divide(call.codec, call.table, false, has_no_output);
     run(active_kernels().decode_add, call, division);
 }
 

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cfenv>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -42,9 +43,9 @@ class Job {
         if (error_) std::rethrow_exception(error_);
     }
 
-    // Under the pool's mutex: threads that may still join, and those that have joined and not left.
+    // Changed under the pool's mutex: threads that may still join, and those that have joined and not left.
     int wanted;
-    int working = 0;
+    std::atomic<int> working = 0;
     std::condition_variable left;
 
   private:
@@ -68,10 +69,17 @@ class Pool {
         job.work();
         std::unique_lock lock(mutex_);
         std::erase(jobs_, &job);
+        lock.unlock();
+        // Others end their last share soon; being woken takes longer.
+        const auto until = std::chrono::steady_clock::now() + longest_yielding;
+        while (job.working != 0 && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+        lock.lock();
         job.left.wait(lock, [&] { return job.working == 0; });
     }
 
   private:
+    static constexpr std::chrono::microseconds longest_yielding{50};
+
     void start() {
         // Signals are for Python's main thread.
         sigset_t all, before;

@@ -14,12 +14,14 @@ struct PayloadView {
     Level level;
 };
 
-// A piece of a segment in the buffer of a payload.
+// A piece of a segment in the buffer of a payload, where its scale records and its codes begin at these
+// bytes.
 template <class Codec>
-inline PayloadView view_of(const Piece& piece, Level level, const std::uint8_t* payload) {
+inline PayloadView view_of(const Segment& segment, Level level, const std::uint8_t* payload,
+                           std::int64_t scales, std::int64_t codes) {
     if constexpr (unit_bytes<Codec> > 0)
-        if (piece.segment.length > 0) level.unit = read_float(payload + piece.segment.payload);
-    return {payload + piece.scales, payload + piece.codes, level};
+        if (segment.length > 0) level.unit = read_float(payload + segment.payload);
+    return {payload + scales, payload + codes, level};
 }
 
 // Values of the elements first..first+count, at most a block, into an array of block_capacity.

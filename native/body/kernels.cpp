@@ -83,22 +83,23 @@ struct OneBitToNearest<PureSign<Norm>> {
     using Type = Sign<MeanMagnitude>;
 };
 
+// `payload` begins with the unit, if there is one, and the first scale record; codes begin so many bytes
+// later.
 template <class Class>
-bool encode_from(const Piece& piece, Level level, const Source& source, const Rounding& rounding,
-                 std::uint8_t* payload) {
-    const Segment& segment = piece.segment;
+bool encode_from(const Segment& segment, Level level, const Source& source, const Rounding& rounding,
+                 std::int64_t scale_bytes, std::uint8_t* payload) {
     if constexpr (unit_bytes<Class> > 0) {
         if (segment.length == 0) return true;
         level.unit = Class::unit_for(largest_magnitude(source, segment.length));
         if (!is_finite(level.unit)) return false;
-        write_float(payload + segment.payload, level.unit);
+        write_float(payload, level.unit);
     }
     const EncodeJob job{segment,
                         source,
                         rounding,
                         level,
-                        payload + piece.scales,
-                        payload + piece.codes,
+                        payload + unit_bytes<Class>,
+                        payload + scale_bytes,
                         segment.length >= streaming_length};
     if constexpr (Class::draws) {
         if (rounding.stochastic) return SegmentEncoder<Class, true>(job).run();
@@ -139,8 +140,9 @@ bool encode_piece(const EncodeCall& call, const Piece& piece) {
     if (is_shifted(call.codec, call.rounding))
         return encode_shifted(piece, source, call.rounding, call.payload);
     return with_codec(call.codec, segment.bits, [&]<class Class>() {
-        return encode_from<Class>(piece, Level(segment, call.magnitudes), source, call.rounding,
-                                  call.payload);
+        const std::int64_t begin = piece.scales - unit_bytes<Class>;
+        return encode_from<Class>(segment, Level(segment, call.magnitudes), source, call.rounding,
+                                  piece.codes - begin, call.payload + begin);
     });
 }
 
@@ -169,11 +171,13 @@ bool reduce_piece(const ReduceCall& call, const Piece& piece) {
     return with_codec(call.codec, segment.bits, [&]<class Class>() {
         const Level level(segment, call.magnitudes);
         const Mean<Class> source(piece, level, call.payloads, divisor, decay);
+        const std::int64_t begin = piece.scales - unit_bytes<Class>;
+        const std::int64_t scale_bytes = piece.codes - begin;
         if constexpr (unit_bytes<Class> > 0)
-            return encode_from<Class>(piece, level, Kept(source, segment.length, kept), call.rounding,
-                                      call.out);
+            return encode_from<Class>(segment, level, Kept(source, segment.length, kept), call.rounding,
+                                      scale_bytes, call.out + begin);
         else
-            return encode_from<Class>(piece, level, source, call.rounding, call.out);
+            return encode_from<Class>(segment, level, source, call.rounding, scale_bytes, call.out + begin);
     });
 }
 
@@ -210,7 +214,8 @@ bool decode_piece(Codec codec, const Piece& piece, const float* magnitudes, cons
     const Finish finish{static_cast<float>(divisor), static_cast<float>(scale)};
     if (is_allocated(codec)) return decode_allocated(segment, payload + segment.payload, finish, added);
     return with_codec(codec, segment.bits, [&]<class Class>() {
-        const PayloadView view = view_of<Class>(piece, Level(segment, magnitudes), payload);
+        const PayloadView view =
+            view_of<Class>(segment, Level(segment, magnitudes), payload, piece.scales, piece.codes);
         return decode_segment<Class>(segment, view, finish, added);
     });
 }

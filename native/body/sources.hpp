@@ -74,10 +74,11 @@ class Mean final : public Source {
   public:
     Mean(const Piece& piece, const Level& level, std::span<const std::uint8_t* const> payloads, float divisor,
          float decay)
-        : piece_(piece),
-          segment_(piece.segment),
+        : segment_(piece.segment),
           level_(level),
           payloads_(payloads),
+          scales_(piece.scales),
+          codes_(piece.codes),
           divisor_(splat(divisor)),
           decay_(splat(decay)) {}
 
@@ -99,12 +100,14 @@ class Mean final : public Source {
     }
 
   private:
-    PayloadView view(const std::uint8_t* payload) const { return view_of<Codec>(piece_, level_, payload); }
+    PayloadView view(const std::uint8_t* payload) const {
+        return view_of<Codec>(segment_, level_, payload, scales_, codes_);
+    }
 
-    const Piece& piece_;
     const Segment& segment_;
     Level level_;
     std::span<const std::uint8_t* const> payloads_;
+    std::int64_t scales_, codes_;
     F32 divisor_, decay_;
 };
 
