@@ -36,7 +36,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
-BENCHES := bench-codec bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
+BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
            bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
            bench-multilevel bench-adaptive \
            bench-sharded bench-auto bench-memory bench-soak bench-information bench-learned bench-tf-ops \
@@ -257,6 +257,9 @@ bench: $(BENCHES)
 
 bench-codec: $(STAMP)/package
 	$(BIN)/python benchmarks/codec.py $(ARGS)
+
+bench-threads: $(STAMP)/package
+	$(BIN)/python benchmarks/kernel_threads.py $(ARGS)
 
 bench-selection: $(STAMP)/package
 	$(BIN)/python benchmarks/selection.py $(ARGS)
