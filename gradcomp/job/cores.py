@@ -31,7 +31,7 @@ def warn_of_threads(asked: int, cores: int, local_ranks: int, used: int) -> None
     """Log that fewer threads than asked are used, if that is so."""
     if asked > used:
         logger.warning(
-            "threads=%d: this host has %d core%s for %d rank%s, so each uses %d thread%s for its kernels",
+            "threads=%d: %d core%s for %d rank%s of this host, so each uses %d thread%s for its kernels",
             asked,
             cores,
             "s" * (cores > 1),

@@ -7,6 +7,7 @@ import os
 import sys
 
 import pytest
+from launching import run_ranks
 
 import gradcomp.torch as gc
 from gradcomp.job.cores import available_cores, kernel_threads, warn_of_threads
@@ -42,12 +43,9 @@ def test_a_number_above_the_share_is_said(caplog: pytest.LogCaptureFixture):
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (
             logging.WARNING,
-            "threads=5: this host has 8 cores for 2 ranks, so each uses 4 threads for its kernels",
+            "threads=5: 8 cores for 2 ranks of this host, so each uses 4 threads for its kernels",
         ),
-        (
-            logging.WARNING,
-            "threads=2: this host has 1 core for 1 rank, so each uses 1 thread for its kernels",
-        ),
+        (logging.WARNING, "threads=2: 1 core for 1 rank of this host, so each uses 1 thread for its kernels"),
     ]
 
 
@@ -76,3 +74,23 @@ def test_init_sets_the_threads_once_and_warns_once(
             assert sum(record.levelno == logging.WARNING for record in caplog.records) == warnings
     finally:
         dispatch.set_threads(before)
+
+
+def test_ranks_of_a_host_share_its_cores_and_the_first_warns():
+    finished = run_ranks(
+        """
+        import os
+        import gradcomp.torch as gc
+        from gradcomp.job import runtime
+        from gradcomp.kernels import dispatch
+
+        runtime.available_cores = lambda: 5
+        gc.init(timeout_seconds=60)
+        print("threads", dispatch.threads())
+        """,
+        2,
+        env={"GRADCOMP_THREADS": "3"},
+    )
+    assert [rank.stdout.split() for rank in finished] == [["threads", "2"]] * 2
+    said = "threads=3: 5 cores for 2 ranks of this host, so each uses 2 threads for its kernels"
+    assert [rank.stderr.count(said) for rank in finished] == [1, 0]
