@@ -20,7 +20,7 @@ from typing import Any
 
 import hosts
 import report
-from reductions_rank import Task, run_rank
+from reductions_rank import Row, Task, run_rank
 
 FLAT, HIERARCHICAL = REDUCTIONS = ("sra", "hierarchical")
 TRANSPORTS = ("torch", "shm+torch")
@@ -35,12 +35,12 @@ def launch(task: Task, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def evaluate(found: list[dict[str, Any]], transport: str) -> list[dict[str, Any]]:
     rows = []
-    for name in REDUCTIONS:
+    for name in found[0]["rows"]:
         times = zip(*(rank["rows"][name]["seconds"] for rank in found), strict=True)
         rows.append(
             {
                 "transport": transport,
-                "reduction": name,
+                "reduction": name.partition(",")[0],
                 "seconds": statistics.median(max(each) for each in times),
                 "link_bytes": max(statistics.median(rank["rows"][name]["bytes"]) for rank in found),
                 "same_bits": len({rank["digests"][name] for rank in found}) == 1,
@@ -90,13 +90,12 @@ def main() -> int:
     try:
         for transport in TRANSPORTS:
             task = Task(
-                REDUCTIONS,
+                tuple(Row(name, options.slice_elements) for name in REDUCTIONS),
                 options.elements,
                 options.bits,
                 options.blocks,
                 False,
                 transport,
-                options.slice_elements,
             )
             rows += evaluate(launch(task, options), transport)
     except hosts.HostsError as error:

@@ -14,29 +14,49 @@ import hosts
 import numpy as np
 from step_rank import measure_link
 
-#: Sizes of the ping-pong from which alpha and beta are fitted.
-PING_BYTES = (1 << 10, 1 << 18, 1 << 20, 1 << 21)
+#: Sizes of the ping-pong: alpha is the time of the first, beta comes from the difference of the others. A shaped link
+#: lets the first 64 KiB of a message pass at once, which would make smaller messages too fast.
+PING_BYTES = (1 << 10, 1 << 20, 1 << 22)
+
+#: Small rounds under way together, see `gradcomp.exchange.reports.measure`.
+ROUNDS_TOGETHER = 8
 
 #: The row of the engine's own allreduce.
 DENSE = "gloo float32"
+
+#: The ranks' own choice of the slices, and slices that are never full.
+DEFAULT, ONE_BUCKET = 0, 1 << 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """A reduction, and the elements of an exchange bucket: DEFAULT, ONE_BUCKET or a number."""
+
+    reduction: str
+    slice_elements: int = DEFAULT
+
+    @property
+    def name(self) -> str:
+        """Return the name of the row in tables."""
+        slices = {DEFAULT: "", ONE_BUCKET: ", one bucket"}
+        return self.reduction + slices.get(self.slice_elements, f", {self.slice_elements / 2**20:g} Mi")
 
 
 @dataclass(frozen=True)
 class Task:
     """What every rank is told to do."""
 
-    reductions: tuple[str, ...]
+    rows: tuple[Row, ...]
     elements: int
     bits: int
     blocks: int
     dense: bool
     transport: str = "torch"
-    slice_elements: int = 1 << 30  # one bucket
 
     @staticmethod
     def from_json(text: str) -> Task:
         data = json.loads(text)
-        return Task(**{**data, "reductions": tuple(data["reductions"])})
+        return Task(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})
 
 
 def run_rank(task: Task, out: Path) -> None:
@@ -48,17 +68,20 @@ def run_rank(task: Task, out: Path) -> None:
     from gradcomp.job import runtime
 
     torch.set_num_threads(1)
-    gc.init(
-        slice_elements=task.slice_elements, statistics_every_steps=0, reorder=False, transport=task.transport
-    )
+    gc.init(statistics_every_steps=0, reorder=False, transport=task.transport)
     state = runtime.current()
     rank, world = gc.rank(), gc.size()
     found: dict[str, Any] = {}
     if gc.local_size() == 1:
         found = {"link": measure_link(rank, world), "ping": ping(state)}
     gradient = np.random.default_rng(rank).standard_normal(task.elements).astype(np.float32)
-    exchanges = {name: make_exchange(state, task, name, gradient) for name in task.reductions}
-    found["codec"] = next(iter(exchanges.values())).codec_rates()
+    exchanges = {row.name: make_exchange(state, task, row, gradient) for row in task.rows}
+    for turn in range(world):  # alone on its core
+        if turn == rank:
+            found["codec"] = next(iter(exchanges.values())).codec_rates()
+        dist.barrier()
+    found["overhead"] = round_seconds(state)
+    found["layouts"] = {name: exchange.layout() for name, exchange in exchanges.items()}
     tensor = torch.from_numpy(gradient.copy())
     packet_bytes = found["link"]["packet_bytes"] if "link" in found else 0.0
     rows: dict[str, dict[str, list[float]]] = {}
@@ -81,18 +104,32 @@ def record(rows: dict[str, Any], name: str, step: Any, barrier: Any, packet_byte
     before = hosts.Traffic.now()
     barrier()
     between = hosts.Traffic.now()
+    cpu_began = time.process_time()
     began = time.perf_counter()
     step()
     seconds = time.perf_counter() - began
+    cpu = time.process_time() - cpu_began
     barrier()  # everything sent before it has passed the interface now
     traffic = hosts.Traffic.now() - between
-    row = rows.setdefault(name, {"seconds": [], "bytes": []})
+    row = rows.setdefault(name, {"seconds": [], "bytes": [], "cpu": []})
     row["seconds"].append(seconds)
+    row["cpu"].append(cpu)
     # A barrier's own bytes are those of the one just before.
     row["bytes"].append(traffic.payload_bytes(packet_bytes) - (between - before).payload_bytes(packet_bytes))
 
 
-def ping(state: Any, repeats: int = 7) -> list[tuple[int, float]]:
+def round_seconds(state: Any) -> float:
+    """Return the time that a further small round under way costs, with all ranks at once."""
+    from gradcomp.exchange.reports import shift
+    from gradcomp.job.network import make_transport
+
+    transport = make_transport(state, state.everyone)
+    alone, together = (shift(transport, PING_BYTES[0], rounds=rounds) for rounds in (1, ROUNDS_TOGETHER))
+    transport.close()
+    return max(together - alone, 0.0) / (ROUNDS_TOGETHER - 1)
+
+
+def ping(state: Any, repeats: int = 5) -> list[tuple[int, float]]:
     """Between the first two ranks: message sizes, and half the time there and back. Seconds."""
     import torch.distributed as dist
 
@@ -118,7 +155,7 @@ def ping(state: Any, repeats: int = 7) -> list[tuple[int, float]]:
 
 
 class ExchangeOf:
-    """A gradient under one reduction, exchanged as training would, in one bucket."""
+    """A gradient under one reduction, exchanged as training would."""
 
     def __init__(self, exchanger: Any, gradient: Any) -> None:
         from gradcomp.exchange.arrivals import Submission
@@ -140,13 +177,18 @@ class ExchangeOf:
     def sent_per_step(self) -> float:
         return float(self.exchanger.pipeline.transport.bytes_sent / self.steps)
 
+    def layout(self) -> dict[str, int]:
+        """Return the number of exchange buckets, and the bytes of all payloads."""
+        buckets = self.exchanger.pipeline.layout.buckets
+        return {"buckets": len(buckets), "payload_bytes": sum(bucket.payload_bytes for bucket in buckets)}
+
     def digest(self) -> str:
         import hashlib
 
         return hashlib.sha256(self.mean.tobytes()).hexdigest()
 
     def codec_rates(self) -> dict[str, float]:
-        """Elements per second of one encode and one decode on this core, alone."""
+        """Elements per second of one encode and one decode of the first bucket."""
         from gradcomp.kernels import dispatch
         from gradcomp.kernels.devices import HOST
 
@@ -169,13 +211,12 @@ class ExchangeOf:
             decodes.append(time.perf_counter() - middle)
         return {
             "body": dispatch.backend(),
-            "payload_bytes": len(payload),
-            "encode": len(self.gradient) / statistics.median(encodes),
-            "decode": len(self.gradient) / statistics.median(decodes),
+            "encode": group.elements / statistics.median(encodes),
+            "decode": group.elements / statistics.median(decodes),
         }
 
 
-def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeOf:
+def make_exchange(state: Any, task: Task, row: Row, gradient: Any) -> ExchangeOf:
     from gradcomp import LayerSpec, Policy, Quantize
     from gradcomp.exchange.exchanger import Exchanger
     from gradcomp.exchange.settings import Settings
@@ -190,7 +231,7 @@ def make_exchange(state: Any, task: Task, name: str, gradient: Any) -> ExchangeO
         plan,
         make_transport(state, everyone),
         state.watchdog,
-        dataclasses.replace(state.config, reduction=name),
+        dataclasses.replace(state.config, reduction=row.reduction, slice_elements=row.slice_elements),
         lambda layer: 0,
         Settings(name=state.name(everyone), topology=state.topology),
     )

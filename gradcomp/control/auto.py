@@ -404,8 +404,9 @@ class Auto(Controller):
         drift: relative change of the step time after which the choice is made again.
         check_every: steps between two comparisons of the step time.
 
-    Wire: for each decision, one probe of the link between steps (6 messages of 1 KiB and of 1 MiB a rank), a sum over
-    ranks of N (2 + buckets + 2 choices) float64, and one of 4 + choices; one float64 for each comparison of step times.
+    Wire: for each decision, one probe of the link between steps (54 messages of 1 KiB and 6 of 1 MiB a rank), a sum
+    over ranks of N (2 + buckets + 2 choices) float64, and one of 4 + choices; one float64 for each comparison of step
+    times.
 
     State: a few numbers, and the times of the steps that are being observed.
 

@@ -229,7 +229,8 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
     context = StepContext(Draw(0, 0, 0), topology.world)
     network = replace(network, encode_rate=rates.encode, decode_rate=rates.decode)
     trips = []
-    for pieces in job.buckets(choice):
+    buckets = job.buckets(choice)
+    for pieces in buckets:
         layers = tuple(dict.fromkeys(piece.layer for piece in pieces))
         parts: list[Part] = []
         ways: list[tuple[list[Round], float]] = []
@@ -248,7 +249,7 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
         if parts:
             scheme = job.environment.scheme
             if scheme.name == AUTO:
-                scheme = cheapest(parts, len(layers), topology, network)
+                scheme = cheapest(parts, len(layers), topology, network, len(buckets))
             exact = load_of(scheme, parts, len(layers))
             load = Load(exact.payload, exact.dense, ByteHeader.size(len(layers)))
             ways.append(_way(scheme, load, topology, network))

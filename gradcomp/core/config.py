@@ -24,6 +24,9 @@ _LEAST_SECRET_CHARACTERS = 16
 #: Default elements of an exchange bucket: it fits into a CPU's cache, or is large enough for a GPU's launches.
 HOST_SLICE, DEVICE_SLICE = 1 << 20, 1 << 24
 
+#: The least elements that ranks choose for an exchange bucket on a slow link.
+FINE_SLICE = 1 << 18
+
 #: Settings of earlier versions, with what to do instead.
 _REMOVED = {
     "residuals": "residuals are float32; leave the setting out, or choose 8 or 4 bits, which keep none by default"
@@ -72,7 +75,8 @@ class Config:
     slice_elements: int = _setting(
         0,
         "Most elements of one exchange bucket; uncompressed layers count a quarter. A larger layer is cut into slices. "
-        "0: 16777216 if the gradients of all ranks are on GPUs, else 1048576.",
+        "0: 16777216 if the gradients of all ranks are on GPUs, else 1048576, or 524288 or 262144 where the link "
+        "between hosts is slow.",
         lambda v: v == 0 or v >= 8,
         "at least 8, or 0",
         shared=True,

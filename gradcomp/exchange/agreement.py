@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcomp.control import Controller, ControllerRun, Environment
-from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE, Config
+from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, WireFormatError
 from gradcomp.core.journal import Journal
 from gradcomp.core.layers import LayerSpec
@@ -20,6 +20,7 @@ from gradcomp.core.scheme import AUTO, parse
 from gradcomp.core.strings import printable
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.settings import FIRST, Settings
+from gradcomp.exchange.slices import agree_on_slices
 from gradcomp.exchange.thread import in_background
 from gradcomp.transport.base import Handle, Transport, wait
 from gradcomp.version import __version__
@@ -59,27 +60,6 @@ def agree(
     texts = transport.allgather_bytes(text.encode(), wait_for)
     everyone = [_parse(rank, part) for rank, part in enumerate(texts)]
     raise error or PlanMismatchError(printable(_difference(everyone)))
-
-
-def agree_on_slices(
-    transport: Transport, config: Config, on_device: bool, *, wait_for: Callable[[Handle], None] = wait
-) -> Config:
-    """Return the settings with a size of exchange buckets, the same on all ranks. Collective, after :func:`agree`.
-
-    A setting is taken as it is. Without one, buckets are large if every rank's gradients are on a device: a rank on
-    the host would take long over a large one, and hold up the others. It raises WireFormatError for an answer that
-    is not a yes or no. Wire: a byte from every rank, if there is no setting.
-    """
-    if config.slice_elements:
-        return config
-    answers = transport.allgather_bytes(bytes([on_device]), wait_for)
-    for rank, answer in enumerate(answers):
-        if answer not in (b"\0", b"\1"):
-            raise WireFormatError(
-                f"rank {rank} sent {answer[:8]!r}, which does not say where its gradients are"
-            )
-    chosen = DEVICE_SLICE if all(answer == b"\1" for answer in answers) else HOST_SLICE
-    return replace(config, slice_elements=chosen)
 
 
 def _parse(rank: int, part: bytes) -> dict[str, Any]:
@@ -139,7 +119,8 @@ def agree_on_settings(
     journal = _open_journal(transport, config, settings.name)
     try:
         agree(transport, describe(layers, plan, config, **shared), settings.problem, wait_for=wait_for)
-        config = agree_on_slices(transport, config, settings.device.driver is not None, wait_for=wait_for)
+        on_device = settings.device.driver is not None
+        config = agree_on_slices(transport, config, on_device, topology, layers, plan, wait_for=wait_for)
         if config.deterministic:
             _refuse_times(settings.controlled_by, config, topology)
         controller = _begin_controller(settings, layers, transport, topology, config)

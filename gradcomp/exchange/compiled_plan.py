@@ -129,8 +129,9 @@ class PlanCompiler:
         layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
         world = self._topology.world
         context = StepContext(Draw(self._config.seed, 0, self._rank), world)
+        reduction = partial(self._reduction, len(layout.buckets))
         programs = [
-            BucketProgram(bucket, self._rank, world, context, self._reduction, self._memory.messages)
+            BucketProgram(bucket, self._rank, world, context, reduction, self._memory.messages)
             for bucket in layout.buckets
         ]
         ranges: list[Range] = []
@@ -166,11 +167,11 @@ class PlanCompiler:
             np.array([np.nan if isinstance(m := c.traits.momentum, str) else m for c in compressors]),
         )
 
-    def _reduction(self, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
-        """Return the configured reduction for one bucket, or the cheapest with ``reduction=auto``."""
+    def _reduction(self, buckets: int, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:
+        """Return the configured reduction for one of the step's buckets, or the cheapest with ``reduction=auto``."""
         scheme = self._scheme
         if scheme.name == AUTO:
-            scheme = cheapest(parts, layers, self._topology, self._network)
+            scheme = cheapest(parts, layers, self._topology, self._network, buckets)
         return make(scheme, parts, layers, self._rank, self._topology, bucket, self._memory)
 
 

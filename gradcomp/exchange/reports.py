@@ -30,7 +30,11 @@ from gradcomp.transport.base import Handle, Transport, wait
 #: Messages of two sizes give latency and rate. The larger one takes 8 ms at 1 Gbit/s.
 PROBE_BYTES = (1 << 10, 1 << 20)
 _REPEATS = 5
+#: Small rounds that are under way at the same time, to measure what a round costs that hides no latency.
+_ROUNDS = 8
 _ELEMENTS = 1 << 18
+#: Takes one of several times.
+Choose = Callable[[list[float]], float]
 _LEAST = 1e-9  # seconds; a measured time of 0 would make a rate infinite
 
 #: A rank waits this long for the others to publish what they did; all of them know that they must.
@@ -55,12 +59,16 @@ def measure(transport: Transport, topology: Topology, wait_for: Callable[[Handle
 
     All ranks send n bytes to the next rank at the same time, as reductions do; the slowest rank's median counts,
     apart for those whose next rank is on another host. Where no message stays inside a host, it costs nothing
-    there. Collective, outside of steps; ``wait_for`` waits for a handle. Wire: 6 messages of 1 KiB and of 1 MiB per
-    rank, not counted in ``bytes_sent``, and one all-gather of 32 bytes. :class:`gradcomp.reduce.model.Network` says
-    what the figures are for.
+    there. Eight rounds of 1 KiB that are under way together give the processor's time of a round. Collective, outside
+    of steps; ``wait_for`` waits for a handle. Wire: 54 messages of 1 KiB and 6 of 1 MiB per rank, not counted in
+    ``bytes_sent``, and one all-gather of 40 bytes. :class:`gradcomp.reduce.model.Network` says what the figures are
+    for.
     """
     sent_before = transport.bytes_sent
-    own = np.array([*(shift(transport, nbytes, wait_for) for nbytes in PROBE_BYTES), *_codec_rates()])
+    small, large = (shift(transport, nbytes, wait_for) for nbytes in PROBE_BYTES)
+    together = shift(transport, PROBE_BYTES[0], wait_for, rounds=_ROUNDS)
+    overhead = max(together - small, 0.0) / (_ROUNDS - 1)
+    own = np.array([small, large, *_codec_rates(), overhead])
     parts = transport.allgather_bytes(own.tobytes(), wait_for)
     transport.bytes_sent = sent_before
     everyone = np.stack([np.frombuffer(part, dtype=np.float64) for part in parts])
@@ -68,8 +76,9 @@ def measure(transport: Transport, topology: Topology, wait_for: Callable[[Handle
     crosses = hosts != np.roll(hosts, -1)
     alpha, beta = _fit(everyone[crosses, :2]) if crosses.any() else (0.0, 0.0)
     local_alpha, local_beta = _fit(everyone[~crosses, :2]) if not crosses.all() else (0.0, 0.0)
-    encode_rate, decode_rate = everyone[:, 2:].min(axis=0).tolist()
-    return Network(alpha, beta, encode_rate, decode_rate, local_alpha, local_beta)
+    encode_rate, decode_rate = everyone[:, 2:4].min(axis=0).tolist()
+    overhead = float(everyone[:, 4].max())
+    return Network(alpha, beta, encode_rate, decode_rate, local_alpha, local_beta, overhead)
 
 
 def _fit(seconds: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[float, float]:
@@ -79,17 +88,30 @@ def _fit(seconds: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> tuple[fl
     return max(small - beta * PROBE_BYTES[0], _LEAST), beta
 
 
-def shift(transport: Transport, nbytes: int, wait_for: Callable[[Handle], None] = wait) -> float:
-    """Return the median seconds in which every rank sends to the next and receives from the previous one. Collective.
+def shift(
+    transport: Transport,
+    nbytes: int,
+    wait_for: Callable[[Handle], None] = wait,
+    *,
+    rounds: int = 1,
+    repeats: int = _REPEATS,
+    choose: Choose = median,
+) -> float:
+    """Return the seconds in which every rank sends to the next and receives from the previous one. Collective.
 
-    The bytes are not counted in ``bytes_sent``. ``wait_for`` waits for a handle.
+    It sends ``rounds`` messages of ``nbytes``, all under way together, and does so ``repeats`` times after a first
+    time that does not count; ``choose`` takes one of the times. The bytes are not counted in ``bytes_sent``.
+    ``wait_for`` waits for a handle.
     """
-    rank, size = transport.rank, transport.size
-    send, recv = np.zeros(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    send, recv = np.zeros(nbytes, dtype=np.uint8), np.empty((rounds, nbytes), dtype=np.uint8)
     sent_before = transport.bytes_sent
-    seconds = _median(
-        lambda: wait_for(transport.exchange([((rank + 1) % size, send)], [((rank - 1) % size, recv)]))
-    )
+
+    def once() -> None:
+        for handle in [transport.exchange([(after, send)], [(before, part)]) for part in recv]:
+            wait_for(handle)
+
+    seconds = _seconds(once, repeats, choose)
     transport.bytes_sent = sent_before
     return seconds
 
@@ -102,18 +124,18 @@ def _codec_rates() -> tuple[float, float]:
     table["gradient"] = table["output"] = values.ctypes.data
     codec, flags = Codec(MINMAX), np.zeros(1, dtype=np.uint8)
     payload = np.zeros(int(codec.wire_bytes(table).sum()), dtype=np.uint8)
-    encode = _median(lambda: codec.encode(HOST, table, payload, flags, Draw(0, 0, 0)))
-    decode = _median(lambda: codec.decode(HOST, table, payload, flags))
+    encode = _seconds(lambda: codec.encode(HOST, table, payload, flags, Draw(0, 0, 0)))
+    decode = _seconds(lambda: codec.decode(HOST, table, payload, flags))
     return values.nbytes / encode, values.nbytes / decode
 
 
-def _median(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[], None], repeats: int = _REPEATS, choose: Choose = median) -> float:
     seconds = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(1 + repeats):
         begin = perf_counter()
         work()
         seconds.append(perf_counter() - begin)
-    return max(median(seconds[1:]), _LEAST)
+    return max(choose(seconds[1:]), _LEAST)
 
 
 def different_parameters(

@@ -48,8 +48,9 @@ class Network:
     """Holds the measured constants of the model.
 
     ``alpha`` is the time of a round and ``beta`` that of a byte, in seconds, between hosts; ``local_alpha`` and
-    ``local_beta`` are those inside a host. ``encode_rate`` and ``decode_rate`` are bytes of float32 per second. All
-    ranks must have the same values, because the choice of the reduction, and so of the messages, follows from them.
+    ``local_beta`` are those inside a host. ``encode_rate`` and ``decode_rate`` are bytes of float32 per second.
+    ``overhead`` is the processor's time of a round, in seconds, which other rounds under way do not hide. All ranks
+    must have the same values, because the choice of the reduction, and so of the messages, follows from them.
     """
 
     alpha: float
@@ -58,6 +59,7 @@ class Network:
     decode_rate: float
     local_alpha: float = 0.0
     local_beta: float = 0.0
+    overhead: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

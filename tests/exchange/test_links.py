@@ -20,6 +20,7 @@ def test_all_ranks_get_the_same_figures(hosts: tuple[int, ...]):
     network = found[0]
     assert network.encode_rate > 1e6
     assert network.decode_rate > 1e6
+    assert network.overhead >= 0
     several, shared = len(set(hosts)) > 1, len(set(hosts)) < len(hosts)
     assert (network.alpha > 0) == (network.beta > 0) == several
     assert (network.local_alpha > 0) == (network.local_beta > 0) == shared

@@ -22,7 +22,7 @@ from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import make
 from gradcomp.reduce.base import framed
-from gradcomp.reduce.costs import cheapest, cost, load_of, predict
+from gradcomp.reduce.costs import OVERLAP, cheapest, cost, load_of, predict, predict_step
 from gradcomp.reduce.header import APPLIED, PRESENT, READY, BucketFlags, HeaderId, Headers
 from gradcomp.reduce.model import Cost, Load, Network
 from gradcomp.testing.simulation import Simulation, plan_for
@@ -232,6 +232,40 @@ def test_the_order_of_reductions_in_markov_2024():
     assert seconds == sorted(seconds)
 
 
+@every_reduction
+@pytest.mark.parametrize("topology", [flat(2), flat(8), Topology((0, 0, 1, 1, 1))], ids=str)
+def test_a_step_of_one_bucket_takes_what_the_bucket_takes(reduction: str, topology: Topology):
+    if not fits(reduction, topology.world):
+        return
+    network = Network(1e-4, 1e-8, 2e9, 4e9, 1e-6, 1e-10, overhead=1e-3)
+    alone = predict(parse(reduction), Load(D, DENSE, 64), topology, network)
+    assert predict_step(parse(reduction), Load(D, DENSE, 64), 1, topology, network) == pytest.approx(alone)
+
+
+def test_a_step_of_many_buckets_fills_the_link():
+    """Latencies overlap, and the overhead of the rounds that are under way together does not."""
+    network, world, buckets = Network(1e-3, 1e-8, 2e9, 4e9, overhead=1e-4), 4, 16
+    coding = buckets * DENSE * (1.25 / network.encode_rate + 2 / network.decode_rate)
+    sra = 17 * network.alpha + 15 * network.overhead + buckets * network.beta * 2 * D * 3 / 4
+    found = predict_step(Scheme("sra"), Load(D, DENSE), buckets, flat(world), network)
+    assert found == pytest.approx(sra + coding)
+    coding = buckets * DENSE * (1 / network.encode_rate + 1.75 / network.decode_rate)
+    ring = 21 * network.alpha + (6 * 16 - 21) * network.overhead + buckets * network.beta * 6 * D / 4
+    found = predict_step(Scheme("ring"), Load(D, DENSE), buckets, flat(world), network)
+    assert found == pytest.approx(ring + coding)
+
+
+def test_rounds_with_different_busiest_links_overlap_in_part():
+    network, buckets = Network(0.0, 1e-8, math.inf, math.inf), 16
+    seconds = network.beta * 3 * D  # of one round through the server's link, in or out
+    found = predict_step(Scheme("parameter_server"), Load(D, DENSE), buckets, flat(4), network)
+    assert found == pytest.approx((2 * buckets - OVERLAP * (buckets - 1)) * seconds)
+
+
+def test_a_large_ring_is_predicted_at_once():
+    assert predict_step(Scheme("ring"), Load(D, DENSE), 100, flat(1024), NETWORK) > 0
+
+
 def bucket_of(elements: int, compressor=None):
     layers = [LayerSpec("w", (elements,))]
     return one_bucket(layers, plan_for(layers, compressor or Quantize(4, 512)))
@@ -250,6 +284,19 @@ def bucket_of(elements: int, compressor=None):
 )
 def test_auto_takes_the_cheapest(elements: int, topology: Topology, network: Network | None, choice: str):
     assert cheapest(bucket_of(elements), 1, topology, network) == Scheme(choice)
+
+
+def test_auto_counts_the_buckets_of_the_step():
+    """A ring decodes less, and pays for more rounds as soon as others are under way."""
+    network = Network(0.0, 1e-8, math.inf, 1e9, overhead=1e-3)
+    parts = bucket_of(1 << 20)
+    ring, sra = (
+        [predict_step(Scheme(name), load_of(Scheme(name), parts, 1), n, flat(4), network) for n in (1, 16)]
+        for name in ("ring", "sra")
+    )
+    assert ring[0] < sra[0]
+    assert ring[1] > sra[1]
+    assert [cheapest(parts, 1, flat(4), network, n).name for n in (1, 16)] == ["ring", "sra"]
 
 
 def test_auto_leaves_out_what_a_codec_does_not_allow():
