@@ -119,7 +119,7 @@ def agree_on_settings(
     journal = _open_journal(transport, config, settings.name)
     try:
         agree(transport, describe(layers, plan, config, **shared), settings.problem, wait_for=wait_for)
-        on_device = settings.device.driver is not None
+        on_device, slices_chosen = settings.device.driver is not None, not config.slice_elements
         config = agree_on_slices(transport, config, on_device, topology, layers, plan, wait_for=wait_for)
         if config.deterministic:
             _refuse_times(settings.controlled_by, config, topology)
@@ -128,7 +128,8 @@ def agree_on_settings(
         if journal is not None:
             journal.close()
         raise
-    return config, replace(settings, topology=topology, controller=controller), journal
+    found = replace(settings, topology=topology, controller=controller, slices_chosen=slices_chosen)
+    return config, found, journal
 
 
 def _refuse_times(controller: Controller | None, config: Config, topology: Topology) -> None:

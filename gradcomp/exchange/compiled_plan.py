@@ -115,6 +115,8 @@ class PlanCompiler:
         self, layers: Sequence[LayerSpec], config: Config, transport: Transport, settings: Settings
     ) -> None:
         self._layers, self._config, self._device = layers, config, settings.device
+        #: The most elements of an exchange bucket.
+        self.slice_elements = config.slice_elements
         self._topology = topology = settings.topology or Topology.one_host(transport.size)
         assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
         self._network, self._rank = settings.network, transport.rank
@@ -126,7 +128,7 @@ class PlanCompiler:
     def compile(self, plan: Plan, order: Sequence[int], cold: frozenset[int]) -> CompiledPlan:
         """Compile ``plan`` for the layers in ``order``, which are exchanged in this order, those in ``cold`` last."""
         layers = self._layers
-        layout = build_layout(layers, plan, order, cold, self._config.slice_elements, self._device)
+        layout = build_layout(layers, plan, order, cold, self.slice_elements, self._device)
         world = self._topology.world
         context = StepContext(Draw(self._config.seed, 0, self._rank), world)
         reduction = partial(self._reduction, len(layout.buckets))

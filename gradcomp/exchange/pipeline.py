@@ -83,6 +83,7 @@ class Pipeline:
         self._compiler = PlanCompiler(self.layers, self.config, transport, settings)
         self.allocate = allocate
         self.listener = settings.listener
+        self.slices_chosen = settings.slices_chosen
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
@@ -319,16 +320,21 @@ class Pipeline:
         fields: Fields | None = None,
         learning_rate: float | None = None,
         switch: Switch | None = None,
+        slice_elements: int | None = None,
     ) -> None:
         """Continue from a saved state; see :mod:`gradcomp.exchange.snapshot`.
 
-        Layers are given by number. ``residuals``, ``fields`` and ``learning_rate`` replace the pipeline's own, which
-        are kept where these are None. ``switch`` is an unfinished change of compression, which ends the controller.
+        Layers are given by number. ``slice_elements`` is another size of exchange buckets. ``residuals``, ``fields``
+        and ``learning_rate`` replace the pipeline's own, which are kept where these are None. ``switch`` is an
+        unfinished change of compression, which ends the controller.
         """
         if self.is_open:
             raise StateError("an exchange is open")
         plan.check_covers(self.layers)
         self.step, self.plan = step, plan
+        if slice_elements is not None:
+            self.config = replace(self.config, slice_elements=slice_elements)
+            self._compiler.slice_elements, self._compiled_plans = slice_elements, CompiledPlans()
         self.ordering.restore(order, cold, sparse, streak)
         self.plans.restore(switch, plan)
         if switch is not None:

@@ -43,7 +43,8 @@ class Settings:
     which returns the plan that begins then, or None; ``topology``, by default one host; the frontend's ``arguments``;
     ``controlled_by``, the controller that the ranks begin; from step ``adjustable_from`` on it may change the
     compressor of layer i, ``adjustable[i]``, and leaves layers alone whose entry is None; ``compression``, for logs;
-    ``network``, the measured constants that ``reduction="auto"`` needs with several hosts.
+    ``network``, the measured constants that ``reduction="auto"`` needs with several hosts; ``slices_chosen``, True if
+    the ranks have chosen the size of exchange buckets, since no setting gives it.
 
     Each rank's own: ``device``, which holds gradients and means, and so the state; ``listener``; ``digests()`` and
     ``fingerprint(step)``, which begin to compute those of the parameters and of a step; ``roster``. ``advice`` ends
@@ -63,6 +64,7 @@ class Settings:
     controller: ControllerRun | None = None
     compression: str = ""
     network: Network | None = None
+    slices_chosen: bool = False
     device: Device = HOST
     listener: Listener | None = None
     digests: Callable[[], Future[Digests]] | None = None

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.compress.base import SHARED
+from gradcomp.core.config import HOST_SLICE
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
@@ -422,6 +423,8 @@ def _fits(kind: str, saved: Floats | None, size: int, begin: Begin) -> bool:
 
 def _say_what_differs(pipeline: Pipeline, shared: Shared) -> None:
     settings = pipeline.config.shared()
+    if (slices := _saved_slices(pipeline, shared)) is not None:
+        settings["slice_elements"] = slices
     changes = [(name, was) for name, was in shared.settings.items() if settings[name] != was]
     if changes:
         logger.warning(
@@ -477,7 +480,19 @@ def _take_over(pipeline: Pipeline, state: Snapshot, shared: Shared, factor: np.f
         fields=fields,
         learning_rate=shared.rate,
         switch=switch,
+        slice_elements=_saved_slices(pipeline, shared),
     )
+
+
+def _saved_slices(pipeline: Pipeline, shared: Shared) -> int | None:
+    """Return the saved size of exchange buckets if it takes over: where the ranks chose theirs, by a measured rate.
+
+    A size for gradients on GPUs does not suit those on a host, and the other way round, so it does not take over there.
+    """
+    own, saved = pipeline.config.slice_elements, int(shared.settings["slice_elements"])
+    if saved == own or not pipeline.slices_chosen or max(own, saved) > HOST_SLICE or saved < 8:
+        return None
+    return saved
 
 
 def _restore_controller(pipeline: Pipeline, state: Snapshot, shared: Shared) -> None:

@@ -169,6 +169,19 @@ def test_another_setting_keeps_what_is_owed_and_warns(settings, text: str, caplo
     train(new, 4, 2)
 
 
+def test_where_the_ranks_chose_the_size_of_buckets_the_saved_one_takes_over(caplog):
+    ranks = job(KINDS["1 bit nearest"])
+    train(ranks, 0, 4)
+    new = job(KINDS["1 bit nearest"], slice_elements=64)
+    for pipeline in new.pipelines:
+        pipeline.slices_chosen = True
+    moved(ranks, new)
+    assert "differ" not in caplog.text
+    assert [len(p.layout.buckets) for p in new.pipelines] == [len(p.layout.buckets) for p in ranks.pipelines]
+    assert snapshot(new.pipelines[0]).shared.settings["slice_elements"] == 100
+    assert train(new, 4, 3) == train(ranks, 4, 3)
+
+
 def test_a_state_from_before_there_were_reductions_is_sra():
     plain = snapshot(single()).shared.to_plain()
     del plain["settings"]["reduction"]
