@@ -36,10 +36,10 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
-BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-reductions bench-hierarchy \
+BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-step-parts bench-reductions bench-hierarchy \
            bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
            bench-multilevel bench-adaptive \
-           bench-sharded bench-auto bench-memory bench-soak bench-information bench-learned bench-tf-ops \
+           bench-sharded bench-auto bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
            bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
@@ -281,6 +281,10 @@ bench-ratios: $(STAMP)/package
 bench-step: $(STAMP)/package
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
+# Needs root, as bench-step does.
+bench-step-parts: $(STAMP)/package
+	$(BIN)/python benchmarks/step_parts.py $(ARGS)
+
 # Keras's trials, and hosts out of network namespaces, for which it needs root.
 bench-fingerprint: $(STAMP)/package $(STAMP)/extra-test
 	$(BIN)/python benchmarks/fingerprint.py $(ARGS)
@@ -324,6 +328,10 @@ bench-auto: $(STAMP)/package
 
 bench-memory: $(STAMP)/package
 	$(BIN)/python benchmarks/memory.py $(ARGS)
+
+# Up to 20 GB of memory.
+bench-large-models: $(STAMP)/package
+	$(BIN)/python benchmarks/large_models.py $(ARGS)
 
 bench-soak: $(STAMP)/package
 	$(BIN)/python benchmarks/soak.py $(ARGS)
