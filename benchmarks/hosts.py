@@ -57,6 +57,7 @@ class Link:
 
 
 LINKS = {
+    "10gbit": Link("10gbit", "2500kb"),
     "1gbit": Link("1gbit", "256kb"),
     "100mbit": Link("100mbit", "64kb"),
     "10mbit": Link("10mbit", "32kb"),

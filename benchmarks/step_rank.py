@@ -140,14 +140,14 @@ def make_trainer(row: Row, initial: Any, text: models.Text | models.Noise, rank:
 
 
 def distribute(model: Any, how: str) -> tuple[Any, Any]:
-    """The model under DDP with the hook that ``how`` names, and the hook's state."""
+    """The model under DDP with the hook that ``how`` names (fp16, bf16, powersgd or none), and the hook's state."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if how != "powersgd":
         module = torch.nn.parallel.DistributedDataParallel(model)
-        if how == "fp16":
-            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if how:
+            module.register_comm_hook(None, getattr(default_hooks, f"{how}_compress_hook"))
         return module, None
     # With several buckets on Gloo this hook aborts or hangs: it issues collectives from callbacks, in no agreed order.
     module = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1 << 12)
@@ -173,7 +173,7 @@ def buckets_of(trainer: Trainer, world: int) -> tuple[list[list[str]], Rounds]:
     # The order after DDP rebuilt its buckets in the first step.
     composition = trainer.module._get_ddp_logging_data()["rebuilt_per_bucket_param_indices"]
     members = [[parameters[int(i)] for i in bucket.split()] for bucket in composition.split(",")]
-    item_bytes = 2 if trainer.row.how == "fp16" else 4
+    item_bytes = 2 if trainer.row.how in ("fp16", "bf16") else 4
     sizes = [item_bytes * sum(p.numel() for _, p in bucket) for bucket in members]
     if trainer.hook_state is not None:
         assert len(sizes) == 1, "the bucket is larger than the model"
