@@ -1,7 +1,7 @@
 """Time of a training step under other libraries, beside gradcomp's form of the same method. Needs root.
 
     python benchmarks/peers.py --grace PATH --powersgd PATH          # links of 1 Gbit/s
-    python benchmarks/peers.py --link 10gbit --blocks 4 --steps 8 --json peers.json
+    python benchmarks/peers.py --link 10gbit --blocks 6 --json peers.json
 
 The model, the hosts and the processes are those of the step benchmark (step.py): one rank per host, one thread and one
 core per rank, all rows from one initial model over the same batches, alternating in blocks of steps.
@@ -168,10 +168,11 @@ def show(results: dict[str, dict[str, Any]]) -> str:
 
 
 def verdict(results: dict[str, dict[str, Any]]) -> int:
-    """The exit status: 1 if a row failed, or gradcomp's ranks differ."""
-    failed = any("failure" in found for found in results.values())
-    differ = any(results[row.key].get("equal") is False for row in ROWS if row.kind == "gradcomp")
-    return int(failed or differ)
+    """The exit status: 1 if a row of gradcomp's has no figures, or its ranks differ.
+
+    Another library's failure is a finding: DDP's bf16 hook, for one, refuses to work on CPUs.
+    """
+    return int(not all(results[row.key].get("equal") for row in ROWS if row.kind == "gradcomp"))
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -234,7 +235,7 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=positive, default=2, help="hosts, one rank each (default: 2)")
     parser.add_argument("--blocks", type=positive, default=4, help="blocks per row (default: 4)")
-    parser.add_argument("--steps", type=positive, default=8, help="timed steps per block (default: 8)")
+    parser.add_argument("--steps", type=positive, default=6, help="timed steps per block (default: 6)")
     parser.add_argument("--warmup", type=positive, default=2, help="untimed steps before them (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -76,6 +76,7 @@ ROWS = (
     *_of(
         "signs",
         ("grace-signs", "GRACE EF-SignSGD", GRACE, "efsignsgd"),
+        ("layer-signs", "gradcomp ScaledSign, one scale a layer", "gradcomp", "scaled_sign:bucket_size=none"),
         ("signs", "gradcomp ScaledSign", "gradcomp", "scaled_sign"),
     ),
 )
