@@ -18,7 +18,7 @@ from typing import Any
 
 import models
 import peers_libraries
-from peers_rows import HOROVOD, PATHS, PeerRow
+from peers_rows import HOROVOD, PeerRow
 from step_rank import Task, Trainer, make_trainer, measure_link, median_block, run_block
 
 FAILURE = "failure.json"
@@ -84,12 +84,13 @@ def train(task: PeersTask, out: Path, watch: Watch) -> None:
     import torch
     import torch.distributed as dist
 
+    watch.begin("")  # what goes wrong before the first row and after the last one is no row's fault
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=task.limit_seconds))
     rank, world = dist.get_rank(), dist.get_world_size()
     link = measure_link(rank, world)
     kinds = {row.kind for row in task.rows}
-    sys.path += [path for kind, path in task.paths.items() if kind in PATHS]
+    sys.path += task.paths.values()
     if "gradcomp" in kinds:
         import gradcomp.torch as gc
 
@@ -108,7 +109,7 @@ def train(task: PeersTask, out: Path, watch: Watch) -> None:
         for trainer in trainers:
             watch.begin(trainer.row.key)
             run_block(trainer, task, dist.barrier)
-    watch.begin("")  # of a rank that cannot end, no row is guilty
+    watch.begin("")
     found = {
         "link": link,
         "text": text.source,
@@ -131,9 +132,9 @@ def train(task: PeersTask, out: Path, watch: Watch) -> None:
     watch.end()
 
 
-def prepare(row: Any, initial: Any, text: Any, rank: int, world: int, task: PeersTask) -> Trainer:
+def prepare(row: PeerRow, initial: Any, text: Any, rank: int, world: int, task: PeersTask) -> Trainer:
     """A trainer of the step benchmark; for another library's row, with the library around its optimizer."""
-    plain = row if row.kind in _OWN else dataclasses.replace(row, kind="plain")
+    plain = row if row.kind in _OWN else dataclasses.replace(row, kind="other")
     trainer = make_trainer(plain, initial, text, rank, task)
     trainer.optimizer = peers_libraries.wrap(row, trainer.optimizer, trainer.model, world)
     return trainer
