@@ -164,7 +164,12 @@ def show(results: dict[str, dict[str, Any]]) -> str:
                 found.get("why") if equal is None else "equal" if equal else "DIFFER",
             ]
         )
-    return report.table(headers, cells)
+    failures = [
+        f"{row.title} failed: {Failure(**results[row.key]['failure'])}"
+        for row in ROWS
+        if "failure" in results[row.key]
+    ]
+    return "\n".join([report.table(headers, cells), *failures])
 
 
 def verdict(results: dict[str, dict[str, Any]]) -> int:
@@ -192,7 +197,7 @@ def measure(options: argparse.Namespace) -> int:
             rows, lambda rows: launch(dataclasses.replace(task, rows=rows), options.link, options.hosts)
         )
         results |= {
-            key: {"why": f"failed: {failure}", "failure": dataclasses.asdict(failure)}
+            key: {"why": f"failed: {failure.type}", "failure": dataclasses.asdict(failure)}
             for key, failure in failures.items()
         }
         if found is not None:

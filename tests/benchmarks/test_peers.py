@@ -127,6 +127,16 @@ def test_the_status_is_about_gradcomp_s_own_rows(changes, status):
     assert peers.verdict({row.key: {"equal": True} for row in ROWS} | changes) == status
 
 
+def test_the_table_has_every_row_and_says_below_it_how_one_failed():
+    failure = dataclasses.asdict(Failure("epfml", "ValueError", "no such rank"))
+    results = {row.key: {"why": "not given"} for row in ROWS}
+    results["epfml"] = {"why": "failed: ValueError", "failure": failure}
+    lines = peers.show(results).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:-1]] == [row.title for row in ROWS]
+    assert lines[-1] == "epfml/powersgd failed: ValueError: no such rank"
+    assert sum("not given" in line for line in lines) == len(ROWS) - 1
+
+
 def test_the_first_failure_counts_and_a_rank_that_died_is_one(tmp_path):
     (tmp_path / "1.row").write_text("epfml")
     died = peers.read_failure(tmp_path, [-signal.SIGKILL, -signal.SIGSEGV])
