@@ -147,12 +147,28 @@ void sample(const Rows& rows, const Vector<std::uint32_t>& values, std::uint32_t
     check_rows("values", values, table);
     for (std::int64_t row = 0; row < table.size(); ++row) gradcomp::check_elements(row, table[row]);
     const nb::gil_scoped_release released;
+    // Models have many small layers of few lengths. Where the elements are single, their places are those of
+    // the row before if that has the same length.
+    std::vector<std::uint32_t> places;
+    std::int64_t length = -1;
     for (std::int64_t row = 0; row < table.size(); ++row) {
         const gradcomp::Segment segment = table[row];
-        const gradcomp::Sample part(segment.length);
+        const gradcomp::Sample part(segment.length, turn);
         std::uint32_t sum = 0;
-        for (std::int64_t block = 0; block < part.blocks; ++block)
-            sum += gradcomp::sampled(segment, part, block, turn);
+        if (part.run == 1 && segment.dtype == gradcomp::Dtype::float32) {
+            if (segment.length != length) {
+                length = segment.length;
+                places.clear();
+                for (std::int64_t block = 0; block < part.blocks; ++block)
+                    if (const std::int64_t place = part.at(block); place < length)
+                        places.push_back(static_cast<std::uint32_t>(place));
+            }
+            const auto* const words = reinterpret_cast<const std::uint32_t*>(segment.gradient);
+            for (const std::uint32_t place : places) sum += gradcomp::mixed(words[place], place);
+        } else {
+            for (std::int64_t block = 0; block < part.blocks; ++block)
+                sum += gradcomp::sampled(segment, part, block);
+        }
         values.data()[row] = sum;
     }
 }

@@ -18,9 +18,8 @@ KERNEL(256) sample(const SampleParams __grid_constant__ params) {
     const auto* tiles = at<std::int64_t>(params.tiles);
     const std::int64_t row = row_of(tiles, params.row_count, blockIdx.x);
     const Segment segment = at<Segment>(params.rows)[row];
-    const Sample part(segment.length);
+    const Sample part(segment.length, static_cast<std::uint32_t>(params.turn));
     const std::int64_t block = (blockIdx.x - tiles[row]) * 256 + threadIdx.x;
     if (block >= part.blocks) return;
-    atomicAdd(to<std::uint32_t>(params.values) + row,
-              sampled(segment, part, block, static_cast<std::uint32_t>(params.turn)));
+    atomicAdd(to<std::uint32_t>(params.values) + row, sampled(segment, part, block));
 }
