@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcomp.core.errors import StateError
 from gradcomp.core.layers import LayerSpec
@@ -15,6 +16,8 @@ from gradcomp.kernels.codec import Sizes, Table
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.reduce.header import PRESENT, SPARSE
+
+Addresses = npt.NDArray[np.uint64]
 
 
 class Submission(NamedTuple):
@@ -56,8 +59,8 @@ class Arrivals:
         self._keep: list[object] = []
         self.completed: list[float] = []  # when each bucket became complete, on time.perf_counter's clock
         self._missing: list[int] = []
-        self._buckets_of: tuple[tuple[int, ...], ...] = ()
-        self._reported: list[bool] = []
+        self._layout = Layout((), ())
+        self._reported = np.zeros(len(layers), dtype=np.bool_)
         #: Called when a bucket becomes complete, other than by the flush.
         self.bucket_complete: Callable[[], None] = lambda: None
 
@@ -73,29 +76,65 @@ class Arrivals:
         self._keep = []
         self._missing = layout.layer_counts.copy()
         self.completed = [0.0] * len(layout.buckets)
-        self._buckets_of = layout.buckets_of
-        self._reported = [False] * len(self._layers)
+        self._layout = layout
+        self._reported[:] = False
 
     def submit(self, submission: Submission, state: int = PRESENT) -> None:
         """Report a layer's gradient; ``state`` is SPARSE or 0 if it has no dense one."""
         layer = submission.layer
-        if self.flushed:
-            raise StateError(f"layer {self._layers[layer].name!r} has a gradient after its step closed")
-        if self._reported[layer]:
-            raise StateError(f"layer {self._layers[layer].name!r} was submitted twice in one step")
+        if self.flushed or self._reported[layer]:
+            raise self._refused(layer)
         self._reported[layer] = True
         self.states[layer] = state
         self.gradients[layer], self.outputs[layer] = submission.gradient, submission.output
         self.events[layer], self._doubtful[layer] = submission.event, submission.zero_is_absent
         self._keep.append(submission.keep)
         self.order.append(layer)
+        self._count([(bucket, 1) for bucket in self._layout.buckets_of[layer]])
+
+    def submit_all(
+        self,
+        layers: list[int],
+        addresses: Addresses,
+        keep: object,
+        event: object = None,
+        *,
+        zero_is_absent: bool = False,
+    ) -> None:
+        """Report dense gradients whose means replace them, at the cost of one; see :class:`Submission`."""
+        given = np.array(layers, dtype=np.int64)
+        times = np.bincount(given, minlength=len(self._layers)) + self._reported
+        if layers and (self.flushed or times[given].max() > 1):
+            raise self._refused(layers[int(times[given].argmax())])
+        self._reported[given] = True
+        self.states[given] = PRESENT
+        self.gradients[given] = self.outputs[given] = addresses
+        self._doubtful[given] = zero_is_absent
+        if event is not None:
+            for layer in layers:
+                self.events[layer] = event
+        self._keep.append(keep)
+        self.order += layers
+        buckets = self._layout.bucket_of[given]
+        counts = np.bincount(buckets, minlength=len(self.completed) + 1)
+        for layer in given[buckets == len(self.completed)].tolist():
+            np.add.at(counts, list(self._layout.buckets_of[layer]), 1)
+        self._count([(bucket, int(counts[bucket])) for bucket in counts[:-1].nonzero()[0].tolist()])
+
+    def _refused(self, layer: int) -> StateError:
+        """Return the error for a gradient that comes when no step is open, or for the second time."""
+        why = "has a gradient after its step closed" if self.flushed else "was submitted twice in one step"
+        return StateError(f"layer {self._layers[layer].name!r} {why}")
+
+    def _count(self, arrived: Iterable[tuple[int, int]]) -> None:
+        """Count the layers that arrived, by bucket; this follows all else about them."""
         complete = False
-        for bucket in self._buckets_of[layer]:
-            if self._missing[bucket] == 1:
+        for bucket, layers in arrived:
+            if self._missing[bucket] == layers:
                 # The time is set before the count, because the engine's thread reads the count first.
                 self.completed[bucket] = perf_counter()
                 complete = True
-            self._missing[bucket] -= 1
+            self._missing[bucket] -= layers
         if complete:
             self.bucket_complete()
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradcomp.core.errors import GradcompError, StateError, WireFormatError
-from gradcomp.exchange.arrivals import Submission
+from gradcomp.exchange.arrivals import Addresses, Submission
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import DeferredFingerprint, Digests
@@ -310,6 +310,25 @@ class StepDriver:
         if self.exchanger.recorder is not None:
             self.exchanger.recorder.take(submission)
         self.exchanger.pipeline.arrivals.submit(submission)
+
+    def submit_all(
+        self,
+        layers: list[int],
+        addresses: Addresses,
+        keep: object,
+        event: object = None,
+        *,
+        zero_is_absent: bool = False,
+    ) -> None:
+        """Submit dense gradients that are ready, see :meth:`Arrivals.submit_all`."""
+        if self.phase not in _TAKES_GRADIENTS:
+            raise self.late(layers[0])
+        if self.exchanger.recorder is not None:
+            for layer, address in zip(layers, addresses.tolist(), strict=True):
+                self.exchanger.recorder.take(Submission(layer, address, address, keep, event, zero_is_absent))
+        self.exchanger.pipeline.arrivals.submit_all(
+            layers, addresses, keep, event, zero_is_absent=zero_is_absent
+        )
 
     def submit_rows(self, layer: int, rows: Callable[[], tuple[Array, Array]]) -> None:
         """Submit a sparse gradient; the wait of the step calls ``rows`` for its row numbers and values."""

@@ -65,6 +65,13 @@ class Layout:
         """Return the number of layers in each bucket."""
         return [len(bucket.layers) for bucket in self.buckets]
 
+    @cached_property
+    def bucket_of(self) -> Sizes:
+        """Return each layer's bucket, or the number of buckets for a layer that is in several of them or in none."""
+        several = len(self.buckets)
+        found = [numbers[0] if len(numbers) == 1 else several for numbers in self.buckets_of]
+        return np.array(found, dtype=np.int64)
+
     def residual_sizes(self, layers: Sequence[LayerSpec]) -> list[int]:
         """Return the elements of each layer's residual: its size if it travels with feedback, else 0."""
         sizes = [0] * len(layers)

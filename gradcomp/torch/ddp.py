@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
-from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.layout import Bucket, Layout
@@ -315,9 +314,8 @@ class HookState(CompressionState, Listener, Exchange):
             handed = self._staging.hand_in(buffer)
             future = self._futures.add(bucket.index(), layers, buffer, handed)
             shift = handed.tensor.data_ptr() - buffer.data_ptr()
-            for layer, address in zip(layers.tolist(), addresses, strict=True):
-                place = address + shift
-                driver.submit(Submission(layer, place, place, handed, handed.event, zero_is_absent=True))
+            places = np.array([address + shift for address in addresses], dtype=np.uint64)
+            driver.submit_all(layers.tolist(), places, handed, handed.event, zero_is_absent=True)
             if bucket.is_last():
                 driver.flush()
                 self._unexchanged.signs += 1

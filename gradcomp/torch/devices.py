@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from gradcomp.torch.tensors import Form, has_memory
 from gradcomp.torch.tensors import form as form_of
 
 logger = logging.getLogger("gradcomp")
+_KIND = attrgetter("dtype", "shape", "device", "layout")
 
 
 class _Lent:
@@ -116,6 +118,11 @@ class InPlace:
         self._streams = streams
         self._scripts: Any = None  # the stream on which the script trains
         self._ours: Any = None if device.driver is None else streams.external(device.driver.stream)
+
+    @property
+    def is_late(self) -> bool:
+        """Return True if work on a gradient may still run when its hook is called."""
+        return self._device.is_late
 
     def open(self) -> None:
         """Begin an exchange on one of the script's threads, and remember its current stream as the script's.
@@ -246,6 +253,8 @@ class Gradients:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._forms = [Form.of(parameter) for parameter in self.parameters]
+        self._kinds = [(form.dtype, form.shape, form.device, torch.strided) for form in self._forms]
+        self._strides = [form.strides for form in self._forms]
         self._sparse_as_dense = sparse_as_dense
         #: Layers of which this rank has had a sparse gradient that travelled as a dense one.
         self.made_dense: set[int] = set()
@@ -262,11 +271,22 @@ class Gradients:
         self._staging.open()
         self._handed = {}
 
-    def own(self, layer: int) -> torch.Tensor:
-        """Return the layer's gradient, made dense in memory unless it travels as rows.
+    def own(self, layers: Sequence[int]) -> list[torch.Tensor]:
+        """Return the layers' gradients, made dense in memory unless they travel as rows.
 
-        Raises StateError if its shape, dtype or device differs from the parameter's at wrapping.
+        Raises StateError if a gradient's shape, dtype or device differs from the parameter's at wrapping.
         """
+        found = [self.parameters[layer].grad for layer in layers]
+        # The usual case is checked for all layers together, since a call for each would take several times as long.
+        if (
+            set(map(type, found)) == {torch.Tensor}
+            and list(map(_KIND, found)) == [self._kinds[layer] for layer in layers]
+            and list(map(torch.Tensor.stride, found)) == [self._strides[layer] for layer in layers]  # type: ignore[arg-type]
+        ):
+            return found  # type: ignore[return-value]
+        return [self._own(layer) for layer in layers]
+
+    def _own(self, layer: int) -> torch.Tensor:
         parameter, form = self.parameters[layer], self._forms[layer]
         gradient = parameter.grad
         if gradient is None:
@@ -282,12 +302,17 @@ class Gradients:
             gradient = form.empty().copy_(gradient)
         if gradient is not parameter.grad:
             parameter.grad = gradient
-        return gradient.detach()
+        return gradient
 
     def hand_in(self, layer: int, gradient: torch.Tensor) -> Handed:
         """Return the memory on which the engine works in place of this gradient."""
-        handed = self._handed[layer] = self._staging.hand_in(gradient)
+        handed = self._handed[layer] = self._staging.hand_in(gradient.detach())
         return handed
+
+    @property
+    def are_ready(self) -> bool:
+        """Return True if kernels can read gradients at once, where they lie: on the CPU."""
+        return isinstance(self._staging, InPlace) and not self._staging.is_late
 
     def allocate(self, layer: int, *, apart: bool = False) -> int:
         """Allocate memory for the mean of a layer that only other ranks had (on the engine's thread).

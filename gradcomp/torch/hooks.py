@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from gradcomp.exchange.driver import Means, Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import runtime
 from gradcomp.reduce.header import LATE
+from gradcomp.torch.arrived import Arrived
 from gradcomp.torch.devices import Gradients
 from gradcomp.torch.layers import (
     SKIP_TOGETHER,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gradcomp")
 #: A warning needs this many steps in a row that took the same number of exchanges, more than one.
 _LIMIT = 3
+_IS_SPARSE = attrgetter("is_sparse")
 Finish = Literal["backward", "step"]
 #: Exchanges whose window ends with the backward pass that is about to return.
 _ending: list[GradientExchange] = []
@@ -130,6 +133,8 @@ class GradientExchange(Listener, Exchange):
         self._ddp_check: DdpCheck | None = None
         self._touched: dict[int, int] = {}  # layer -> number of backward passes in this window
         self._submitted: set[int] = set()
+        #: Gradients of the open step. While they are held, reading a ``.grad`` makes no new Python object.
+        self._held: list[torch.Tensor] = []
         self._passes = 0
         self._in_backward = False
         self._suspended = False
@@ -169,9 +174,10 @@ class GradientExchange(Listener, Exchange):
         watch_backward()
         self._end = EndOfBackward(self._end_of_backward)
         self._behind_all = opaque(_finish_together)
+        self._arrived = Arrived(opaque(self._first), opaque(self._bucket_complete))
         for layer, parameter in enumerate(self._gradients.parameters):
-            arrived = opaque(partial(self._arrived, layer))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+            hook = self._arrived.hook(layer)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Remove all hooks from the parameters and the optimizers."""
@@ -203,7 +209,8 @@ class GradientExchange(Listener, Exchange):
 
     # -- autograd -------------------------------------------------------------------------------------------------
 
-    def _arrived(self, layer: int, _: torch.Tensor) -> None:
+    def _first(self, layer: int) -> None:
+        """Take a layer whose gradient has come: the first one of a backward pass, or each that is not just noted."""
         if not self._touched and not self._submitted:
             self._leave_last_means(layer)
         self._touched[layer] = self._touched.get(layer, 0) + 1
@@ -214,8 +221,19 @@ class GradientExchange(Listener, Exchange):
             self._in_backward = True
             self._end.wait()
         last = (self._passes if self.arguments.finish == "backward" else self._touched[layer] - 1) + 1
-        if last >= self.arguments.backward_passes_per_step:
-            self._submit(layer)
+        if last < self.arguments.backward_passes_per_step:
+            return
+        self._submit([layer])
+        self._arrived.submitted(layer)
+        # From here on every layer of this pass is submitted. Each layer has a device event of its own on a GPU.
+        by_pass = self.arguments.finish == "backward" or self.arguments.backward_passes_per_step == 1
+        self._arrived.is_on = by_pass and self._gradients.are_ready and self.driver.phase is Phase.OPEN
+
+    def _bucket_complete(self) -> None:
+        """Submit the layers that were only noted; also called when the backward pass ends."""
+        if layers := self._arrived.take():
+            self._touched |= dict.fromkeys(layers, 1)
+            self._submit(layers)
 
     def _leave_last_means(self, layer: int) -> None:
         """End the last step, because a new window begins although its means were neither stepped on nor zeroed.
@@ -237,30 +255,51 @@ class GradientExchange(Listener, Exchange):
             self.driver.discard()
         self._means = {}
 
-    def _submit(self, layer: int) -> None:
-        name = self._gradients.names[layer]
-        if layer in self._submitted:
-            raise StateError(
-                f"layer {name!r} has a second gradient in one exchange; declare all passes with "
-                "backward_passes_per_step, or accumulate under no_sync(); if several checkpoints of one backward pass "
-                "share the layer, give them use_reentrant=False"
-            )
+    def _submit(self, layers: list[int]) -> None:
+        if len(set(layers)) < len(layers) or not self._submitted.isdisjoint(layers):
+            raise self._second(layers)
         try:
-            gradient = self._gradients.own(layer)
+            gradients = self._gradients.own(layers)
         except StateError as error:  # all ranks fail, and this one raises its own error
             self.driver.fail(error)
             raise
-        if not gradient.is_sparse:
-            self.driver.refuse_dense(layer)
+        is_sparse = list(map(_IS_SPARSE, gradients))
+        if self.exchanger.pipeline.ordering.sparse:
+            for layer, sparse in zip(layers, is_sparse, strict=True):
+                if not sparse:
+                    self.driver.refuse_dense(layer)
         if self.driver.phase is not Phase.OPEN:
             self._open()
-        self._submitted.add(layer)
+        self._submitted.update(layers)
+        self._held += gradients
+        if any(is_sparse) or not self._gradients.are_ready:
+            for layer, gradient in zip(layers, gradients, strict=True):
+                self._submit_one(layer, gradient)
+            return
+        # The engine keeps the memory, which another thread could not free, even if a gradient is given another one.
+        keep = list(map(torch.Tensor.untyped_storage, gradients))
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, gradients), np.uint64, len(layers))
+        self.driver.submit_all(layers, addresses, keep)
+
+    def _submit_one(self, layer: int, gradient: torch.Tensor) -> None:
+        """Submit a gradient that may be sparse, or may still be computed on a device."""
         if gradient.is_sparse:
-            self.driver.submit_rows(layer, partial(rows_of, name, gradient))
-        else:
-            handed = self._gradients.hand_in(layer, gradient)
-            address = handed.tensor.data_ptr()
-            self.driver.submit(Submission(layer, address, address, handed, handed.event))
+            rows = partial(rows_of, self._gradients.names[layer], gradient.detach())
+            self.driver.submit_rows(layer, rows)
+            return
+        handed = self._gradients.hand_in(layer, gradient)
+        address = handed.tensor.data_ptr()
+        self.driver.submit(Submission(layer, address, address, handed, handed.event))
+
+    def _second(self, layers: list[int]) -> StateError:
+        """Return the error for the first of these layers that has a second gradient."""
+        seen = set(self._submitted)
+        layer = next(each for each in layers if each in seen or seen.add(each))  # type: ignore[func-returns-value]
+        return StateError(
+            f"layer {self._gradients.names[layer]!r} has a second gradient in one exchange; declare all passes with "
+            "backward_passes_per_step, or accumulate under no_sync(); if several checkpoints of one backward pass "
+            "share the layer, give them use_reentrant=False"
+        )
 
     def _open(self) -> None:
         if self.driver.under_way:
@@ -272,6 +311,8 @@ class GradientExchange(Listener, Exchange):
             pipeline.lay_out()
             momenta = self.momenta.of_step(pipeline)
         self._gradients.open()
+        self._held = []
+        self._arrived.open(pipeline.layout)
         scale = self._loss_scale.of(pipeline, self.arguments.gradient_predivide_factor)
         # Adafactor with relative steps computes its own rate, which is not known here: it counts as 0.
         rate = self._optimizer.param_groups[0].get("lr")
@@ -279,8 +320,10 @@ class GradientExchange(Listener, Exchange):
 
     def _end_of_backward(self) -> None:
         was_in_backward, self._in_backward = self._in_backward, False
+        self._arrived.is_on = False
         if self._suspended or not was_in_backward:  # the callback may be that of a backward pass that failed
             return
+        self._bucket_complete()
         self._passes += 1
         given = self.arguments
         if given.finish == "backward" and self._passes >= given.backward_passes_per_step:
@@ -310,6 +353,7 @@ class GradientExchange(Listener, Exchange):
         present = means.result.present.nonzero()[0].tolist()
         self._gradients.restore_sparse(np.flatnonzero(means.result.present & self._sparse).tolist())
         self._means = {i: mean for i in present if (mean := parameters[i].grad) is not None}
+        self._held = []
         self._unexchanged.signs += bool(present or means.rows)
         if len(self._means) < len(present):
             error = self._gradients.taken_away(next(i for i in present if i not in self._means))
@@ -339,9 +383,12 @@ class GradientExchange(Listener, Exchange):
         if self.driver.phase is Phase.FLUSHED:
             return
         self._open()
-        for layer in sorted(self._touched.keys() - self._submitted):
-            if self._gradients.parameters[layer].grad is not None:
-                self._submit(layer)
+        self._arrived.is_on = False
+        self._bucket_complete()
+        rest = sorted(self._touched.keys() - self._submitted)
+        rest = [layer for layer in rest if self._gradients.parameters[layer].grad is not None]
+        if rest:
+            self._submit(rest)
         self.driver.flush(late=late)
 
     def has_result(self) -> bool:
@@ -380,7 +427,9 @@ class GradientExchange(Listener, Exchange):
         driver = self.driver
         if not driver.attached or driver.error is not None:
             return
-        self._in_backward = False  # a backward pass that raised made no callback at its end
+        self._in_backward = self._arrived.is_on = (
+            False  # a backward pass that raised made no callback at its end
+        )
         if self in _ending:
             _ending.remove(self)
         if driver.under_way:
@@ -393,6 +442,8 @@ class GradientExchange(Listener, Exchange):
     def suspended(self) -> Iterator[None]:
         """Accumulate gradients without exchanging them, within a ``with`` block."""
         previous, self._suspended = self._suspended, True
+        if self.driver.attached:
+            self._arrived.is_on = False
         try:
             yield
         finally:
