@@ -40,6 +40,9 @@ BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors 
            bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
            bench-multilevel bench-adaptive \
            bench-sharded bench-auto bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
+
+           bench-multilevel bench-adaptive bench-many-layers \
+           bench-sharded bench-auto bench-memory bench-soak bench-information bench-learned bench-tf-ops \
            bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
@@ -324,6 +327,10 @@ bench-program: $(STAMP)/package
 
 bench-calls: $(STAMP)/package
 	$(BIN)/python benchmarks/calls.py $(ARGS)
+
+# Builds hosts out of network namespaces: needs root, and says so.
+bench-many-layers: $(STAMP)/package
+	$(BIN)/python benchmarks/many_layers.py $(ARGS)
 
 bench-sharded: $(STAMP)/package
 	$(BIN)/python benchmarks/sharded.py $(ARGS)
