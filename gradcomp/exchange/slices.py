@@ -27,6 +27,9 @@ from gradcomp.transport.base import Handle, Transport, wait
 ROUND_SECONDS, PEER_SECONDS = 0.4e-3, 0.28e-3
 #: A bucket is on the wire for at least so many times the processor's time of its rounds.
 LEAST_WIRE = 5.5
+#: A bucket has at least so many elements for each rank: on 8 hosts smaller chunks were slower in every run. A link that
+#: seems slow because the processors are busy therefore does not lead to the smallest buckets among many ranks.
+RANK_ELEMENTS = 1 << 16
 
 #: Messages of these sizes give the rate of the link, within 0.1 s at 100 Mbit/s.
 _PROBE_BYTES = (1 << 10, 1 << 18)
@@ -75,11 +78,12 @@ def elements_for(wire_seconds: float, rounds: int, peers: int) -> int:
 
     Before the first bucket of a step is encoded, and while the last one is reduced, nothing else fills the link, so
     small buckets leave less of it idle. But every bucket costs the processor a time that does not depend on its size.
-    The smallest size is chosen at which a bucket is on the wire for at least LEAST_WIRE times as long.
+    The smallest size is chosen at which a bucket is on the wire for at least LEAST_WIRE times as long, and has at least
+    RANK_ELEMENTS for each rank.
     """
     least = LEAST_WIRE * rounds * (ROUND_SECONDS + PEER_SECONDS * peers)
     chosen = FINE_SLICE
-    while chosen < HOST_SLICE and chosen * wire_seconds < least:
+    while chosen < HOST_SLICE and (chosen < RANK_ELEMENTS * (peers + 1) or chosen * wire_seconds < least):
         chosen *= 2
     return chosen
 
