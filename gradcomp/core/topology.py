@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,26 @@ class Topology:
     def world(self) -> int:
         return len(self.hosts)
 
+    @cached_property
+    def _by_host(self) -> tuple[tuple[int, ...], ...]:
+        """Every host's ranks; made once, since searching for them host by host takes N^2 steps."""
+        found: list[list[int]] = [[] for _ in range(max(self.hosts) + 1)]
+        for rank, host in enumerate(self.hosts):
+            found[host].append(rank)
+        return tuple(map(tuple, found))
+
     @property
     def leaders(self) -> tuple[int, ...]:
         """Returns the first rank of every host."""
-        return tuple(self.hosts.index(host) for host in range(max(self.hosts) + 1))
+        return tuple(ranks[0] for ranks in self._by_host)
 
     def leaders_in_turn(self, turn: int) -> tuple[int, ...]:
         """Returns one rank of every host, in order of the hosts: the ranks of a host take turns."""
-        members = [self.members(leader) for leader in self.leaders]
-        return tuple(ranks[turn % len(ranks)] for ranks in members)
+        return tuple(ranks[turn % len(ranks)] for ranks in self._by_host)
 
     def members(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks on the host of ``rank``, itself included."""
-        return tuple(r for r, host in enumerate(self.hosts) if host == self.hosts[rank])
+        return self._by_host[self.hosts[rank]]
 
     def among(self, ranks: Sequence[int]) -> Topology:
         """Returns the topology of some of the ranks, renumbered in the given order."""

@@ -27,3 +27,21 @@ def test_the_ranks_of_a_host_take_turns():
 def test_one_host():
     assert Topology.one_host(3).leaders == (0,)
     assert Topology.one_host(1).members(0) == (0,)
+
+
+def test_the_hosts_of_many_ranks_are_found_without_comparing_every_rank_with_every_host():
+    compared = 0
+
+    class Host(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    topology = Topology(tuple(Host(rank // 8) for rank in range(512)))
+    assert topology.leaders_in_turn(3) == tuple(range(3, 512, 8))
+    assert topology.leaders == tuple(range(0, 512, 8))
+    assert topology.members(13) == tuple(range(8, 16))
+    assert compared == 0
