@@ -16,6 +16,9 @@ from gradcomp.transport.control import numbers_of
 
 logger = logging.getLogger("gradcomp")
 
+#: The most ranks that a message names. In a large job nearly all ranks may be late, and each logs its own message.
+_MOST_NAMED = 16
+
 
 @dataclass(frozen=True)
 class Roster:
@@ -35,8 +38,10 @@ class Roster:
         return f"rank {rank} (host {self.hosts[member]})" if self.hosts else f"rank {rank}"
 
     def names(self, members: Sequence[int]) -> str:
-        """Return the words for several members."""
-        return ", ".join(self.name(member) for member in members)
+        """Return the words for several members; of many, those of the first ones and how many more there are."""
+        more = len(members) - _MOST_NAMED
+        named = ", ".join(self.name(member) for member in members[:_MOST_NAMED])
+        return f"{named} and {more} more" if more > 0 else named
 
 
 class Watch(Wait, ABC):
@@ -113,11 +118,16 @@ class Watch(Wait, ABC):
         ranks = self.roster.ranks
         silent = [m for m, rank in enumerate(ranks) if rank not in answers and m != self.member]
         parts = [f"no answer from {self.roster.names(silent)} (dead or stopped)"] if silent else []
+        behind = {}
         for member, rank in enumerate(ranks):
             if rank in answers:
                 at = answers[rank].positions.get(self.scope, NOWHERE)
                 if order(at) < order(position):
-                    parts.append(self.absence(member, at, answers[rank].waits_for))
+                    behind[member] = at
+        for member, at in list(behind.items())[:_MOST_NAMED]:
+            parts.append(self.absence(member, at, answers[ranks[member]].waits_for))
+        if len(behind) > _MOST_NAMED:
+            parts.append(f"{len(behind) - _MOST_NAMED} more ranks are late")
         return "; ".join(parts) or self.nobody
 
     def publish_abort(self, message: str) -> None:

@@ -31,6 +31,8 @@ LEFT = "shutdown()"
 #: Has the reason why a rank ended before its work was done. The first message stays, here and in every scope.
 ABORT = "abort"
 QUESTION = "question"
+#: Is there once a rank has left, so that one look tells whether it is worth looking for the departure of each.
+DEPARTED = "departed"
 DEADLOCK = "deadlock"
 
 _MOST_ANSWER_BYTES = 1 << 16
@@ -66,6 +68,11 @@ def joined_of(scope: str, rank: int) -> str:
 def arrival_of(meeting: str, rank: int) -> str:
     """Return the key by which a rank reports that it has reached a meeting."""
     return f"meeting/{meeting}/{rank}"
+
+
+def all_arrived_of(meeting: str) -> str:
+    """Return the key by which the first rank of a meeting reports that all ranks have reached it."""
+    return f"meeting/{meeting}/all"
 
 
 @dataclass(frozen=True)
@@ -404,11 +411,20 @@ class Watchdog:
             return False
         return answer is not None and answer.left
 
+    def some_rank_left(self) -> bool:
+        """Return whether any rank of the job has said that it called ``shutdown()``."""
+        try:
+            return self.control.lookup(DEPARTED) is not None
+        except TransportError:
+            return False
+
     def leave(self) -> None:
         """Publish that this rank takes part in nothing any more."""
         self._left = True
         try:
             self._answer(self._answered)
+            if self.control.lookup(DEPARTED) is None:
+                self.control.publish(DEPARTED, str(self._rank).encode())
         except TransportError as error:
             logger.debug("that this rank leaves could not be published: %s", error)
 

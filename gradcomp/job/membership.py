@@ -18,7 +18,15 @@ from gradcomp.core.strings import printable
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.deadlock import Need
 from gradcomp.exchange.members import publish_abort, publish_departure
-from gradcomp.exchange.watchdog import ABORT, LEFT, LEFT_GRACE_SECONDS, Answer, arrival_of, calls_among
+from gradcomp.exchange.watchdog import (
+    ABORT,
+    LEFT,
+    LEFT_GRACE_SECONDS,
+    Answer,
+    all_arrived_of,
+    arrival_of,
+    calls_among,
+)
 from gradcomp.job.launch import Ranks, placed
 from gradcomp.job.signing import agree_on_seal
 from gradcomp.job.state import Runtime
@@ -28,7 +36,9 @@ from gradcomp.version import __version__
 
 logger = logging.getLogger("gradcomp")
 
-_POLL_SECONDS = 0.01
+#: The ranks of a meeting look for each other at most this often, a rank and all of them together. The process that
+#: serves the store answers about 50,000 calls a second.
+_POLL_SECONDS, _POLLS_PER_SECOND = 0.01, 10_000
 #: Rank 0 waits this long for the others to read why the job failed. Live ranks read it within a second.
 _LONGEST_READING_SECONDS = 2.0
 _PAUSE_SECONDS = 0.02
@@ -104,38 +114,56 @@ def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:
 
     Messages are made of ``purpose`` and ``lacking``: "rank 0 waits to <purpose>: rank 1 <lacking>".
     TransportError if one of them has left, at the deadline, and, if ``ranks`` are the whole job, if a rank has failed.
-    Wire: every rank writes its purpose to the job's key-value store, and reads that of every other.
+    Wire: every rank writes its purpose to the job's key-value store. The first of ``ranks`` looks for that of every
+    other, then writes that all are there, for which the others look. So N ranks make a multiple of N calls, not of N^2.
     """
     watchdog, control, meeting = state.watchdog, state.watchdog.control, state.next_meeting(ranks)
-    roster = state.roster(ranks)
-    missing = [member for member, rank in enumerate(ranks) if rank != state.rank]
+    roster, first = state.roster(ranks), state.rank == ranks[0]
+    pause = max(_POLL_SECONDS, len(ranks) / _POLLS_PER_SECOND)
+    missing = list(ranks[1:])  # which only the first rank follows
     asked = -1.0
 
     def all_there() -> bool:
         nonlocal asked
-        if missing and monotonic() - asked < _POLL_SECONDS:
+        if monotonic() - asked < pause:
             return False
         asked = monotonic()
         try:
-            while missing and control.lookup(arrival_of(meeting, ranks[missing[0]])) is not None:
+            if not first:
+                return control.lookup(all_arrived_of(meeting)) is not None
+            while missing and control.lookup(arrival_of(meeting, missing[0])) is not None:
                 del missing[0]
+            if not missing:
+                control.publish(all_arrived_of(meeting), b"all")
         except StoreSilentError:
             return False
         return not missing
 
+    def away() -> list[int]:
+        """Return the members that have not arrived. It takes N calls at the store, so no rank does it repeatedly."""
+        others = [member for member, rank in enumerate(ranks) if rank != state.rank]
+        return [m for m in others if control.lookup(arrival_of(meeting, ranks[m])) is None]
+
     def look(waited: float) -> TransportError | None:
         if ranks == state.everyone and (abort := control.lookup(ABORT)) is not None:
             return TransportError(f"aborted: {printable(abort)}")
-        if waited > LEFT_GRACE_SECONDS and any(watchdog.has_left(ranks[member]) for member in missing):
-            return TransportError(absent())
-        return None
+        if waited <= LEFT_GRACE_SECONDS or not watchdog.some_rank_left():
+            return None
+        gone = any(watchdog.has_left(ranks[member]) for member in away())
+        return TransportError(absent()) if gone else None
 
     def absent() -> str:
-        late = list(missing)
+        waits = f"rank {state.rank} waits to {purpose}"
+        try:
+            late = away()
+        except TransportError as error:
+            return f"{waits}, and cannot find out which ranks are missing: {error}"
+        if not late:
+            return f"{waits}: all ranks are there, and {roster.name(0)} has not reported it"
         answers: dict[int, Answer] = {}
         with suppress(TransportError):
             answers = watchdog.ask([ranks[member] for member in late])
-        text = f"rank {state.rank} waits to {purpose}: {roster.names(late)} {lacking}"
+        text = f"{waits}: {roster.names(late)} {lacking}"
         for member in late:
             where = answers[ranks[member]].waits_for if ranks[member] in answers else ""
             has = f"has left, and is in {LEFT}" if where == LEFT else f"waits in {where}"
