@@ -218,7 +218,7 @@ def threads() -> int:
 
     The compiled kernels `encode`, `decode`, `decode_add` and `reduce` share theirs; NumPy's run on the caller's thread.
     """
-    return _native.threads() if _native is not None and _active == "native" else 1
+    return int(_native.threads()) if _native is not None and _active == "native" else 1
 
 
 def set_threads(number: int) -> None:
