@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.backends import HOST, REFERENCE, each_of
+from kernels.isas import NATIVE
 
-from gradcomp.kernels import dispatch
 from gradcomp.kernels.reference_headers import FIXED
 
-BACKENDS = [dispatch.named("reference"), dispatch.named("native")]
+BACKENDS = [REFERENCE, NATIVE]
 PLACE = {"check": 0xDEADBEEF, "step": 7, "bucket": 300, "round_number": 5}
 
 
@@ -68,7 +69,7 @@ def test_both_write_the_same_bytes_and_read_what_was_written(layers: int, checks
     assert any(written[0][-1]) is checksums
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_of(HOST)
 def test_the_first_message_that_differs_is_named(backend: Any) -> None:
     messages = Messages(3, [32, 32, 32])
     messages.write(backend)
@@ -83,7 +84,7 @@ def test_the_first_message_that_differs_is_named(backend: Any) -> None:
     assert messages.read(backend) == -1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_of(HOST)
 def test_states_have_no_unknown_bit_and_all_that_were_sent(backend: Any) -> None:
     messages = Messages(3, [32, 32])
     messages.states[:] = [1, 3, 0, 7]
@@ -97,7 +98,7 @@ def test_states_have_no_unknown_bit_and_all_that_were_sent(backend: Any) -> None
     assert messages.read(backend, checksums=False) == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_of(HOST)
 def test_wrong_arguments_are_refused_before_memory_is_touched(backend: Any) -> None:
     messages = Messages(3, [32, 32])
     before = [each.tobytes() for each in messages.buffers]
