@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from gradcomp.compress.groups import SUMMED_PER_CODED
 from gradcomp.core.config import DEVICE_SLICE, FINE_SLICE, HOST_SLICE, Config
 from gradcomp.core.errors import WireFormatError
 from gradcomp.core.layers import LayerSpec
@@ -96,24 +95,21 @@ def _by_link(
     plan: Plan,
     wait_for: Callable[[Handle], None],
 ) -> int:
-    """Choose by the plan's bytes and the measured rate of the link between hosts."""
+    """Choose by the bytes of the layers that no allreduce adds, and by the measured rate of the link between hosts."""
     compressors = compressors_of(layers, plan)
-    filled = sum(  # in the elements by which buckets are filled
-        layer.size / (SUMMED_PER_CODED if compressor.is_summed(layer) else 1)
-        for layer, compressor in zip(layers, compressors, strict=True)
-    )
-    if filled <= FINE_SLICE:  # one bucket anyway
+    # An allreduce of the transport has no gaps that other buckets could fill.
+    coded = [i for i, layer in enumerate(layers) if not compressors[i].is_summed(layer)]
+    elements = sum(layers[i].size for i in coded)
+    if elements <= FINE_SLICE:  # one bucket anyway
         return HOST_SLICE
-    layout = build_layout(layers, plan, range(len(layers)), frozenset(), HOST_SLICE)
+    layout = build_layout(layers, plan, coded, frozenset(), HOST_SLICE)
     scheme = parse(config.reduction)
     if scheme.name == AUTO:
         scheme = Scheme("sra")
-    load = Load(
-        sum(bucket.payload_bytes for bucket in layout.buckets), 4 * sum(layer.size for layer in layers)
-    )
+    load = Load(sum(bucket.payload_bytes for bucket in layout.buckets), 4 * elements)
     beta = _seconds_per_byte(transport, topology, wait_for)
     wire = predict(scheme, load, topology, Network(0.0, beta, math.inf, math.inf))
-    return elements_for(wire / filled, cost(scheme, load, topology).rounds, transport.size - 1)
+    return elements_for(wire / elements, cost(scheme, load, topology).rounds, transport.size - 1)
 
 
 def _seconds_per_byte(transport: Transport, topology: Topology, wait_for: Callable[[Handle], None]) -> float:

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from exchange.test_engine import ranks
 
-from gradcomp import Compressor, Config, LayerSpec, PlanMismatchError, Quantize, TopK, WireFormatError
+from gradcomp import (
+    Compressor,
+    Config,
+    Identity,
+    LayerSpec,
+    PlanMismatchError,
+    Quantize,
+    TopK,
+    WireFormatError,
+)
 from gradcomp.core.config import DEVICE_SLICE, FINE_SLICE, HOST_SLICE
 from gradcomp.core.topology import Topology
 from gradcomp.exchange import slices
@@ -143,8 +152,10 @@ def test_the_slowest_link_between_hosts_decides_for_all(monkeypatch) -> None:
         ({"configs": [Config(deterministic=True)] * 2}, HOST_SLICE),
         ({"configs": [Config(slice_elements=4096)] * 2}, 4096),
         ({"on_device": (True, False)}, HOST_SLICE),
+        # Sums have no gaps that other buckets could fill.
+        ({"layers": [LayerSpec("a.weight", (16, FINE_SLICE))], "compressor": Identity()}, HOST_SLICE),
     ],
-    ids=["one host", "a small model", "deterministic", "a setting", "mixed devices"],
+    ids=["one host", "a small model", "deterministic", "a setting", "mixed devices", "uncompressed"],
 )
 def test_nothing_is_measured_where_the_choice_does_not_depend_on_it(monkeypatch, changes, elements) -> None:
     measured = link(monkeypatch, 94)
