@@ -35,6 +35,8 @@ _END_SECONDS = 0.5
 #: The message size from which each direction between two ranks has a connection of its own.
 _BOTH_WAYS_BYTES = 1 << 17
 
+_NO_COPIES: Bytes = np.empty(0, dtype=np.uint8)
+
 #: A thread holds it while it makes a group through the default group's connection to the store.
 _default_connection = threading.Lock()
 #: The number of groups made so far, by their ranks; it distinguishes groups of the same ranks.
@@ -94,7 +96,7 @@ class TorchTransport(Transport):
         _groups_made[tuple(ranks)] = number + 1
         self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
         self._running: list[_Handle] = []
-        self._copies: dict[int, list[Bytes]] = {}
+        self._copies: list[Bytes] = []
         # A connection serves one call at a time, and ranks wait for each other in such a call. Two threads that make
         # groups of different ranks over one connection could block each other for ever.
         alone = _default_connection.acquire(blocking=False)
@@ -172,17 +174,19 @@ class TorchTransport(Transport):
         nbytes = (self.size - 1) * len(own)
 
         def start() -> _Handle:
-            # Gloo takes a copy of the part for each rank; the copies' memory serves all collectives of the same size.
-            free = self._copies.setdefault(nbytes, [])
-            copies = free.pop() if free else np.empty((self.size, len(own)), dtype=np.uint8)
-            copies[:] = own
-            source = torch.from_numpy(copies.reshape(-1))
+            # Gloo takes a copy of the part for each rank. There is as much memory for copies as collectives under way
+            # need at once, whatever their sizes.
+            memory, needed = self._copies.pop() if self._copies else _NO_COPIES, self.size * len(own)
+            if len(memory) < needed:
+                memory = np.empty(needed, dtype=np.uint8)
+            memory[:needed].reshape(self.size, len(own))[:] = own
+            source = torch.from_numpy(memory[:needed])
 
             def call() -> list[Any]:
                 return [self.group.alltoall_base(target, source, out_splits, in_splits)]
 
             handle = self._issue(nbytes, call, target, source)
-            handle.completed = lambda: free.append(copies)
+            handle.completed = lambda: self._copies.append(memory)
             return handle
 
         return start

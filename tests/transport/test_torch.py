@@ -1,4 +1,4 @@
-"""Gloo between two ranks: what a large all-gather is given."""
+"""What Gloo is given in an all-gather: of two ranks the caller's memory, of more a copy for each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ class Group:
 
     def alltoall_base(self, target: Any, source: Any, *splits: list[int]) -> Any:
         self.given += [(each.data_ptr(), len(each)) for each in (target, source) if len(each)]
+        self.sent = source.tolist()
         return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -35,3 +42,23 @@ def test_what_is_sent_and_received_is_the_callers_memory(rank: int) -> None:
         [(begin, count)] for begin, count in zip(begins, counts, strict=True)
     ]
     assert transport.bytes_sent == counts[rank]
+
+
+def test_copies_for_more_ranks_take_the_memory_of_those_under_way_however_many_sizes_there_are() -> None:
+    from gradcomp.transport.torch import TorchTransport
+
+    transport = TorchTransport.__new__(TorchTransport)
+    transport.rank, transport.size, transport.bytes_sent = 1, 3, 0
+    transport._running, transport._groups, transport._copies = [], [Group()], []
+    for length in (5, 9, 1, 7, 0, 20, 3):
+        counts = [4, length, 6]
+        buffer = np.arange(sum(counts), dtype=np.uint8)
+        own = buffer[4 : 4 + length].tolist()
+        handles = []
+        for _ in range(2):  # under way together, so each has copies of its own
+            handles.append(transport.allgatherv(buffer, counts))
+            assert transport._groups[0].sent == 3 * own
+        assert all(handle.poll() for handle in handles)
+        assert len(transport._copies) == 2
+    assert sum(map(len, transport._copies)) <= 2 * 3 * 20
+    assert transport.bytes_sent == 2 * 2 * (5 + 9 + 1 + 7 + 0 + 20 + 3)
