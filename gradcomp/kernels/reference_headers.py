@@ -82,7 +82,7 @@ def write_headers(
         message[FIXED.itemsize :][: len(states)] = states
         payloads[i] = 0
         if checksums:
-            payloads[i], whole = _checksums(message, begin)
+            payloads[i], whole = checksums_of(message, begin)
             message[_CHECKSUM_AT : FIXED.itemsize] = np.array([whole], "<u4").view(np.uint8)
 
 
@@ -139,7 +139,7 @@ def read_headers(
     for i, (row, message, begin) in enumerate(_messages(fields, messages, lengths, len(states))):
         row["check"], row["step"], row["bucket"], row["round"] = check, step, bucket, round_number
         fingerprints[i], checksum = message[_COMPARED_BYTES : FIXED.itemsize].view("<u4").tolist()
-        payloads[i], whole = _checksums(message, begin) if checksums else (0, checksum)
+        payloads[i], whole = checksums_of(message, begin) if checksums else (0, checksum)
         found = message[FIXED.itemsize :][: len(states)]
         if (
             row.tobytes()[:_COMPARED_BYTES] != message[:_COMPARED_BYTES].tobytes()
@@ -171,7 +171,7 @@ def _messages(
         yield row, memory_at(address, length, np.dtype(np.uint8)), begin
 
 
-def _checksums(message: Bytes, begin: int) -> tuple[int, int]:
-    """Returns the checksums of the payload and of the whole message."""
+def checksums_of(message: Bytes, begin: int) -> tuple[int, int]:
+    """Returns the checksums of the payload, which begins at byte ``begin``, and of the whole message."""
     payload = crc32c(message[begin:])
     return payload, crc32c(message[FIXED.itemsize : begin], crc32c(message[:_CHECKSUM_AT], payload))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import PlanMismatchError, WireFormatError
 from gradcomp.kernels.devices import HOST
-from gradcomp.kernels.reference_headers import ALIGNMENT, FIXED
+from gradcomp.kernels.reference_headers import ALIGNMENT, FIXED, checksums_of
 from gradcomp.transport.base import Bytes
 
 PROTOCOL = 5
@@ -50,7 +50,6 @@ _OUTCOMES = APPLIED | DISCARDED | KEPT
 _OF_STEPS = _OUTCOMES | READY | WAITING | LATE | EDITED | DIFFERENT
 _OF_REQUESTS = _OUTCOMES | READY | WAITING
 
-_CHECKSUM_AT = 28
 _NOTHING = np.zeros(0, dtype=np.uint8)
 
 
@@ -286,15 +285,11 @@ class Headers:
             if got["magic"] == MAGIC and (got["protocol"] != PROTOCOL or got["check"] != want["check"]):
                 raise PlanMismatchError(text)
             raise WireFormatError(text)
-        if header_id.checksums:
-            crc32c, begin = HOST.kernels.crc32c, self._header.nbytes
-            payload = crc32c(message[begin : int(self._lengths[row])])
-            whole = crc32c(message[FIXED.itemsize : begin], crc32c(message[:_CHECKSUM_AT], payload))
-            if got["checksum"] != whole:
-                raise WireFormatError(
-                    f"a message of {self._lengths[row]} bytes from rank {sender} does not match its checksum: it was "
-                    "damaged on the way"
-                )
+        length = int(self._lengths[row])
+        if header_id.checksums and got["checksum"] != checksums_of(message[:length], self._header.nbytes)[1]:
+            raise WireFormatError(
+                f"a message of {length} bytes from rank {sender} does not match its checksum: it was damaged on the way"
+            )
         states = message[FIXED.itemsize :][: self._header.layers + 1]
         unknown = states & ~self._header.known
         if unknown.any():

@@ -427,9 +427,8 @@ class GradientExchange(Listener, Exchange):
         driver = self.driver
         if not driver.attached or driver.error is not None:
             return
-        self._in_backward = self._arrived.is_on = (
-            False  # a backward pass that raised made no callback at its end
-        )
+        # A backward pass that raised made no callback at its end.
+        self._in_backward = self._arrived.is_on = False
         if self in _ending:
             _ending.remove(self)
         if driver.under_way:

@@ -256,7 +256,7 @@ class Operation(ABC):
     _prepared: tuple[Transport, Start] | None = None
 
     def issue(self, transport: Transport) -> Handle:
-        """Start the collective."""
+        """Start the collective; what the transport looks up is kept for the next start."""
         if self._prepared is None or self._prepared[0] is not transport:
             self._prepared = transport, self._prepare(transport)
         return self._prepared[1]()
