@@ -217,7 +217,8 @@ class Wait:
         except BaseException as error:  # noqa: BLE001 - it ends this wait, and the others are watched on
             found = error
         if found is not None:
-            self.end(found)
+            # A rank that heard of a deadlock first may have ended by now. Its end is not the cause then.
+            self.end(self.watchdog.deadlocked() or found)
 
     def end(self, verdict: BaseException) -> None:
         """End the wait with a verdict."""
@@ -471,11 +472,20 @@ class Watchdog:
         """End all waits of this rank if it is proved that none will end."""
         if self._rank == 0 and self._size:
             self._prove()
-        if (found := self.control.lookup(DEADLOCK)) is not None:
+        if (found := self.deadlocked()) is not None:
             for wait in self._waits:
                 if wait.verdict is None:
                     wait.told = True
-                    wait.end(TransportError(printable(found)))
+                    wait.end(found)
+
+    def deadlocked(self) -> TransportError | None:
+        """Return the error of a deadlock that rank 0 has published; None too if the control channel fails."""
+        try:
+            found = self.control.lookup(DEADLOCK)
+        except TransportError as error:
+            logger.debug("whether the ranks wait for each other could not be read: %s", error)
+            return None
+        return None if found is None else TransportError(printable(found))
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

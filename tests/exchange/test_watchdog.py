@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from gradcomp import Config, TransportError
-from gradcomp.exchange.watchdog import NOWHERE, Wait, Watchdog
+from gradcomp.exchange.watchdog import DEADLOCK, NOWHERE, Wait, Watchdog
 from gradcomp.transport.control import LocalControl
 
 
@@ -58,6 +58,15 @@ def test_what_a_look_finds_or_raises_is_raised_by_who_waits(two: list[Watchdog])
         two[0].hold(lambda: False, Config(), str, lambda waited: TransportError("found out"))
     with pytest.raises(OSError, match="the log is full"):
         two[0].hold(lambda: False, Config(), str, look)
+
+
+def test_the_cause_of_a_deadlock_is_raised_by_a_rank_that_sees_the_end_of_another_first(two: list[Watchdog]) -> None:
+    def look(waited: float) -> TransportError:
+        two[0].control.publish(DEADLOCK, b"they wait for each other")
+        return TransportError("aborted: rank 0 ended")
+
+    with pytest.raises(TransportError, match="they wait for each other"):
+        two[1].hold(lambda: False, Config(), str, look)
 
 
 def test_a_wait_warns_once_and_ends_at_the_deadline(two: list[Watchdog], caplog) -> None:
