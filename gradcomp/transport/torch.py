@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,6 +27,8 @@ from gradcomp.core.errors import TransportError
 from gradcomp.transport.base import Bytes, Transport, parts_of
 from gradcomp.transport.control import ControlChannel, StoreSilentError, cut, hung_up, open_sockets
 
+logger = logging.getLogger("gradcomp")
+
 #: Gloo's deadline is this much later than the engine's, so that the engine reports what happened.
 GROUP_TIMEOUT_MARGIN_SECONDS = 30.0
 #: The time that a call of the control channel waits for the store's answer.
@@ -34,6 +39,9 @@ _END_SECONDS = 0.5
 
 #: The message size from which each direction between two ranks has a connection of its own.
 _BOTH_WAYS_BYTES = 1 << 17
+
+#: The name that Gloo gives the thread that serves a group's connections.
+_GLOO_THREAD = "gloo_tcp_loop"
 
 _NO_COPIES: Bytes = np.empty(0, dtype=np.uint8)
 
@@ -114,7 +122,9 @@ class TorchTransport(Transport):
 
     def _make_group(self, store: PrefixStore, way: int, timeout_seconds: float) -> Any:
         timeout = timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS)
+        others = _threads_of_gloo()
         group = dist.ProcessGroupGloo(PrefixStore(str(way), store), self.rank, self.size, timeout)
+        _let_others_finish(_threads_of_gloo() - others)
         # Only close() destroys the group. A forked child must not, since it lacks the group's threads, nor the
         # interpreter when it ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -238,6 +248,33 @@ class TorchTransport(Transport):
         groups, self._groups = self._groups, []
         for group in groups:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+
+
+def _threads_of_gloo() -> set[int]:
+    """Return the threads of this process that serve Gloo's connections; none where this is not known."""
+    found = set()
+    with suppress(OSError):
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it may have ended
+                if (thread / "comm").read_text().strip() == _GLOO_THREAD:
+                    found.add(int(thread.name))
+    return found
+
+
+def _let_others_finish(threads: Iterable[int]) -> None:
+    """Give threads the policy SCHED_BATCH: when they wake up, they do not take the core from a thread that runs.
+
+    Gloo's thread polls without a pause while another thread holds the lock of its connection. With Linux's default
+    policy a thread that wakes up may take the core at once. So Gloo's thread took it from the thread that held the
+    lock, and polled until the next tick of the timer. A small message between two ranks with a core each took 0.77 ms,
+    and takes 0.12 ms with this policy.
+    """
+    for thread in threads:
+        try:
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        except OSError as error:
+            logger.debug("the scheduling policy of Gloo's thread could not be changed: %s", error)
 
 
 def _store() -> Any:

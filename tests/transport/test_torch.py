@@ -1,11 +1,14 @@
-"""What Gloo is given in an all-gather: of two ranks the caller's memory, of more a copy for each rank."""
+"""What Gloo is given in an all-gather (of two ranks the caller's memory, of more a copy for each), and its threads."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
+from launching import run_ranks
 
 pytest.importorskip("torch")
 
@@ -62,3 +65,27 @@ def test_copies_for_more_ranks_take_the_memory_of_those_under_way_however_many_s
         assert len(transport._copies) == 2
     assert sum(map(len, transport._copies)) <= 2 * 3 * 20
     assert transport.bytes_sent == 2 * 2 * (5 + 9 + 1 + 7 + 0 + 20 + 3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has SCHED_BATCH")
+def test_the_threads_of_the_transports_groups_take_no_core_from_others_and_those_of_the_user_are_left_alone() -> None:
+    def body() -> None:
+        import os
+
+        import torch.distributed as dist
+
+        from gradcomp.transport.torch import TorchTransport, _threads_of_gloo
+
+        dist.init_process_group("gloo")
+        before = _threads_of_gloo()
+        transport = TorchTransport(range(2), 30.0)
+        made = _threads_of_gloo() - before
+        assert len(made) == 2
+        assert {os.sched_getscheduler(thread) for thread in made} == {os.SCHED_BATCH}
+        assert {os.sched_getscheduler(thread) for thread in before} == {os.SCHED_OTHER}
+        transport.close()
+        dist.destroy_process_group()
+        print("fine")
+
+    for end in run_ranks(body, 2, imported=preloaded.TORCH):
+        assert (end.returncode, end.stdout) == (0, "fine\n"), end.stderr
