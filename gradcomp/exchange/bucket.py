@@ -68,7 +68,7 @@ class BucketProgram:
         if self._is_coded and self.reduction is not None:
             flagged = yield from framed(self.reduction.run(context, binding, flags), header_id, flags)
             for g, found in zip(self._reduced, flagged, strict=True):
-                if found.any():
+                if np.count_nonzero(found):
                     flags.states[self.bucket.header_index[g][found != 0]] |= NONFINITE
             return
         exchanges, messages = self._begin(context)

@@ -68,7 +68,7 @@ class StepMemory:
             if not table["start"].any():
                 return bases
             offsets = byte_offsets(table)
-        if bases.all():
+        if np.count_nonzero(bases) == len(bases):
             return bases + offsets
         return np.where(bases == 0, bases, bases + offsets)
 
@@ -157,7 +157,7 @@ class StepMemory:
         present = self._flags.present
         addresses = self._arrivals.outputs
         layers = self._bucket.layers
-        if present.all() and addresses[layers].all():
+        if np.count_nonzero(present) == np.count_nonzero(addresses[layers]) == len(layers):
             return
         addresses[layers[~present]] = 0
         for layer in layers[present & (addresses[layers] == 0)].tolist():

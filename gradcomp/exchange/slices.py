@@ -20,15 +20,15 @@ from gradcomp.reduce.costs import cost, predict
 from gradcomp.reduce.model import Load, Network
 from gradcomp.transport.base import Handle, Transport, wait
 
-#: The processor's seconds of a round of one exchange bucket, and those for each other rank that it sends to: 0.7, 1.2
-#: and 2.4 ms with 2, 4 and 8 hosts, measured over Gloo to 15%. They are constants, since a measurement of each run
-#: would vary too much for a choice that should be the same in the next run.
-ROUND_SECONDS, PEER_SECONDS = 0.4e-3, 0.28e-3
+#: The processor's seconds of a round of one exchange bucket, and those for each other rank that it sends to: 0.20 and
+#: 0.36 ms with 2 and 4 hosts, measured over Gloo while a model trains on the same cores. They are constants, since a
+#: measurement of each run would vary too much for a choice that should be the same in the next run.
+ROUND_SECONDS, PEER_SECONDS = 0.12e-3, 0.08e-3
 #: A bucket is on the wire for at least so many times the processor's time of its rounds.
-LEAST_WIRE = 5.5
+LEAST_WIRE = 7
 #: A bucket has at least so many elements for each rank: on 8 hosts smaller chunks were slower in every run. A link that
 #: seems slow because the processors are busy therefore does not lead to the smallest buckets among many ranks.
-RANK_ELEMENTS = 1 << 16
+RANK_ELEMENTS = 1 << 15
 
 #: Messages of these sizes give the rate of the link, within 0.1 s at 100 Mbit/s.
 _PROBE_BYTES = (1 << 10, 1 << 18)

@@ -65,7 +65,7 @@ class ChunkSegments:
 
     def note(self, found: Bytes, flags: BucketFlags) -> None:
         """Set NONFINITE in ``flags`` for the layers of the rows that are flagged in ``found``."""
-        if found.any():
+        if np.count_nonzero(found):
             flags.states[self.header_index[found != 0]] |= NONFINITE
 
     def copy(self) -> ChunkSegments:
@@ -229,7 +229,7 @@ def decode(
         yield from finish(started, binding, "decompress")
     results: list[Bytes] = [np.zeros(len(part.group.table), dtype=np.uint8) for part in parts]
     for merged, mine, found in zip(results, segments, noted, strict=True):
-        if found.any():
+        if np.count_nonzero(found):
             merged[mine.cut_from[found != 0]] = 1
     return results
 

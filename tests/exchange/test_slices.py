@@ -116,13 +116,14 @@ def link(monkeypatch: pytest.MonkeyPatch, *mbit: float) -> list[int]:
     [
         (2, 94, "sra", 1 << 18),
         (4, 94, "sra", 1 << 18),
-        (8, 94, "sra", 1 << 19),  # messages to more ranks cost more time of the processor
-        (8, 9, "sra", 1 << 19),
-        (16, 94, "sra", 1 << 20),
-        (16, 9, "sra", 1 << 20),
+        (8, 94, "sra", 1 << 18),
+        (16, 94, "sra", 1 << 19),  # messages to more ranks cost more time of the processor
+        (16, 9, "sra", 1 << 19),
+        (32, 94, "sra", 1 << 20),
         (2, 940, "sra", 1 << 20),
         (4, 940, "sra", 1 << 20),
-        (4, 94, "ring", 1 << 20),  # as do more rounds
+        (4, 94, "ring", 1 << 18),
+        (6, 94, "ring", 1 << 19),  # as do more rounds
         (8, 94, "ring", 1 << 20),
         (4, 94, "gather", 1 << 18),
         (4, 94, "auto", 1 << 18),
