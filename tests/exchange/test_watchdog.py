@@ -60,7 +60,9 @@ def test_what_a_look_finds_or_raises_is_raised_by_who_waits(two: list[Watchdog])
         two[0].hold(lambda: False, Config(), str, look)
 
 
-def test_the_cause_of_a_deadlock_is_raised_by_a_rank_that_sees_the_end_of_another_first(two: list[Watchdog]) -> None:
+def test_the_cause_of_a_deadlock_is_raised_by_a_rank_that_sees_the_end_of_another_first(
+    two: list[Watchdog],
+) -> None:
     def look(waited: float) -> TransportError:
         two[0].control.publish(DEADLOCK, b"they wait for each other")
         return TransportError("aborted: rank 0 ended")
