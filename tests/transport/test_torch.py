@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,9 @@ def test_the_threads_of_the_transports_groups_take_no_core_from_others_and_those
 
         dist.init_process_group("gloo")
         before = _threads_of_gloo()
+        if not before:
+            print("no names")
+            return
         transport = TorchTransport(range(2), 30.0)
         made = _threads_of_gloo() - before
         assert len(made) == 2
@@ -89,5 +93,8 @@ def test_the_threads_of_the_transports_groups_take_no_core_from_others_and_those
         dist.destroy_process_group()
         print("fine")
 
-    for end in run_ranks(body, 2, imported=preloaded.TORCH):
+    ended = run_ranks(body, 2, imported=preloaded.TORCH)
+    if version("torch").split("+")[0] != "2.13.0" and ended[0].stdout == "no names\n":
+        pytest.skip("this PyTorch does not name Gloo's threads")
+    for end in ended:
         assert (end.returncode, end.stdout) == (0, "fine\n"), end.stderr
