@@ -36,7 +36,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
-BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-step-parts bench-peers bench-reductions bench-hierarchy \
+BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy \
            bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
            bench-multilevel bench-adaptive bench-many-layers \
            bench-sharded bench-auto bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
@@ -284,6 +284,10 @@ bench-step: $(STAMP)/package
 # Needs root, as bench-step does.
 bench-step-parts: $(STAMP)/package
 	$(BIN)/python benchmarks/step_parts.py $(ARGS)
+
+# Needs root, as bench-step does.
+bench-gloo-threads: $(STAMP)/package
+	$(BIN)/python benchmarks/gloo_threads.py $(ARGS)
 
 # Other libraries beside gradcomp, on such hosts: make bench-peers ARGS="--grace PATH --powersgd PATH". For Horovod's rows,
 # scripts/install_horovod.sh $(BIN)/python.

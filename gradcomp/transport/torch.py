@@ -122,9 +122,9 @@ class TorchTransport(Transport):
 
     def _make_group(self, store: PrefixStore, way: int, timeout_seconds: float) -> Any:
         timeout = timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS)
-        others = _threads_of_gloo()
+        others = threads_of_gloo()
         group = dist.ProcessGroupGloo(PrefixStore(str(way), store), self.rank, self.size, timeout)
-        _let_others_finish(_threads_of_gloo() - others)
+        _let_others_finish(threads_of_gloo() - others)
         # Only close() destroys the group. A forked child must not, since it lacks the group's threads, nor the
         # interpreter when it ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -250,7 +250,7 @@ class TorchTransport(Transport):
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
 
 
-def _threads_of_gloo() -> set[int]:
+def threads_of_gloo() -> set[int]:
     """Return the threads of this process that serve Gloo's connections; none where this is not known."""
     found = set()
     with suppress(OSError):

@@ -77,15 +77,15 @@ def test_the_threads_of_the_transports_groups_take_no_core_from_others_and_those
 
         import torch.distributed as dist
 
-        from gradcomp.transport.torch import TorchTransport, _threads_of_gloo
+        from gradcomp.transport.torch import TorchTransport, threads_of_gloo
 
         dist.init_process_group("gloo")
-        before = _threads_of_gloo()
+        before = threads_of_gloo()
         if not before:
             print("no names")
             return
         transport = TorchTransport(range(2), 30.0)
-        made = _threads_of_gloo() - before
+        made = threads_of_gloo() - before
         assert len(made) == 2
         assert {os.sched_getscheduler(thread) for thread in made} == {os.SCHED_BATCH}
         assert {os.sched_getscheduler(thread) for thread in before} == {os.SCHED_OTHER}
