@@ -266,8 +266,7 @@ def _let_others_finish(threads: Iterable[int]) -> None:
 
     Gloo's thread polls without a pause while another thread holds the lock of its connection. With Linux's default
     policy a thread that wakes up may take the core at once. So Gloo's thread took it from the thread that held the
-    lock, and polled until the next tick of the timer. A small message between two ranks with a core each took 0.77 ms,
-    and takes 0.12 ms with this policy.
+    lock, and polled until the next tick of the timer. ``benchmarks/gloo_threads.py`` measures what that costs.
     """
     for thread in threads:
         try:
