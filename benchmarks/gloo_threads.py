@@ -109,12 +109,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--collectives", type=int, default=300, help="of a block")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        run_rank(Task.from_json(options.task), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: run_rank(Task.from_json(task), out))
     return hosts.exit_code(lambda: measure(options))
 
 

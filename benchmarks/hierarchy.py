@@ -77,12 +77,7 @@ def main() -> int:
     parser.add_argument("--slice-elements", type=int, default=1 << 20, help="of a bucket (default: 1 Mi)")
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        run_rank(Task.from_json(options.task), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: run_rank(Task.from_json(task), out))
     hosts.exit_on_termination()
     found_machine = report.machine()
     print(report.describe(found_machine))

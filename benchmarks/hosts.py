@@ -267,6 +267,17 @@ def run_task(
         return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(made.ranks)]
 
 
+def parse(parser: argparse.ArgumentParser, run_rank: Callable[[str, Path], None]) -> argparse.Namespace:
+    """Parse a command's arguments. A rank of :func:`run_task` gets its task and the path of its file, and exits."""
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        run_rank(options.task, options.out)
+        sys.exit(0)
+    return options
+
+
 def addresses() -> list[str]:
     """The addresses of all hosts, for a rank that :class:`Hosts` started."""
     return os.environ[ADDRESSES_VARIABLE].split(",")

@@ -64,6 +64,11 @@ class Task:
     warmup: int
     settings: dict[str, Any]
 
+    @staticmethod
+    def from_json(text: str) -> Task:
+        data = json.loads(text)
+        return Task(**{**data, "rows": tuple(data["rows"])})
+
 
 @dataclass
 class Trainer:
@@ -284,13 +289,7 @@ def main() -> int:
         "--set", action="append", type=parse_setting, default=[], help="a setting of gc.init, as name=value"
     )
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        task = json.loads(options.task)
-        run_rank(Task(**{**task, "rows": tuple(task["rows"])}), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: run_rank(Task.from_json(task), out))
     return hosts.exit_code(lambda: measure(options))
 
 

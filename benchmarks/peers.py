@@ -247,12 +247,7 @@ def main() -> int:
         "--limit", type=float, default=120.0, help="a row whose block takes more seconds fails (default: 120)"
     )
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        run_rank(PeersTask.from_json(options.task), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: run_rank(PeersTask.from_json(task), out))
     for kind in PATHS:
         if (path := getattr(options, kind)) is not None:
             setattr(options, kind, path.resolve())

@@ -146,12 +146,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        run_rank(Task(**json.loads(options.task)), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: run_rank(Task(**json.loads(task)), out))
     return hosts.exit_code(lambda: measure(options))
 
 

@@ -93,12 +93,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="a text file (default: Python's standard library)")
     parser.add_argument("--json", type=Path, help="write all figures here, after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        train_rank(Training(**json.loads(options.task)), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: train_rank(Training(**json.loads(task)), out))
     if unknown := [name for name in options.rows.split(",") if name not in ROWS]:
         parser.error(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
     if options.resume and options.json is None:

@@ -152,12 +152,7 @@ def main() -> int:
     )
     parser.add_argument("--traces", type=Path, help="directory for Chrome traces of gradcomp's rows")
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        run_rank(Task.from_json(options.task), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: run_rank(Task.from_json(task), out))
     if options.data is not None:
         options.data = options.data.resolve()
         if not options.data.is_file():

@@ -187,12 +187,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="a text file (default: that of Python's standard library)")
     add_timing(parser, blocks=4, steps=8)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        run_rank(Parts.from_json(options.task), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: run_rank(Parts.from_json(task), out))
     return hosts.exit_code(lambda: measure(options))
 
 

@@ -290,12 +290,7 @@ def main() -> int:
         "--data", type=Path, help="a text file (default: the text of Python's standard library)"
     )
     parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.task:
-        run_rank(Task(**json.loads(options.task)), options.out)
-        return 0
+    options = hosts.parse(parser, lambda task, out: run_rank(Task(**json.loads(task)), out))
     hosts.exit_on_termination()
     task = Task(options.blocks, options.steps, options.warmup, options.data and str(options.data.resolve()))
     machine = report.machine()

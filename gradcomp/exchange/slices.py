@@ -21,8 +21,8 @@ from gradcomp.reduce.model import Load, Network
 from gradcomp.transport.base import Handle, Transport, wait
 
 #: The processor's seconds of a round of one exchange bucket, and those for each other rank that it sends to: 0.20 and
-#: 0.36 ms with 2 and 4 hosts, measured over Gloo while a model trains on the same cores. They are constants, since a
-#: measurement of each run would vary too much for a choice that should be the same in the next run.
+#: 0.36 ms with 2 and 4 hosts, as the engine's thread and Gloo's took while a model trained on the same cores. They are
+#: constants, since a measurement of each run would vary too much for a choice that should be the same in the next run.
 ROUND_SECONDS, PEER_SECONDS = 0.12e-3, 0.08e-3
 #: A bucket is on the wire for at least so many times the processor's time of its rounds.
 LEAST_WIRE = 7

@@ -155,9 +155,6 @@ class Kernels:
         return _AT_ONCE
 
 
-_NO_DRAW = Draw(0, 0, 0)
-
-
 def _compiled(kernel: Callable[..., Any], definition: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a compiled kernel as a function of its definition's arguments.
 
@@ -171,11 +168,11 @@ def _compiled(kernel: Callable[..., Any], definition: Callable[..., Any]) -> Cal
         return kernel
 
     def call(*arguments: Any, **settings: Any) -> Any:
+        given = list(arguments)
         if has_draw:
             draw = settings.pop("draw")
             settings["stochastic"] = draw is not None
-            settings.update(vars(draw or _NO_DRAW))
-        given = list(arguments)
+            settings |= vars(draw or Draw(0, 0, 0))
         if table_at is not None:
             table = arguments[table_at]
             check_array("table", table, SEGMENT)

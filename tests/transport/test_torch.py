@@ -69,9 +69,7 @@ def test_copies_for_more_ranks_take_the_memory_of_those_under_way_however_many_s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has SCHED_BATCH")
-def test_the_threads_of_the_transports_groups_take_no_core_from_others_and_those_of_the_user_are_left_alone() -> (
-    None
-):
+def test_gloos_threads_take_no_core_from_others_and_those_of_the_users_groups_keep_their_policy() -> None:
     def body() -> None:
         import os
 
