@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -110,6 +111,16 @@ def test_the_page_shows_what_its_example_prints(tmp_path: Path):
     assert gradcomp("plan", "show", tmp_path / "run.jsonl").stdout == shown
 
 
+def test_json_has_what_the_tables_show(log: Path):
+    shown = json.loads(gradcomp("plan", "show", log, "--json").stdout)
+    assert (shown["run"], shown["ranks"], shown["plan"]) == (2, 4, 1)
+    assert [(row["name"], row["level"], row["dense_bytes"]) for row in shown["layers"]] == [
+        ("conv.weight", 2, 1728), ("conv.bias", None, 64), ("fc.weight", 4, 12_800)
+    ]  # fmt: skip
+    assert [row["measured_bytes"] for row in shown["history"]] == [5100.0, None]
+    assert shown["reasons"] == [{"step": 500, "text": "error 0.9 of the budget"}]
+
+
 def test_a_step_and_a_run_can_be_chosen(log: Path):
     at = gradcomp("plan", "show", log, "--step", 499).stdout
     assert "plan 0, from step 0" in at
@@ -136,7 +147,7 @@ def test_no_framework_is_needed(log: Path):
 
 
 BAD = {
-    "no command": ([], "COMMAND"),
+    "no command": ([], "Missing command"),
     "unknown command": (["plans"], "plans"),
     "no file": (["plan", "show"], "FILE"),
     "missing file": (["plan", "show", "{log}.none"], "No such file"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -73,6 +74,20 @@ def test_pairs_layers_and_histograms_can_be_chosen(recording: Path, capsys):
     assert plain[-1].endswith("of the entropy")
     corrected = shown(capsys, recording, "--correction", "miller-madow", "--binning", "quantile")
     assert corrected[2] == "histogram  quantile, 2 m^(1/3) bins, correction miller-madow"
+
+
+def test_json_has_a_plane_for_each_pair(recording: Path, capsys):
+    printed = json.loads(
+        "\n".join(shown(capsys, recording, "--pair", 0, 1, "--pair", 0, 2, "--shuffles", 0, "--json"))
+    )
+    assert [plane["pair"] for plane in printed["planes"]] == [[0, 1], [0, 2]]
+    alike = printed["planes"][0]["layers"][0]
+    assert (alike["name"], alike["elements"], alike["shuffled"]) == (
+        "conv.weight",
+        512,
+        None,
+    )  # NaN is no JSON
+    assert alike["mutual"] == pytest.approx(alike["entropy"])
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs the extra plot")
