@@ -150,17 +150,22 @@ class Classifier(nn.Module):
 # ------------------------------------------------------------------------------------------------- images
 
 
+@dataclass(frozen=True)
 class Noise:
-    """64 random images of 16 x 16 pixels and labels in every batch, where times alone matter."""
+    """Random images of 16 x 16 pixels and labels, where times alone matter."""
 
-    source = "64 random images of 16 x 16 pixels in place of a text"
+    images: int = 64
+
+    @property
+    def source(self) -> str:
+        return f"{self.images} random images of 16 x 16 pixels in place of a text"
 
     def batches(self, rank: int, batch: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Endless; every rank draws its own. The sizes are those of a text, and not used."""
         generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
         while True:
-            images = torch.randn(64, 3, 16, 16, generator=generator)
-            yield images, torch.randint(10, (64,), generator=generator)
+            images = torch.randn(self.images, 3, 16, 16, generator=generator)
+            yield images, torch.randint(10, (self.images,), generator=generator)
 
 
 @dataclass(frozen=True)

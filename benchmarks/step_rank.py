@@ -21,7 +21,7 @@ from roofline import Rounds, WireRecord
 from step_rows import Row
 
 BATCH, LENGTH = 4, 14  # a step without exchange takes about 38 ms on one thread
-LSTM, RESNET = MODELS = ("lstm", "resnet")
+MODELS = ("lstm", "resnet", "resnet18", "gpt")  # of 10.6, 0.27, 11.2 and 7.3 M parameters
 LEARNING_RATE = 0.2
 HOOK_RANK = 4
 COUNTERS = ("exposed_seconds", "codec_seconds", "wire_seconds")
@@ -198,11 +198,7 @@ def run_rank(task: Task, out: Path) -> None:
 
         gc.init(seed=task.seed, **task.settings)
     torch.manual_seed(task.seed)
-    text: models.Text | models.Noise
-    if task.model == RESNET:
-        initial, text = models.Classifier(models.ResNet((3, 3, 3), 16)), models.Noise()
-    else:
-        initial, text = models.WordLSTM(), models.load_text(Path(task.data) if task.data else None)
+    initial, text = make_model(task)
     trainers = [make_trainer(row, initial, text, rank, task) for row in task.rows]
     for _ in range(task.blocks):
         for trainer in trainers:
@@ -221,6 +217,18 @@ def run_rank(task: Task, out: Path) -> None:
         gc.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def make_model(task: Task) -> tuple[Any, models.Text | models.Noise]:
+    """The untrained model, and what it is trained on."""
+    if task.model == "resnet":
+        return models.Classifier(models.ResNet((3, 3, 3), 16)), models.Noise()
+    if task.model == "resnet18":
+        return models.Classifier(models.ResNet((2, 2, 2, 2), 64)), models.Noise(8)
+    text = models.load_text(Path(task.data) if task.data else None)
+    if task.model == "gpt":
+        return models.WordGPT(models.VOCABULARY, 256, 6, 4, LENGTH), text
+    return models.WordLSTM(), text
 
 
 def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None:

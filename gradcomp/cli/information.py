@@ -51,7 +51,12 @@ def command(
 
         draw_information(planes, png)
     if as_json:
-        print_json({"steps": [int(step) for step in recording.steps], "planes": [_as_json(plane) for plane in planes]})
+        print_json(
+            {
+                "steps": [int(step) for step in recording.steps],
+                "planes": [_as_json(plane) for plane in planes],
+            }
+        )
         return
     steps, bins = recording.steps, settings["bins"] or "2 m^(1/3)"
     facts = {

@@ -111,7 +111,8 @@ class Environment:
     it is excluded, exact or float64. ``first_step``: the step from which the controller decides. ``seed``: seeds all
     random draws. ``slice_elements``: elements of one exchange bucket, as configured. ``device``: has the
     memory in which gradients are summed. ``deterministic``: decisions apply in steps that do not depend on how long
-    the background takes.
+    the background takes. ``shared_core``: this rank's gradients are computed on all cores that it may use, so that
+    the exchange takes turns with the computing. ``byte_seconds``: the processor's seconds for a byte on the wire.
     """
 
     layers: Sequence[LayerSpec]
@@ -125,6 +126,8 @@ class Environment:
     slice_elements: int = 1 << 20
     device: Device = HOST
     deterministic: bool = False
+    shared_core: bool = False
+    byte_seconds: float = 0.0
 
     @property
     def world(self) -> int:

@@ -15,8 +15,8 @@ from gradcomp.compress.messages import Broadcast, Gather, Reduce
 from gradcomp.compress.policy import EXACT
 from gradcomp.control.base import Doubles, Environment
 from gradcomp.control.distortion.round_trip import Rates
+from gradcomp.control.step_time import Round, Trip, simulate
 from gradcomp.core.scheme import AUTO, Scheme
-from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import Part
@@ -30,28 +30,11 @@ _MOST_FACTOR, _HALVINGS = 4.0, 12  # 12 halvings determine the factor to 0.1%
 
 
 @dataclass(frozen=True)
-class Round:
-    """One collective: ``busy`` seconds on the link, then ``latency`` seconds until its last byte arrives."""
-
-    busy: float
-    latency: float
-
-
-@dataclass(frozen=True)
-class Trip:
-    """One exchange bucket: its layers, its successive collectives, and ``coding`` seconds of encoding and decoding."""
-
-    layers: tuple[int, ...]
-    rounds: tuple[Round, ...]
-    coding: float
-
-
-@dataclass(frozen=True)
 class Job:
     """The exchange of a step. The layers that ``environment`` controls take the choice; the others are exact.
 
     ``order``: the exchanged layers, in the order in which exchange buckets are filled. ``ready``: by layer, seconds
-    from the end of the last exchange until every rank has its gradient.
+    from the end of the last exchange until every rank has its gradient, as if nothing were exchanged.
     """
 
     environment: Environment
@@ -81,53 +64,28 @@ class Forecast:
 def forecast(job: Job, choice: Compressor, rates: Rates, network: Network) -> Forecast:
     """Predicts the step under a choice.
 
-    step = E + sum over exchange buckets of their coding; E: when the last collective ends, see :func:`last_end`;
-    exposed = E - compute. With one round a bucket and no latency, E is the roofline max over k of (t_k + seconds of
-    buckets k ... last), t_k being the time at which bucket k is complete. Coding counts in full, since it shares the
-    cores with backward.
+    step = max(E, C + taken); exposed = the same with coding and the processor's work for free, less C. E: when the
+    last bucket is decoded; taken: what the exchange takes from the computing, 0 unless they share a core; both are
+    those of :func:`simulate`. C: seconds of a step that exchanges nothing.
 
-    The prediction leaves out the processor time of the transport, and rounds after a compressor's first, whose bytes
-    count in the first. A payload whose size depends on the data counts as its upper bound.
+    The prediction leaves out rounds after a compressor's first, whose bytes count in the first. A payload whose size
+    depends on the data counts as its upper bound.
     """
     trips = plan_trips(job, choice, rates, network)
-    complete = [max((float(job.ready[i]) for i in trip.layers), default=0.0) for trip in trips]
-    end = max(last_end(complete, [trip.rounds for trip in trips]), job.compute)
-    return Forecast(end + sum(trip.coding for trip in trips), end - job.compute)
+    complete = completion(job.ready, trips)
+    made = simulate(complete, trips, job.environment.shared_core)
+    step = max(made.end, job.compute + made.taken[-1])
+    wire = simulate(complete, list(map(_without_work, trips)), job.environment.shared_core)
+    return Forecast(step, max(wire.end - job.compute, 0.0))
 
 
-def last_end(complete: Sequence[float], rounds: Sequence[Sequence[Round]]) -> float:
-    """Returns when the last collective ends, in the order in which the pipeline issues them.
+def _without_work(trip: Trip) -> Trip:
+    return Trip(trip.layers, tuple(Round(one.busy, one.latency) for one in trip.rounds), 0.0)
 
-    ``complete[k]``: when exchange bucket k may begin; ``rounds[k]``: its collectives. Tick t issues the first round of
-    bucket t once that is complete, and then the next round of each unfinished bucket, the newest first, when its
-    previous round has ended. The link serves collectives in the order in which they are issued; latencies overlap.
-    """
-    now = free = 0.0
-    under_way: list[tuple[int, int, float]] = []  # bucket, round, end; newest first
 
-    def issue(bucket: int, number: int) -> tuple[int, int, float]:
-        nonlocal free
-        one = rounds[bucket][number]
-        free = max(free, now) + one.busy
-        return bucket, number, free + one.latency
-
-    def advance() -> None:
-        nonlocal now
-        still = []
-        for bucket, number, end in under_way:
-            now = max(now, end)
-            if number + 1 < len(rounds[bucket]):
-                still.append(issue(bucket, number + 1))
-        under_way[:] = still
-
-    for bucket, ready in enumerate(complete):
-        now = max(now, ready)
-        started = [issue(bucket, 0)] if rounds[bucket] else []
-        advance()
-        under_way[:0] = started
-    while under_way:
-        advance()
-    return now
+def completion(ready: Doubles, trips: Sequence[Trip]) -> list[float]:
+    """Returns when each exchange bucket is complete."""
+    return [max((float(ready[i]) for i in trip.layers), default=0.0) for trip in trips]
 
 
 @dataclass(frozen=True)
@@ -154,7 +112,7 @@ def decide(
 
     The factor is that of :func:`fit_link`.
     """
-    job = observed_job(environment, choices[current], observed)
+    job = observed_job(environment, choices[current], observed.rates[current], observed)
     factor = fit_link(job, choices[current], observed.rates[current], observed.network, observed.step)
     network = slower(observed.network, factor)
     found = [forecast(job, c, r, network) for c, r in zip(choices, observed.rates, strict=True)]
@@ -162,12 +120,17 @@ def decide(
     return [float(chosen), job.compute, found[chosen].exposed, factor, *(one.step for one in found)]
 
 
-def observed_job(environment: Environment, current: Compressor, observed: Observed) -> Job:
+def observed_job(environment: Environment, current: Compressor, rates: Rates, observed: Observed) -> Job:
     """Returns the job that was observed under the current choice, with the times at which its gradients were ready."""
     layers = len(environment.layers)
     job = Job(environment, order_of(observed.position), np.zeros(layers))
-    ready = layer_readiness(job.buckets(current), layers, observed.seconds[0], observed.seconds[1:])
-    return replace(job, ready=ready)
+    opened, complete = observed.seconds[0], observed.seconds[1:]
+    if environment.shared_core:
+        # What the exchange took from the core while it was observed is no part of the computing.
+        trips = plan_trips(job, current, rates, observed.network)[: len(complete)]
+        taken = simulate(complete[: len(trips)], trips, shared=True, observed=True).taken
+        complete = [max(seconds - taken[min(k, len(trips))], opened) for k, seconds in enumerate(complete)]
+    return replace(job, ready=layer_readiness(job.buckets(current), layers, opened, complete))
 
 
 def slower(network: Network, factor: float) -> Network:
@@ -243,34 +206,62 @@ def plan_trips(job: Job, choice: Compressor, rates: Rates, network: Network) -> 
             load = Load(float(group.compressor.wire_bytes(group).sum()), 4.0 * group.elements)
             # An allreduce is predicted as a ring; gathered payloads go directly to every rank.
             scheme = Scheme("all_to_all" if isinstance(first, Gather | Broadcast) else "ring")
-            way, coding = _way(scheme, load, topology, network)
-            fused = [Round(sum(r.busy for r in way), sum(r.latency for r in way))] if way else []
-            ways.append((fused, coding))
+            ways.append(_fused(_way(scheme, load, job.environment, network)))
         if parts:
             scheme = job.environment.scheme
             if scheme.name == AUTO:
                 scheme = cheapest(parts, len(layers), topology, network, len(buckets))
             exact = load_of(scheme, parts, len(layers))
             load = Load(exact.payload, exact.dense, ByteHeader.size(len(layers)))
-            ways.append(_way(scheme, load, topology, network))
-        # The rounds of a bucket's groups run in lock step: bytes add up, latencies overlap.
-        together = [[r for r in rounds if r is not None] for rounds in zip_longest(*(w for w, _ in ways))]
-        rounds = tuple(Round(sum(r.busy for r in some), max(r.latency for r in some)) for some in together)
-        trips.append(Trip(layers, rounds, sum(coding for _, coding in ways)))
+            ways.append(_way(scheme, load, job.environment, network))
+        # The rounds of a bucket's groups run in lock step: bytes and work add up, latencies overlap.
+        together = [
+            [r for r in rounds if r is not None] for rounds in zip_longest(*(rounds for rounds, _ in ways))
+        ]
+        trips.append(Trip(layers, tuple(map(_at_once, together)), sum(decoding for _, decoding in ways)))
     return trips
 
 
-def _way(scheme: Scheme, load: Load, topology: Topology, network: Network) -> tuple[list[Round], float]:
-    """Returns the rounds on the wire and the seconds of coding, as ``costs.predict`` adds them up."""
+def _at_once(rounds: Sequence[Round]) -> Round:
+    return Round(
+        sum(one.busy for one in rounds),
+        max(one.latency for one in rounds),
+        sum(one.coding for one in rounds),
+        sum(one.processor for one in rounds),
+    )
+
+
+def _fused(way: tuple[list[Round], float]) -> tuple[list[Round], float]:
+    """Returns an allreduce, which the transport makes of several rounds, as one of them."""
+    rounds, decoding = way
+    if not rounds:
+        return way
+    return [replace(_at_once(rounds), latency=sum(one.latency for one in rounds))], decoding
+
+
+def _way(scheme: Scheme, load: Load, environment: Environment, network: Network) -> tuple[list[Round], float]:
+    """Returns the rounds with the coding before each, and the seconds of decoding, as ``costs.predict`` adds them up.
+
+    At most one coding of the whole bucket comes before the first round, and one decoding after the last.
+    """
+    topology = environment.topology
     one, hosts = cost(scheme, load, topology), np.asarray(topology.hosts)
     bare = replace(network, alpha=0.0, local_alpha=0.0)
+    encode, decode = load.dense / network.encode_rate, load.dense / network.decode_rate
+    first, last = min(one.encoded, 1.0) * encode, min(one.decoded, 1.0) * decode
+    rest = one.encoded * encode + one.decoded * decode - first - last
+    between = rest / (one.rounds - 1) if one.rounds > 1 else 0.0
     known: dict[int, Round] = {}  # a ring repeats one flow, which is predicted once
     for flow in one.flows:
         if id(flow) not in known:
             busy = flow.seconds(hosts, bare)
-            known[id(flow)] = Round(busy, flow.seconds(hosts, network) - busy)
-    coding = load.dense * (one.encoded / network.encode_rate + one.decoded / network.decode_rate)
-    return [known[id(flow)] for flow in one.flows], coding
+            nbytes = (flow.sent + flow.received + flow.sent_inside + flow.received_inside).max() / 2
+            work = network.overhead + environment.byte_seconds * float(nbytes)
+            known[id(flow)] = Round(busy, flow.seconds(hosts, network) - busy, between, work)
+    rounds = [known[id(flow)] for flow in one.flows]
+    if rounds:
+        rounds[0] = replace(rounds[0], coding=first)
+    return rounds, last if len(rounds) > 1 else last + rest + (0.0 if rounds else first)
 
 
 # --- readiness of layers -------------------------------------------------------------------------------------

@@ -162,6 +162,8 @@ def _begin_controller(
         config.slice_elements,
         device,
         config.deterministic,
+        settings.shared_core and device.driver is None,
+        transport.byte_seconds,
     )
     running = controller.begin(environment)
     if environment.controlled:

@@ -47,7 +47,8 @@ class Settings:
     the ranks have chosen the size of exchange buckets, since no setting gives it.
 
     Each rank's own: ``device``, which holds gradients and means, and so the state; ``listener``; ``digests()`` and
-    ``fingerprint(step)``, which begin to compute those of the parameters and of a step; ``roster``. ``advice`` ends
+    ``fingerprint(step)``, which begin to compute those of the parameters and of a step; ``roster``; ``shared_core``,
+    True if the framework computes on all cores that the rank may use. ``advice`` ends
     the error for ranks of which some applied the means of a step and others did not. ``problem`` says why this rank
     cannot take part: it raises this, and the others a PlanMismatchError that quotes it.
     """
@@ -70,6 +71,7 @@ class Settings:
     digests: Callable[[], Future[Digests]] | None = None
     fingerprint: Callable[[int], DeferredFingerprint] | None = None
     roster: Roster | None = None
+    shared_core: bool = False
     advice: str = ""
     problem: GradcompError | None = None
 

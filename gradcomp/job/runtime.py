@@ -201,6 +201,7 @@ def _choose_kernels(config: Config) -> None:
 def _choose_threads(runtime: Runtime, training_threads: int) -> None:
     asked, cores, local_ranks = runtime.config.threads, available_cores(), runtime.launch.local_size
     threads = kernel_threads(asked, cores, local_ranks, training_threads)
+    runtime.shares_core = training_threads >= max(cores // local_ranks, 1)
     dispatch.set_threads(threads)
     if runtime.launch.local_rank == 0:
         warn_of_threads(asked, cores, local_ranks, threads)

@@ -168,6 +168,7 @@ def start(
                 digests=adapter.begin_digests,
                 fingerprint=adapter.fingerprint,
                 roster=state.roster(ranks),
+                shared_core=state.shares_core,
                 advice=adapter.words.unequal_steps,
                 problem=refusal(config, policy, device),
             ),

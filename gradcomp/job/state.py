@@ -58,6 +58,8 @@ class Runtime:
     seal: Seal | None = None
     #: Records what exchangers do, as long as a timeline is being recorded.
     timeline: Timeline | None = None
+    #: True if the framework computes on all cores that this rank may use.
+    shares_core: bool = False
     #: The numbers of named exchangers and of meetings among these ranks.
     _names: Counter[Ranks] = field(default_factory=Counter)
     _meetings: Counter[Ranks] = field(default_factory=Counter)

@@ -79,6 +79,8 @@ class Transport(ABC):
     bytes_sent: int = 0
     #: True if Python code can read the messages that it sends, as checksums need; messages on a GPU it cannot read.
     checksums: bool = True
+    #: The processor's seconds for a byte that this rank sends and one that it receives; 0 where nothing was measured.
+    byte_seconds: float = 0.0
 
     @abstractmethod
     def allreduce(self, array: npt.NDArray[Any]) -> Handle:

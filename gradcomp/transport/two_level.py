@@ -110,6 +110,7 @@ class TwoLevelTransport(PointToPoint):
         self._local, self._remote, self._leaders, self._back = local, remote, leaders, back
         self._transports = [each for each in (local, back, remote, leaders) if each is not None]
         self._consecutive = self._members[-1] - self._members[0] + 1 == len(self._members)
+        self.byte_seconds = remote.byte_seconds
         self._sums: deque[_Sum] = deque()
 
     @property

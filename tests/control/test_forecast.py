@@ -18,18 +18,17 @@ from gradcomp.control.forecast import (
     Job,
     Observed,
     Rates,
-    Round,
     assignment,
     choose,
     decide,
     fit_link,
     forecast,
-    last_end,
     layer_readiness,
     observed_job,
     order_of,
     plan_trips,
 )
+from gradcomp.control.step_time import POLLING, Round, Timeline, Trip, simulate
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
@@ -61,6 +60,11 @@ def job_of(layers, ready, *, world=2, slice_elements=1 << 20, controlled=None, s
 def setting_of(layers, world=2, controlled=None, scheme="sra", slice_elements=1 << 20) -> Environment:
     compressors = [Quantize(4) if controlled is None or i in controlled else None for i in range(len(layers))]
     return Environment(layers, compressors, 0, apart(world), Scheme(scheme), slice_elements=slice_elements)
+
+
+def last_end(complete, rounds) -> float:
+    """When the last collective ends, if coding costs nothing."""
+    return simulate(complete, [Trip((), tuple(some), 0.0) for some in rounds], shared=False).end
 
 
 # --- by hand ------------------------------------------------------------------------------------------------
@@ -129,6 +133,46 @@ def test_latencies_overlap_with_bytes_and_bytes_queue():
     """Bucket 0: 0-1 (+0.5). Bucket 1: 1-2 (+0.5); its tick waits for 1.5. Second rounds: 2-3, then 3-4, +0.5."""
     two = [Round(1.0, 0.5)] * 2
     assert last_end([0.0, 0.0], [two, two]) == pytest.approx(4.5)
+
+
+def test_coding_waits_for_gradients_and_collectives_for_coding():
+    """Bucket 0: encoded 0-1, sent 1-3. Bucket 1: encoded 1-2, sent 3-5. Bucket 0 is decoded 3-4, bucket 1 5-6."""
+    trip = Trip((), (Round(2.0, 0.0, coding=1.0),), 1.0)
+    assert simulate([0.0, 0.0], [trip, trip], shared=False) == Timeline(6.0, (0.0, 0.0, 0.0))
+
+
+def test_on_a_shared_core_the_exchange_delays_the_gradients_that_follow():
+    """Bucket 0 takes 1 s to encode, 0.5 s of its transport's work and a tenth of 2 s of waiting: bucket 1 is late."""
+    first, second = Trip((), (Round(2.0, 0.0, 1.0, 0.5),), 0.25), Trip((), (Round(1.0, 0.0),), 0.0)
+    made = simulate([1.0, 10.0], [first, second], shared=True)
+    late = 1.0 + 0.5 + POLLING * 2.0
+    assert made.taken[:2] == (0.0, late)
+    assert made.taken[2] == pytest.approx(late + 0.25 + POLLING)
+    # Bucket 1 is sent at once, and bucket 0 decoded meanwhile.
+    assert made.end == pytest.approx(10.0 + late + 1.0)
+    free = simulate([1.0, 10.0], [first, second], shared=False)
+    assert free == Timeline(11.0, (0.0, 0.0, 0.0))
+
+
+def test_a_link_that_is_faster_than_the_processor_waits_for_it():
+    assert simulate([0.0], [Trip((), (Round(1.0, 0.25, 0.0, 3.0),), 0.0)], shared=True).end == 3.25
+
+
+def test_what_was_observed_is_freed_of_what_the_exchange_took():
+    """Times that were observed beside an uncompressed exchange on one core give the times of the computing alone."""
+    setting = replace(setting_of(MODEL), shared_core=True, byte_seconds=1e-9)
+    network = Network(1e-5, 8e-9, 1.0, 1.0, overhead=2e-4)
+    order = [5, 4, 3, 2, 1, 0]
+    true = Job(setting, order, np.array([0.05, 0.045, 0.04, 0.03, 0.02, 0.01]))
+    trips = plan_trips(true, CHOICES[0], SPEEDS[0], network)
+    complete = [max(true.ready[i] for i in trip.layers) for trip in trips]
+    taken = simulate(complete, trips, shared=True).taken
+    position = {i: k for k, trip in enumerate(trips) for i in trip.layers}
+    seen = [0.005, *(a + b for a, b in zip(complete, taken, strict=False))]
+    observed = Observed([position[i] for i in range(len(MODEL))], seen, SPEEDS, network, 0.0)
+    found = observed_job(setting, CHOICES[0], SPEEDS[0], observed)
+    assert taken[1] > 0.01
+    assert found.compute == pytest.approx(true.compute)
 
 
 def test_one_round_a_bucket_is_the_roofline():
@@ -319,7 +363,7 @@ SPEEDS = [Rates(8e9, 8e9), Rates(8e9, 10e9), Rates(5e9, 9e9), Rates(5e9, 9e9)]
 def observation(beta: float, alpha: float = 1e-5, world: int = 2, current: int = 0) -> Observed:
     """Without compression the model has two buckets, complete after 30 and 50 ms; a step takes what is predicted."""
     observed = Observed([1, 1, 1, 0, 0, 0], [0.01, 0.03, 0.05], SPEEDS, link(beta, alpha), 0.0)
-    job = observed_job(setting_of(MODEL, world), CHOICES[current], observed)
+    job = observed_job(setting_of(MODEL, world), CHOICES[current], SPEEDS[current], observed)
     return replace(observed, step=forecast(job, CHOICES[current], SPEEDS[current], observed.network).step)
 
 
@@ -372,5 +416,5 @@ def test_a_link_whose_rate_the_probe_misses_is_fitted(factor, fitted, current):
 
 def test_a_link_that_hides_everything_is_left_as_measured():
     observed = observation(1e-13)
-    job = observed_job(setting_of(MODEL), CHOICES[0], observed)
+    job = observed_job(setting_of(MODEL), CHOICES[0], SPEEDS[0], observed)
     assert fit_link(job, CHOICES[0], SPEEDS[0], observed.network, observed.step * 1.01) == 1.0
