@@ -16,7 +16,11 @@ from gradcomp.core.plan import readable
 from gradcomp.version import __version__
 
 #: The module of each command, which holds a click command named ``command``. It is imported when it is used.
-_COMMANDS = {"mi": "gradcomp.cli.information", "plan": "gradcomp.cli.plan"}
+_COMMANDS = {
+    "estimate": "gradcomp.cli.estimate",
+    "mi": "gradcomp.cli.information",
+    "plan": "gradcomp.cli.plan",
+}
 
 
 class _Commands(click.Group):

@@ -1,0 +1,40 @@
+"""The exchanges that are worth comparing: DistributedDataParallel, its hooks, and gradcomp's choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["ddp", "gradcomp"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One exchange.
+
+    ``how``: the hook of DistributedDataParallel (empty, ``half`` or ``powersgd``), or the compression as an argument.
+    ``memory``: bytes for each parameter beside parameters, gradients and the optimizer's state, as a rank on CPUs
+    needed them at its peak (``docs/benchmarks/memory.md``). ``alike``: training ends as without compression in all
+    measured tasks (``docs/benchmarks/convergence.md``); the others need a check of the user's own.
+    """
+
+    key: str
+    title: str
+    kind: Kind
+    how: str
+    memory: float
+    alike: bool = True
+
+
+DDP = Choice("ddp", "DDP", "ddp", "", 7.3)
+CHOICES = (
+    DDP,
+    Choice("ddp-half", "DDP, bf16 or fp16 hook", "ddp", "half", 9.3),
+    Choice("ddp-powersgd", "DDP, PowerSGD hook, rank 4", "ddp", "powersgd", 15.3, alike=False),
+    Choice("none", "gradcomp, none", "gradcomp", "none", 10.3),
+    Choice("bf16", "gradcomp, bf16", "gradcomp", "bf16", 12.4),
+    Choice("8bit", "gradcomp, 8 bits", "gradcomp", "quantize:bits=8", 7.4),
+    Choice("4bit", "gradcomp, 4 bits", "gradcomp", "quantize:bits=4", 5.0),
+    Choice("powersgd", "gradcomp, PowerSGD, rank 4", "gradcomp", "powersgd:rank=4", 10.7, alike=False),
+    Choice("topk", "gradcomp, TopK 1%", "gradcomp", "topk:density=0.01", 14.5, alike=False),
+)
