@@ -17,6 +17,7 @@ from gradcomp.version import __version__
 
 #: The module of each command, which holds a click command named ``command``. It is imported when it is used.
 _COMMANDS = {
+    "bench": "gradcomp.cli.bench",
     "estimate": "gradcomp.cli.estimate",
     "mi": "gradcomp.cli.information",
     "plan": "gradcomp.cli.plan",

@@ -32,7 +32,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
-def _rate(context: click.Context, parameter: click.Parameter, value: str) -> float:
+def _rate(_context: click.Context, _parameter: click.Parameter, value: str) -> float:
     """Converts a rate such as ``10gbit`` to bytes of payload a second."""
     found = _RATE.fullmatch(value.strip())
     if found is None or not float(found[1]) > 0:
@@ -132,9 +132,10 @@ def verdict(estimates: Sequence[Estimate]) -> str:
     by_key = {one.choice.key: one for one in estimates}
     ddp, fastest = by_key[DDP.key], best(estimates)
     if not gains(estimates):
+        exposed = milliseconds(max(ddp.exposed, 0.0))
         return (
-            f"Nothing to gain here: a step of DDP takes {_ms(ddp.step)} ms, of which {_ms(max(ddp.exposed, 0.0))} are "
-            f"exposed communication, and the best choice takes {_ms(fastest.step)} ms."
+            f"Nothing to gain here: a step of DDP takes {milliseconds(ddp.step)} ms, of which {exposed} are exposed "
+            f"communication, and the best choice takes {milliseconds(fastest.step)} ms."
         )
     text = f"{_saving(fastest, ddp)}: compression={fastest.choice.how!r}."
     safe = best(estimates, alike=True)
@@ -142,18 +143,17 @@ def verdict(estimates: Sequence[Estimate]) -> str:
         text += f" It changes training more than {_saving(safe, ddp)}: compression={safe.choice.how!r}."
     hook = min((one for one in estimates if one.choice.kind == "ddp"), key=lambda one: one.step)
     if hook.step <= 1.05 * fastest.step:
-        text += f" DDP's own hook is as fast: {hook.choice.title}, {_ms(hook.step)} ms."
+        text += f" DDP's own hook is as fast: {hook.choice.title}, {milliseconds(hook.step)} ms."
     return text
 
 
 def _saving(one: Estimate, ddp: Estimate) -> str:
-    return (
-        f"{one.choice.title.removeprefix('gradcomp, ')}, {_ms(one.step)} ms a step in place of DDP's {_ms(ddp.step)} "
-        f"({ddp.step / one.step:.2f} x)"
-    )
+    title, before = one.choice.title.removeprefix("gradcomp, "), milliseconds(ddp.step)
+    ratio = f"{ddp.step / one.step:.2f} x"
+    return f"{title}, {milliseconds(one.step)} ms a step in place of DDP's {before} ({ratio})"
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
@@ -170,8 +170,8 @@ def _print(
         argument = f"compression={one.choice.how!r}" if one.choice.kind == "gradcomp" else ""
         columns = (
             f"{one.sent / 1e6:,.1f}",
-            _ms(max(one.exposed, 0.0)),
-            _ms(one.step),
+            milliseconds(max(one.exposed, 0.0)),
+            milliseconds(one.step),
             f"{ddp.step / one.step:.2f}",
         )
         rows.append([one.choice.title, *columns, f"{one.memory / 1e6:,.0f}", argument])
@@ -184,7 +184,7 @@ def _print(
     )
     show(
         f"{sum(layer.size for layer in layers):,} parameters in {len(layers)} layers, {ranks} ranks on {hosts} hosts; "
-        f"a step without exchange takes {_ms(situation.alone)} ms\nmodelled, by rank and step; {assumed}",
+        f"a step without exchange takes {milliseconds(situation.alone)} ms\nmodelled, by rank and step; {assumed}",
         table(heads, rows, left={0, 6}),
         line,
     )

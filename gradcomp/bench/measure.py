@@ -1,0 +1,305 @@
+"""Measures the steps of all choices in turn, A B C A B C, in the job's own processes.
+
+A block of a choice wraps a copy of the module, takes a few steps that do not count and some that do, and leaves
+nothing behind. Rank 0 decides how many steps fit the given time, from what the steps are predicted to take.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc as garbage
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp.torch as gc
+from gradcomp.bench.workload import Workload, make_workload
+from gradcomp.core.errors import ConfigError
+from gradcomp.estimate.choices import CHOICES, Choice
+from gradcomp.estimate.predict import (
+    Estimate,
+    Processor,
+    Situation,
+    device_processor,
+    estimate,
+    host_processor,
+    readiness,
+)
+from gradcomp.exchange.reports import measure, shift
+from gradcomp.job import runtime
+
+#: Steps of a block that do not count: exchange buckets are re-ordered, and memory is allocated.
+_WARMUP = 3
+_ROUNDS = 2
+_ALONE_STEPS = 20  # without exchange
+_MOST_STEPS = 20  # of a block
+#: The probe of the link sends messages that take about so long, of at most so many bytes.
+_PROBE_SECONDS, _PROBE_BYTES = 0.1, 1 << 24
+#: Building and leaving a block takes about so long.
+_BLOCK_SECONDS = 0.5
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found: the situation as it was measured, and by choice the estimate and the measured step.
+
+    ``steps`` lacks the choices for which no time was left.
+    """
+
+    situation: Situation
+    estimates: Sequence[Estimate]
+    steps: dict[str, float]
+
+    @property
+    def rate(self) -> float:
+        """Returns the bytes a second of the link between hosts, or between ranks where there is one host."""
+        network = self.situation.network
+        return 1 / (network.beta if len(self.situation.topology.leaders) > 1 else network.local_beta)
+
+    @property
+    def outcomes(self) -> list[Estimate]:
+        """Returns the estimates with measured steps in the place of predicted ones."""
+        return [
+            replace(
+                one,
+                step=self.steps[one.choice.key],
+                exposed=self.steps[one.choice.key] - self.situation.alone,
+            )
+            for one in self.estimates
+            if one.choice.key in self.steps
+        ]
+
+
+def run(
+    model: str, backward: float | None, step: float | None, seconds: float, progress: Progress
+) -> tuple[Measured, int]:
+    """Joins the job, measures all choices, leaves the job, and returns what was found and this rank's number.
+
+    Args:
+        model: what ``--model`` names; see :func:`make_workload`.
+        backward: seconds of a backward pass, for a model that gives shapes only.
+        step: seconds of a step without exchange, or None for 1.5 backward passes.
+        seconds: how long the measurement may take, apart from the first steps.
+        progress: receives the name of each part before it begins, on rank 0.
+
+    Raises:
+        ConfigError: for a job of one rank, ranks that did not meet through torch.distributed, and a model without a
+            loss.
+    """
+    gc.init(log_level="error")
+    if gc.size() == 1:
+        raise ConfigError(
+            "one rank exchanges nothing: start the command on all ranks, as torchrun ... -m gradcomp bench ..."
+        )
+    if not dist.is_initialized():
+        raise ConfigError(f"DDP needs torchrun, and the ranks met by {runtime.current().launch.launcher}")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", gc.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    workload = make_workload(model, backward, step, device)
+    rank = gc.rank()
+    found = _measure(workload, seconds, device, progress if rank == 0 else lambda _: None)
+    gc.shutdown()
+    return found, rank
+
+
+def _measure(workload: Workload, seconds: float, device: torch.device, progress: Progress) -> Measured:
+    progress("a step without exchange")
+    alone, backward, ready = _alone(workload, device)
+    progress("the network")
+    situation = _situation(workload, alone, backward, ready, device)
+    estimates = estimate(situation)
+    blocks: dict[str, list[float]] = {}
+    counts = _from_rank_0(_steps_that_fit(estimates, seconds))
+    for number in range(_ROUNDS):
+        for choice in CHOICES:
+            if counts[choice.key]:
+                progress(f"round {number + 1} of {_ROUNDS}: {choice.title}")
+                blocks.setdefault(choice.key, []).extend(_block(choice, workload, counts[choice.key], device))
+    own = {key: statistics.median(found) for key, found in blocks.items()}
+    every = _from_all(own)
+    return Measured(situation, estimates, {key: max(rank[key] for rank in every) for key in own})
+
+
+def _steps_that_fit(estimates: Sequence[Estimate], seconds: float) -> dict[str, int]:
+    """Returns the steps of a block by choice: all take equally long, and too long ones are left out (0)."""
+    share = seconds / _ROUNDS / len(estimates) - _BLOCK_SECONDS
+    counts = {}
+    for one in estimates:
+        fits = int(share / one.step) - _WARMUP
+        counts[one.choice.key] = min(max(fits, 0), _MOST_STEPS)
+    # What the short ones leave is enough for one step of some that are too long.
+    left = seconds - _ROUNDS * sum(
+        _BLOCK_SECONDS + (count + _WARMUP) * one.step
+        for one, count in zip(estimates, counts.values(), strict=True)
+        if count
+    )
+    for one in sorted(estimates, key=lambda one: one.step):
+        needs = _ROUNDS * (_BLOCK_SECONDS + (1 + _WARMUP) * one.step)
+        if not counts[one.choice.key] and needs <= left:
+            counts[one.choice.key], left = 1, left - needs
+    return counts
+
+
+# ------------------------------------------------------------------------------------------ one choice
+
+
+def _block(choice: Choice, workload: Workload, steps: int, device: torch.device) -> list[float]:
+    """Returns the seconds of each step that counts."""
+    module = copy.deepcopy(workload.module)
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.0, momentum=0.9)
+    wrapped: nn.Module = module
+    if choice.kind == "ddp":
+        wrapped = _ddp(choice, module, device)
+    else:
+        optimizer = gc.DistributedOptimizer(
+            optimizer, named_parameters=module.named_parameters(), compression=choice.how
+        )
+    times = _steps(wrapped, optimizer, workload, steps + _WARMUP, device)[_WARMUP:]
+    if choice.kind == "gradcomp":
+        gc.shutdown()  # releases the exchanger, and what it keeps by layer
+        gc.init(log_level="error")
+    del wrapped, optimizer, module
+    garbage.collect()
+    return times
+
+
+def _ddp(choice: Choice, module: nn.Module, device: torch.device) -> nn.Module:
+    """Wraps the module in DDP with the hook of the choice; ranks have equal parameters already."""
+    powersgd = choice.how == "powersgd"
+    # With several buckets on Gloo the PowerSGD hook aborts or hangs, so it gets one.
+    size = 1 << 12 if powersgd else None
+    wrapped = DistributedDataParallel(module, init_sync=False, bucket_cap_mb=size)
+    if powersgd:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif choice.how == "half":  # DDP refuses bfloat16 on CPUs
+        name = "bf16_compress_hook" if device.type == "cuda" else "fp16_compress_hook"
+        wrapped.register_comm_hook(None, getattr(default_hooks, name))
+    return wrapped
+
+
+def _steps(
+    module: nn.Module, optimizer: Any, workload: Workload, count: int, device: torch.device
+) -> list[float]:
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        workload.loss(module).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------------------------------ the situation
+
+
+def _alone(
+    workload: Workload, device: torch.device
+) -> tuple[float, float, np.ndarray[Any, np.dtype[np.float64]]]:
+    """Returns the seconds of a step without exchange, those of backward, and by layer when its gradient is there.
+
+    On a GPU the kernels' end is not seen, so gradients are spread over backward as an estimate does it.
+    """
+    module = copy.deepcopy(workload.module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0, momentum=0.9)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    steps, begins, ends = [], [], []
+    ready: list[list[float]] = [[] for _ in parameters]
+    for times, parameter in zip(ready, parameters, strict=True):
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _, times=times: times.append(time.perf_counter())
+        )
+    for _ in range(_WARMUP + _ALONE_STEPS):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        loss = workload.loss(module)
+        _wait(device)
+        begins.append(time.perf_counter())
+        loss.backward()  # type: ignore[no-untyped-call]
+        _wait(device)
+        ends.append(time.perf_counter())
+        optimizer.step()
+        _wait(device)
+        steps.append(time.perf_counter() - began)
+    middle = slice(_WARMUP, None)
+    backward = float(np.median(np.subtract(ends, begins)[middle]))
+    if device.type == "cuda":
+        found = readiness(workload.layers, backward)
+    else:
+        absent = [len(times) != len(begins) for times in ready]
+        found = np.array(
+            [
+                backward if missing else float(np.median(np.subtract(times, begins)[middle]))
+                for times, missing in zip(ready, absent, strict=True)
+            ]
+        )
+    return _slowest(statistics.median(steps[middle])), _slowest(backward), _slowest_of(found)
+
+
+def _situation(
+    workload: Workload, alone: float, backward: float, ready: Any, device: torch.device
+) -> Situation:
+    job = runtime.current()
+    transport = job.make_group(job.everyone)
+    try:
+        network = measure(transport, job.topology)
+        nbytes = 1 << 20
+        seconds = shift(transport, nbytes, repeats=2)
+        while nbytes < _PROBE_BYTES and _slowest(seconds) < _PROBE_SECONDS:
+            nbytes *= 2
+            seconds = shift(transport, nbytes, repeats=2)
+        beta = _slowest(seconds) / nbytes
+    finally:
+        transport.close()
+    network = replace(
+        network, beta=beta if len(job.topology.leaders) > 1 else network.beta, local_beta=network.local_beta
+    )
+    processor: Processor = (
+        device_processor(100e9) if device.type == "cuda" else host_processor(job.shares_core)
+    )
+    return Situation(
+        workload.layers, ready, backward, alone, job.topology, _from_rank_0(network), _from_rank_0(processor)
+    )
+
+
+# ------------------------------------------------------------------------------------------ between ranks
+
+
+def _from_rank_0(value: Any) -> Any:
+    given = [value]
+    dist.broadcast_object_list(given)
+    return given[0]
+
+
+def _from_all(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _slowest(seconds: float) -> float:
+    return float(max(_from_all(seconds)))
+
+
+def _slowest_of(seconds: Any) -> Any:
+    return np.max(_from_all(seconds), axis=0)
