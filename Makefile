@@ -339,6 +339,9 @@ bench-sharded: $(STAMP)/package
 bench-auto: $(STAMP)/package
 	$(BIN)/python benchmarks/auto.py $(ARGS)
 
+bench-estimates: $(STAMP)/package
+	$(BIN)/python benchmarks/estimates.py $(ARGS)
+
 bench-memory: $(STAMP)/package
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 

@@ -33,6 +33,7 @@ from gradcomp.estimate.predict import (
     estimate,
     host_processor,
     readiness,
+    reduction,
 )
 from gradcomp.exchange.reports import measure, shift
 from gradcomp.job import runtime
@@ -165,7 +166,10 @@ def _block(choice: Choice, workload: Workload, steps: int, device: torch.device)
         wrapped = _ddp(choice, module, device)
     else:
         optimizer = gc.DistributedOptimizer(
-            optimizer, named_parameters=module.named_parameters(), compression=choice.how
+            optimizer,
+            named_parameters=module.named_parameters(),
+            compression=choice.how,
+            reduction=reduction(runtime.current().topology),
         )
     times = _steps(wrapped, optimizer, workload, steps + _WARMUP, device)[_WARMUP:]
     if choice.kind == "gradcomp":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from gradcomp.cli.estimate import milliseconds, verdict
+from gradcomp.cli.estimate import argument_of, milliseconds, verdict
 from gradcomp.cli.output import Exit, json_option, print_json, show, table
 from gradcomp.core.errors import ConfigError, need
 from gradcomp.estimate.choices import DDP
@@ -55,7 +55,7 @@ def command(
     if rank == 0:
         known = DDP.key in found.steps
         line = (
-            verdict(found.outcomes)
+            verdict(found.outcomes, found.situation.topology)
             if known
             else "A step of DDP takes too long to measure it: give more --seconds."
         )
@@ -72,7 +72,7 @@ def _print(found: Measured, line: str) -> None:
     rows = []
     for one in found.estimates:
         measured, predicted = found.steps.get(one.choice.key), milliseconds(one.step)
-        argument = f"compression={one.choice.how!r}" if one.choice.kind == "gradcomp" else ""
+        argument = argument_of(one.choice, situation.topology)
         if measured is None:
             rows.append([one.choice.title, f"{one.sent / 1e6:,.1f}", "-", "-", "-", predicted, argument])
             continue

@@ -11,8 +11,9 @@ import click
 from gradcomp.cli.output import Exit, json_option, print_json, show, table
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
+from gradcomp.core.scheme import AUTO
 from gradcomp.core.topology import Topology
-from gradcomp.estimate.choices import DDP
+from gradcomp.estimate.choices import DDP, Choice
 from gradcomp.estimate.models import MODELS, layers_of
 from gradcomp.estimate.predict import (
     Estimate,
@@ -23,6 +24,7 @@ from gradcomp.estimate.predict import (
     gains,
     host_processor,
     readiness,
+    reduction,
 )
 from gradcomp.reduce.model import Network
 
@@ -42,7 +44,9 @@ def _rate(_context: click.Context, _parameter: click.Parameter, value: str) -> f
 
 @click.command()
 @click.option(
-    "--model", required=True, help=f"{', '.join(MODELS)}; package:function; a safetensors file; a run log."
+    "--model",
+    required=True,
+    help=f"{', '.join(MODELS)}; 300M; package:function; a safetensors file; a run log.",
 )
 @click.option("--hosts", type=click.IntRange(1, 4096), required=True, metavar="N", help="Machines.")
 @click.option(
@@ -109,7 +113,7 @@ def command(
         host_processor() if device == "cpu" else device_processor(1e9 * gigabytes),
     )
     estimates = estimate(situation)
-    helps, line = gains(estimates), verdict(estimates)
+    helps, line = gains(estimates), verdict(estimates, situation.topology)
     if as_json:
         print_json(
             {
@@ -127,7 +131,7 @@ def command(
     return Exit.OK if helps else Exit.NO_GAIN
 
 
-def verdict(estimates: Sequence[Estimate]) -> str:
+def verdict(estimates: Sequence[Estimate], topology: Topology) -> str:
     """Returns one or two sentences: what to use, or that nothing is gained."""
     by_key = {one.choice.key: one for one in estimates}
     ddp, fastest = by_key[DDP.key], best(estimates)
@@ -137,10 +141,10 @@ def verdict(estimates: Sequence[Estimate]) -> str:
             f"Nothing to gain here: a step of DDP takes {milliseconds(ddp.step)} ms, of which {exposed} are exposed "
             f"communication, and the best choice takes {milliseconds(fastest.step)} ms."
         )
-    text = f"{_saving(fastest, ddp)}: compression={fastest.choice.how!r}."
+    text = f"{_saving(fastest, ddp)}: {argument_of(fastest.choice, topology)}."
     safe = best(estimates, alike=True)
     if safe is not fastest:
-        text += f" It changes training more than {_saving(safe, ddp)}: compression={safe.choice.how!r}."
+        text += f" It changes training more than {_saving(safe, ddp)}: {argument_of(safe.choice, topology)}."
     hook = min((one for one in estimates if one.choice.kind == "ddp"), key=lambda one: one.step)
     if hook.step <= 1.05 * fastest.step:
         text += f" DDP's own hook is as fast: {hook.choice.title}, {milliseconds(hook.step)} ms."
@@ -151,6 +155,14 @@ def _saving(one: Estimate, ddp: Estimate) -> str:
     title, before = one.choice.title.removeprefix("gradcomp, "), milliseconds(ddp.step)
     ratio = f"{ddp.step / one.step:.2f} x"
     return f"{title}, {milliseconds(one.step)} ms a step in place of DDP's {before} ({ratio})"
+
+
+def argument_of(choice: Choice, topology: Topology) -> str:
+    """Returns what to paste into the call that wraps an optimizer; nothing for DDP."""
+    if choice.kind == "ddp":
+        return ""
+    scheme = reduction(topology)
+    return f"compression={choice.how!r}" + (f", reduction={scheme!r}" if scheme == AUTO else "")
 
 
 def milliseconds(seconds: float) -> str:
@@ -167,7 +179,7 @@ def _print(
     ddp = next(one for one in estimates if one.choice is DDP)
     rows = []
     for one in estimates:
-        argument = f"compression={one.choice.how!r}" if one.choice.kind == "gradcomp" else ""
+        argument = argument_of(one.choice, situation.topology)
         columns = (
             f"{one.sent / 1e6:,.1f}",
             milliseconds(max(one.exposed, 0.0)),
@@ -182,9 +194,10 @@ def _print(
         if gigabytes is None
         else f"codecs on GPUs are assumed to take {gigabytes:g} GB of gradients a second: no GPU was measured"
     )
+    elements = sum(layer.size for layer in layers)
     show(
-        f"{sum(layer.size for layer in layers):,} parameters in {len(layers)} layers, {ranks} ranks on {hosts} hosts; "
-        f"a step without exchange takes {milliseconds(situation.alone)} ms\nmodelled, by rank and step; {assumed}",
+        f"{elements:,} parameters in {len(layers)} layers, {ranks} ranks on {hosts} hosts; a step without exchange takes "
+        f"{milliseconds(situation.alone)} ms\nmodelled; bytes by machine and step, memory by rank; {assumed}",
         table(heads, rows, left={0, 6}),
         line,
     )

@@ -5,6 +5,7 @@ Layers are in the order of the forward pass; the backward pass computes their gr
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -19,6 +20,7 @@ Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
 #: Elements of safetensors files, by their name there.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([mMbB])")
 #: Tensors in files that no gradient is computed for.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "position_ids", "masked_bias")
 
@@ -27,7 +29,8 @@ def layers_of(model: str) -> list[LayerSpec]:
     """Returns the layers of a model.
 
     Args:
-        model: a name of :data:`MODELS`; ``package:function``, whose result has ``named_parameters()`` or
+        model: a name of :data:`MODELS`; a number of parameters as ``300M``, for that many in layers of a million;
+            ``package:function``, whose result has ``named_parameters()`` or
             ``trainable_variables``, or is a tuple that begins with such a model; the path of a safetensors file; or
             that of a run log, whose last run counts.
 
@@ -36,6 +39,9 @@ def layers_of(model: str) -> list[LayerSpec]:
     """
     if model in MODELS:
         return _specs(MODELS[model]())
+    if count := _COUNT.fullmatch(model):
+        millions = max(round(float(count[1]) * (1000 if count[2] in "bB" else 1)), 1)
+        return [LayerSpec(f"layer{i}.weight", (1000, 1000)) for i in range(millions)]
     if model.endswith(".safetensors"):
         return _check(model, _from_safetensors(model))
     if Path(model).is_file():
@@ -44,8 +50,8 @@ def layers_of(model: str) -> list[LayerSpec]:
     module, colon, function = model.partition(":")
     if not colon:
         raise ConfigError(
-            f"there is no model and no file {model!r}: name one of {', '.join(MODELS)}, package:function, a "
-            "safetensors file or a run log"
+            f"there is no model and no file {model!r}: name one of {', '.join(MODELS)}, a number as "
+            "300M, package:function, a safetensors file or a run log"
         )
     return _check(model, _from_object(model, call(module, function)))
 

@@ -18,7 +18,7 @@ from gradcomp.control.forecast import Job, assignment, completion, plan_trips
 from gradcomp.control.step_time import Round, Trip, simulate
 from gradcomp.core.config import DEVICE_SLICE
 from gradcomp.core.layers import Filter, LayerSpec
-from gradcomp.core.scheme import Scheme
+from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.estimate.choices import CHOICES, DDP, Choice
 from gradcomp.exchange.slices import PEER_SECONDS, ROUND_SECONDS, elements_for
@@ -87,13 +87,22 @@ class Situation:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One choice: bytes that a rank sends in a step, seconds of a step, exposed seconds, and bytes of memory."""
+    """One choice: bytes that a machine sends in a step, seconds of a step, exposed seconds, and bytes of memory.
+
+    Where there is one machine, the bytes are those of a rank.
+    """
 
     choice: Choice
     sent: float
     step: float
     exposed: float
     memory: float
+
+
+def reduction(topology: Topology) -> str:
+    """Returns the reduction to use: the fastest one where several ranks share the link of a machine."""
+    hosts = len(topology.leaders)
+    return AUTO if 1 < hosts < topology.world else "sra"
 
 
 def work_of(layers: Sequence[LayerSpec]) -> Doubles:
@@ -159,7 +168,7 @@ def _step(trips: Sequence[Trip], situation: Situation) -> float:
 
 
 def _gradcomp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
-    """Returns the exchange buckets of one of gradcomp's choices, and the bytes that a rank sends."""
+    """Returns the exchange buckets of one of gradcomp's choices, and the bytes that a machine sends."""
     layers, topology, processor = situation.layers, situation.topology, situation.processor
     compressor, kept = resolve(choice.how), Filter()
     own = [None if kept.reason_to_exclude(layer) else compressor for layer in layers]
@@ -169,7 +178,7 @@ def _gradcomp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
         own,
         0,
         topology,
-        Scheme("sra"),
+        Scheme(reduction(topology)),
         shared_core=processor.shared,
         byte_seconds=processor.byte_seconds,
         slice_elements=DEVICE_SLICE,
@@ -191,16 +200,21 @@ def _gradcomp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
         )
         job = replace(job, environment=replace(environment, slice_elements=size))
     trips = plan_trips(job, compressor, processor.rates[choice.key], network)
-    beta = network.beta if len(topology.leaders) > 1 else network.local_beta
-    return trips, sum(one.busy for trip in trips for one in trip.rounds) / beta
+    return trips, _sent(trips, situation)
+
+
+def _sent(trips: Sequence[Trip], situation: Situation) -> float:
+    network = situation.network
+    beta = network.beta if len(situation.topology.leaders) > 1 else network.local_beta
+    return sum(one.busy for trip in trips for one in trip.rounds) / beta
 
 
 def _ddp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
-    """Returns DDP's buckets, each of which a ring sums, and the bytes that a rank sends."""
+    """Returns DDP's buckets, each of which a ring sums, and the bytes that a machine sends."""
     layers, processor = situation.layers, situation.processor
     order = sorted(range(len(layers)), key=lambda i: (situation.ready[i], -i))
     whole = choice.how == "powersgd"  # the hook gets one bucket: with several it may hang on Gloo
-    trips, sent = [], 0.0
+    trips = []
     members: list[int] = []
     nbytes = 0
     limit = _DDP_BUCKETS[0]
@@ -212,7 +226,6 @@ def _ddp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
         limit = _DDP_BUCKETS[1]
         travels = _hook_bytes(choice, [layers[i] for i in members])
         one, busy, latency = _ring(travels, situation)
-        sent += one
         work = nbytes / processor.copy  # into the bucket, and later out of it
         values = nbytes / 4
         if choice.how == "half":
@@ -222,7 +235,7 @@ def _ddp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
         processing = processor.round_seconds + processor.byte_seconds * one
         trips.append(Trip(tuple(members), (Round(busy, latency, work, processing),), work))
         members, nbytes = [], 0
-    return trips, sent
+    return trips, _sent(trips, situation)
 
 
 def _hook_bytes(choice: Choice, layers: Sequence[LayerSpec]) -> float:
@@ -241,7 +254,7 @@ def _hook_bytes(choice: Choice, layers: Sequence[LayerSpec]) -> float:
 
 
 def _ring(nbytes: float, situation: Situation) -> tuple[float, float, float]:
-    """Returns a ring allreduce's bytes through the busiest rank, its seconds on the link, and those of latency."""
+    """Returns the bytes that a rank sends in a ring allreduce, the seconds on the link, and those of latency."""
     hosts, network = np.asarray(situation.topology.hosts), situation.network
     flows = cost(Scheme("ring"), Load(nbytes, nbytes), situation.topology).flows
     if not flows:

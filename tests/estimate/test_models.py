@@ -28,6 +28,13 @@ def test_built_in_models_have_the_known_numbers_of_parameters(name, counts):
     assert (sum(layer.size for layer in layers), len(layers)) == counts
 
 
+def test_a_number_of_parameters_is_a_model():
+    assert [sum(layer.size for layer in layers_of(text)) for text in ("300M", "1.3b")] == [
+        300_000_000,
+        1_300_000_000,
+    ]
+
+
 def test_files_and_functions_give_the_layers_that_have_gradients(tmp_path: Path, monkeypatch):
     expected = [LayerSpec("a.weight", (3, 5)), LayerSpec("a.bias", (3,), "float16")]
     tensors = {
