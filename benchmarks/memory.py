@@ -25,7 +25,7 @@ import report
 from options import positive
 from soak import launch, resident_bytes
 
-DDP = {"ddp": False, "ddp, gradients as views": True}
+DDP = ("ddp", "ddp, gradients as views", "ddp, fp16 hook", "ddp, PowerSGD hook")
 COMPRESSIONS = (
     "none", "bf16", "quantize:bits=8", "quantize:bits=4", "quantize:bits=4,rounding=nearest", "nuqsgd",
     "terngrad", "scaled_sign", "one_bit", "signum", "topk:density=0.01", "topk:density=0.1", "dgc:density=0.001",
@@ -62,6 +62,7 @@ def run_rank(row: str, steps: int) -> dict[str, Any]:
     """What one rank found."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     import gradcomp.torch as gc
 
@@ -87,7 +88,14 @@ def run_rank(row: str, steps: int) -> dict[str, Any]:
     settle()
     before = resident_bytes()
     if row in DDP:
-        module = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=DDP[row])
+        module = torch.nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=row.endswith("views")
+        )
+        if row.endswith("fp16 hook"):
+            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if row.endswith("PowerSGD hook"):
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         train(module, plain, steps)
     else:
         opt = gc.DistributedOptimizer(plain, model.named_parameters(), row)

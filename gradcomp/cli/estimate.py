@@ -196,8 +196,8 @@ def _print(
     )
     elements = sum(layer.size for layer in layers)
     show(
-        f"{elements:,} parameters in {len(layers)} layers, {ranks} ranks on {hosts} hosts; a step without exchange takes "
-        f"{milliseconds(situation.alone)} ms\nmodelled; bytes by machine and step, memory by rank; {assumed}",
+        f"{elements:,} parameters in {len(layers)} layers, {ranks} ranks on {hosts} hosts; a step without exchange "
+        f"takes {milliseconds(situation.alone)} ms\nmodelled; bytes by machine and step, memory by rank; {assumed}",
         table(heads, rows, left={0, 6}),
         line,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from gradcomp.estimate.models import layers_of
 from gradcomp.estimate.predict import Situation, best, device_processor, estimate, gains, readiness, work_of
 from gradcomp.reduce.model import Network
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 #: A processor that does everything at once, so that only the link counts.
 FREE = replace(device_processor(1e18), round_seconds=0.0, skew=0.0)
 
@@ -114,6 +117,20 @@ def test_the_command_prints_a_table_and_a_verdict_and_its_status_says_whether_it
     assert found["verdict"].startswith("Nothing to gain here")
     assert [one["key"] for one in found["choices"]] == [choice.key for choice in CHOICES]
     assert found["choices"][0]["sent_bytes"] == pytest.approx(4 * 124_439_808 * 1.5)
+
+
+@pytest.mark.parametrize("page", ["estimate.md", "worked-example.md"])
+def test_pages_show_what_their_commands_print(page, capsys):
+    blocks = re.findall(
+        r"```console\n\$ gradcomp (estimate [^\n|]+)(\| tail -1)?\n(.*?)```",
+        (DOCS / page).read_text(),
+        re.DOTALL,
+    )
+    assert blocks
+    for arguments, tail, shown in blocks:
+        assert main(arguments.split()) in (0, 3)
+        printed = capsys.readouterr().out
+        assert shown == (printed.splitlines(keepends=True)[-1] if tail else printed)
 
 
 def test_a_cpus_codecs_are_timed(capsys):
