@@ -36,10 +36,9 @@ import torch
 from step_rank import LENGTH, MODELS, Task, make_model
 from step_rows import choose
 
-from gradcomp.cli.estimate import PAYLOAD
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.topology import Topology
-from gradcomp.estimate.predict import Situation, estimate, host_processor, readiness
+from gradcomp.estimate.predict import PAYLOAD, Situation, estimate, host_processor, readiness
 from gradcomp.reduce.model import Network
 
 #: The rows of step.py that are the choices of an estimate.

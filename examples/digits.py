@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradcomp.torch as gc
+from gradcomp.core.topology import Topology
+from gradcomp.estimate.predict import PAYLOAD, Situation, estimate, host_processor, readiness
+from gradcomp.reduce.model import Network
 
 DEMO = {"uncompressed": "none", "4 bits": "quantize:bits=4"}
 
@@ -93,7 +96,21 @@ def train(options: argparse.Namespace) -> dict[str, float]:
         "bytes_per_step": sent.wire_bytes / max(sent.steps, 1),
         "ratio": sent.ratio,
         "step_seconds": statistics.median(seconds),
+        "alone_seconds": statistics.median(seconds) - sent.exposed_seconds / max(sent.steps, 1),
     }
+
+
+def modelled(alone: float, ranks: int, gbits: float) -> dict[str, float]:
+    """Seconds of a step of each choice, if every rank had a machine of its own: what `gradcomp estimate` predicts."""
+    layers = [gc.LayerSpec(name, tuple(p.shape)) for name, p in Net().named_parameters()]
+    backward = alone * 2 / 3
+    network = Network(alpha=1e-4, beta=8e-9 / gbits / PAYLOAD, encode_rate=1.0, decode_rate=1.0)
+    hosts = Topology(tuple(range(ranks)))
+    machine = host_processor(shared=(os.cpu_count() or 1) <= ranks)
+    estimates = estimate(
+        Situation(layers, readiness(layers, backward), backward, alone, hosts, network, machine)
+    )
+    return {one.choice.how: one.step for one in estimates if one.choice.kind == "gradcomp"}
 
 
 class Progress:
@@ -156,15 +173,25 @@ def demo(options: argparse.Namespace) -> int:
                 return 1
             results[title] = json.loads(path.read_text())
     print(f"\nscikit-learn digits, {options.ranks} ranks on this machine, {options.epochs} epochs\n")
-    print(f"{'':<14}{'accuracy':>10}{'bytes sent per step':>22}{'ratio':>8}{'step time':>12}")
+    alone = min(r["alone_seconds"] for r in results.values())
+    links = [modelled(alone, options.ranks, gbits) for gbits in (1, 10)]
+    print(
+        f"{'':<14}{'accuracy':>10}{'bytes sent per step':>22}{'ratio':>8}{'step time':>12}"
+        f"{'modelled: 1 Gbit/s':>21}{'10 Gbit/s':>12}"
+    )
     for title, r in results.items():
         print(
             f"{title:<14}{r['accuracy'] * 100:>9.2f}%{r['bytes_per_step']:>22,.0f}"
             f"{r['ratio']:>7.2f}x{r['step_seconds'] * 1e3:>9.2f} ms"
+            + "".join(
+                f"{link[DEMO[title]] * 1e3:>{width}.2f} ms"
+                for link, width in zip(links, (18, 9), strict=True)
+            )
         )
     print("\nBytes: what one rank sends, scales and headers included. Ratio: to an uncompressed exchange.")
     print(
-        "Step time: the ranks share one machine, where no network needs to be spared; see docs/benchmarks.md."
+        "Step time: measured; the ranks share one machine, where no network needs to be spared. Modelled: what\n"
+        "`gradcomp estimate` predicts for a machine for each rank, with such links between them."
     )
     return 0
 

@@ -16,6 +16,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.estimate.choices import DDP, Choice
 from gradcomp.estimate.models import MODELS, layers_of
 from gradcomp.estimate.predict import (
+    PAYLOAD,
     Estimate,
     Situation,
     best,
@@ -28,8 +29,6 @@ from gradcomp.estimate.predict import (
 )
 from gradcomp.reduce.model import Network
 
-#: The payload's share of what travels over Ethernet with packets of 1,500 bytes.
-PAYLOAD = 1448 / 1538
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s)?", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 

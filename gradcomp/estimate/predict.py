@@ -28,6 +28,8 @@ from gradcomp.reduce.model import Load, Network
 #: DDP's first bucket and the others, in bytes: each takes gradients until it has so many.
 _DDP_BUCKETS = (1 << 20, 25 << 20)
 _HOOK_RANK = 4
+#: The payload's share of what travels over Ethernet with packets of 1,500 bytes.
+PAYLOAD = 1448 / 1538
 #: A step is shorter by at least this fraction of it, or nothing is gained.
 LEAST_GAIN = 0.05
 _EMBEDDINGS = ("embed", "wte", "wpe")
