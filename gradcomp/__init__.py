@@ -16,6 +16,7 @@ from gradcomp.control import (
     LGreCo,
     Linear,
     Schedule,
+    WhatIf,
 )
 from gradcomp.core.config import Config
 from gradcomp.core.errors import (
@@ -70,6 +71,7 @@ __all__ = [
     "Schedule",
     "StateError",
     "TransportError",
+    "WhatIf",
     "WireFormatError",
     "__version__",
 ]

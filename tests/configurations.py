@@ -147,6 +147,8 @@ ROWS = {
     "random-k-all": Row(gc.RandomK(1.0, feedback=False), error=1e-6),
     "random-block": Row(gc.RandomBlock(0.1), constants=False, draws=True),
     "random-block-scaled": Row(gc.RandomBlock(0.2, scaled=True), **UNBIASED, constants=False),
+    "fake": Row(gc.Fake(2), constants=False, by_part=True, partial=True),
+    "fake-whole": Row(gc.Fake(1), error=1e-6),
     "lgc": Row(gc.LGC(0.1, warmup_steps=1, train_steps=1, **EVERY_LAYER), **LEARNED),
     "lgc-training": Row(gc.LGC(0.1, 0.0, 0, 9, code_channels=1, indices="packed", **EVERY_LAYER), **LEARNED),
     "lgc-codes": Row(gc.LGC(0.2, 0.5, 0, 0, **EVERY_LAYER), **LEARNED, waits=True),

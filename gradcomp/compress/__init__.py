@@ -14,6 +14,7 @@ from gradcomp.compress.arrays import GroupArray
 from gradcomp.compress.base import Compressor
 from gradcomp.compress.base import Traits as Traits
 from gradcomp.compress.bounds import Distortion as Distortion
+from gradcomp.compress.fake import Fake
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.lowrank.powersgd import PowerSGD, UnbiasedRank
 from gradcomp.compress.lowrank.spectral import BestRank, SpectralAtomo
@@ -70,6 +71,7 @@ __all__ = [
     "Compressor",
     "DensitySchedule",
     "ErrorFeedback",
+    "Fake",
     "GlobalTopK",
     "GroupArray",
     "Identity",

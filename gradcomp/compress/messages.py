@@ -40,10 +40,15 @@ class Reduce:
 
     The reduction encodes, may encode the mean again (and then keeps the server-side error) and writes the mean to the
     outputs. ``reply.flags`` is the result: nonzero where the mean is not finite.
+
+    A compressor may send a part of its group: ``group`` is then another one, which has a segment, possibly empty, for
+    each of the whole group's. With ``outputs`` the table of the whole group has the addresses of the means when the
+    reply arrives.
     """
 
     codec: Codec
     group: Group
+    outputs: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,18 @@ from gradcomp.core import plan as levels
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.plan import Level
 from gradcomp.core.registry import COMPRESSORS, CONTRIB, contributed
-from gradcomp.core.strings import Form, arguments_of, build, closest, head_of, hint, hinted, split, value_of
+from gradcomp.core.strings import (
+    Form,
+    arguments_of,
+    build,
+    closest,
+    head_of,
+    hint,
+    hinted,
+    is_word,
+    split,
+    value_of,
+)
 
 C = TypeVar("C", bound=Compressor)
 
@@ -81,7 +92,7 @@ def _hint(text: str) -> str:
     if name in _SHORT:
         return ""  # the error already says how to write it
     meant = closest(name, [*registered(), *_SHORT, *OF_CONTROLLERS])
-    if meant in OF_CONTROLLERS:
+    if meant in OF_CONTROLLERS and not is_word(name):
         return f" ({meant} is a controller: {OF_CONTROLLERS[meant]})"
     forms = {name: Form.of(kind, kind.level_field) for name, kind in registered().items()}
     forms |= {short: Form({}, None, wraps=False) for short in _SHORT}

@@ -10,6 +10,7 @@ from gradcomp.control.periodic import Periodic
 from gradcomp.control.registry import controller_from_string
 from gradcomp.control.schedule import FixedPlan, Schedule
 from gradcomp.control.two_levels import Accordion, AdaQS
+from gradcomp.control.what_if import WhatIf
 
 __all__ = [
     "Accordion",
@@ -29,5 +30,6 @@ __all__ = [
     "Periodic",
     "Schedule",
     "Step",
+    "WhatIf",
     "controller_from_string",
 ]

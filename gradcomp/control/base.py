@@ -148,7 +148,8 @@ class Step:
     fields are by layer: ``wire`` has the seconds that its exchange buckets spent on the wire, ``sent`` the bytes that
     this rank sends for these buckets, by formula, and ``position`` the number of the last of them, from 0. ``ready``
     has, by exchange bucket, the seconds from the step's opening until the bucket is complete. ``rate`` is the learning
-    rate, 0 if it is not known.
+    rate, 0 if it is not known. ``predicted`` are the bytes that this rank sends in the step, by formula, without
+    headers.
     """
 
     number: int
@@ -160,6 +161,7 @@ class Step:
     ready: Doubles
     position: npt.NDArray[np.int64]
     rate: float = 0.0
+    predicted: float = 0.0
 
 
 class ControllerRun:
@@ -232,6 +234,9 @@ class ControllerRun:
 
     def commit(self, present: npt.NDArray[np.bool_]) -> None:
         """Accepts the finished step for the layers that some rank had."""
+
+    def close(self) -> None:
+        """Ends the run, since no further step comes; it may log, and sends nothing."""
 
     def plan(self, before: Plan) -> Plan:
         """Returns the next plan: ``before`` with the choices in it."""

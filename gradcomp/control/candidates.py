@@ -61,7 +61,7 @@ def sent_bytes(group: Group, scheme: Scheme, topology: Topology) -> Doubles:
         # The cost is linear in both, so the cost of one byte of each is enough.
         costs = (cost(scheme, Load(*unit), topology) for unit in ((1.0, 0.0), (0.0, 1.0)))
         of_payload, of_dense = (float(one.bytes_sent().mean()) for one in costs)
-        sent = of_payload * payload + of_dense * 4.0 * group.table["length"]
+        sent = of_payload * payload + of_dense * 4.0 * first.group.table["length"]
     elif isinstance(first, Broadcast):
         traffic = group.compressor.traffic(group)
         sent = (traffic.led + traffic.gathered * world + 2.0 * traffic.summed) * ((world - 1) / world)

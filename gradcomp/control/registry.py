@@ -14,11 +14,12 @@ from gradcomp.control.grouped import Bayes, KMeans, Linear
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.control.schedule import FixedPlan, Schedule
 from gradcomp.control.two_levels import Accordion, AdaQS
+from gradcomp.control.what_if import WhatIf
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.strings import Form, arguments_of, build, head_of, hint, hinted, split, value_of
 
 BUILT_IN: tuple[type[Controller], ...]
-BUILT_IN = (LGreCo, GraVAC, Accordion, KMeans, Linear, Bayes, AdaQS, Schedule, FixedPlan, Auto)
+BUILT_IN = (LGreCo, GraVAC, Accordion, KMeans, Linear, Bayes, AdaQS, Schedule, FixedPlan, Auto, WhatIf)
 
 #: Examples in error messages, of controllers that have no default for ``every_steps``.
 _SHOWN = {kind.name: f"{kind.name}:every_steps=500" for kind in (KMeans, Linear, Bayes)}

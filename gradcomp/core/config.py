@@ -16,6 +16,7 @@ from typing import Any
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.scheme import AUTO, names, parse
 from gradcomp.core.strings import closest, parses
+from gradcomp.core.what_if import parse as ratios_of
 
 PREFIX = "GRADCOMP_"
 _SECRET = PREFIX + "SECRET"
@@ -162,6 +163,20 @@ class Config:
         "0: that share less the framework's own threads, at least 1.",
         _not_negative,
         "not negative",
+    )
+    what_if: str = _setting(
+        "",
+        "Ratios of a what-if run, as 1,2,4,8,16: fake compression replaces the compression and the controller of every "
+        "wrapper, and rank 0 logs the step time of each ratio. For compress_fsdp, weights x gradients as "
+        "1,2,4x1,2,4. Training is worthless. Empty: none.",
+        lambda v: v == "" or parses(v, ratios_of),
+        "ratios in [1, 2**30] or inf, all different, as 1,2,4,8 or 1,2,4x1,2,4; or empty",
+        shared=True,
+    )
+    what_if_save: bool = _setting(
+        False,
+        "Let runs with fake compression save checkpoints, whose model is worthless; else they refuse.",
+        shared=True,
     )
     log_level: str = _setting(
         "info",

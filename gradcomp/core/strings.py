@@ -177,6 +177,11 @@ def hint(text: str, forms: Mapping[str, Form], parse: Callable[[str], object], e
     return f" (for example {example!r})" if example else ""
 
 
+def is_word(text: str) -> bool:
+    """Returns whether the text is another word for a compressor, such as ``half``, for which there is a suggestion."""
+    return any(re.fullmatch(pattern, text.lower()) for pattern in _WORDS)
+
+
 def head_of(text: str) -> str:
     """Returns the name that a string form begins with."""
     return text.strip().partition(":")[0].partition("[")[0].strip()

@@ -91,6 +91,7 @@ class BucketProgram:
             if reduction is not None:
                 for g, found in zip(self._reduced, results.pop(0), strict=True):
                     replies[g] = Reply(found)
+                self._bind(messages, at)
             for result in results:
                 replies.update(result)
             # Kernels that decode the replies and those that fill the next messages are one call of a device.
@@ -127,6 +128,7 @@ class BucketProgram:
             call.start()
             call.finish()
             replies: Replies = {g: Reply(at.flags_of(g)) for g in self._reduced if g in messages}
+            self._bind(messages, at)
             for each, given in fused:
                 replies |= each.rehearse(given, at)
             at = Round(self.bucket, at.number + 1, header_id, self._world, binding, flags)
@@ -154,6 +156,12 @@ class BucketProgram:
             for each, given in fused:
                 each.write(given, at)
         return fused
+
+    def _bind(self, messages: Mapping[int, Message], at: Round) -> None:
+        """Set the addresses of the means in the tables of groups that write some of them themselves."""
+        for g, message in messages.items():
+            if isinstance(message, Reduce) and message.outputs:
+                at.bind_outputs(g)
 
     def _begin(self, context: StepContext) -> tuple[list[Exchange], dict[int, Message]]:
         """Return the groups' exchanges and their first messages."""

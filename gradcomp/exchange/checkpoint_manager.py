@@ -102,7 +102,15 @@ class CheckpointManager:
         return self.pipeline.step if self._exchanger is not None or "pipeline" in self.__dict__ else 0
 
     def snapshot(self) -> Snapshot:
-        """Return this rank's state. It is local, unless pending means are not finite: see :meth:`StepDriver.rest`."""
+        """Return this rank's state. It is local, unless pending means are not finite: see :meth:`StepDriver.rest`.
+
+        StateError for a run with fake compression, unless the settings allow it to save.
+        """
+        if self._exchanger is not None and self.pipeline.has_faked and not self._config.what_if_save:
+            raise StateError(
+                "this run has exchanged gradients by fake compression, so its model is worthless, and it saves no "
+                "checkpoint; if it is to save one all the same, set what_if_save=True (GRADCOMP_WHAT_IF_SAVE=1)"
+            )
         self.finish_step()
         return snapshot(self.pipeline, self._unit)
 
@@ -111,9 +119,15 @@ class CheckpointManager:
         check(self.pipeline, state)
 
     def restore(self, state: Snapshot, expected: Expected | None = None) -> None:
-        """Continue from ``state``. Local. When the next step begins, the parameters must match ``expected``."""
+        """Continue from ``state``. Local. When the next step begins, the parameters must match ``expected``.
+
+        A what-if run takes no compression state over, since the plan in it would replace the fake compression.
+        """
         self.finish_step()
-        restore(self.pipeline, state, self._unit)
+        if self._exchanger is not None and self._config.what_if:
+            logger.info("a what-if run takes no compression state over from a checkpoint")
+        else:
+            restore(self.pipeline, state, self._unit)
         self.awaited, self._restored, self._begins_anew = False, True, False
         self._expected = expected
 

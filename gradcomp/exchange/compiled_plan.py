@@ -49,7 +49,7 @@ class CompiledPlan:
     the factors of momentum before compression (NaN if the optimizer's factor is used). ``ranges`` are the ranges of
     the server-side errors. ``travels`` pairs layers with the buckets that contain them; ``position`` is each layer's
     last bucket. ``predicted`` has by layer the bytes that one rank sends in a step, by formula; ``sent`` has by layer
-    the bytes of all buckets that contain the layer.
+    the bytes of all buckets that contain the layer. ``fakes``: means are not those of the gradients.
     """
 
     layout: Layout
@@ -65,6 +65,7 @@ class CompiledPlan:
     predicted: npt.NDArray[np.float64]
     sent: npt.NDArray[np.float64]
     momenta: npt.NDArray[np.float64]
+    fakes: bool
     #: The last step in which the plan was in use.
     last_use: int = 0
 
@@ -167,6 +168,7 @@ class PlanCompiler:
             predicted,
             by_layer(travels, sent, len(layers)),
             np.array([np.nan if isinstance(m := c.traits.momentum, str) else m for c in compressors]),
+            any(c.traits.fakes for c in compressors),
         )
 
     def _reduction(self, buckets: int, parts: Sequence[Part], layers: int, bucket: int) -> Reduction:

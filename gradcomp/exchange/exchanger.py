@@ -302,6 +302,8 @@ class Exchanger:
         if self.closed:
             return
         self.closed = True
+        if self.pipeline.controller is not None:
+            self.pipeline.controller.close()
         if self._plan_log is not None:
             self._plan_log.close()
         if self.recorder is not None:

@@ -113,6 +113,8 @@ class Pipeline:
         self._running: Waits | None = None
         #: Until this collective is complete, :meth:`poll` can do nothing; the engine polls it alone meanwhile.
         self.awaited: Handle | None = None
+        #: True once a plan with fake compression was in force: the model is worthless.
+        self.has_faked = False
         self._stale = True
         self._compiled_plans = CompiledPlans()
         if controller is not None and controller.environment.first_step == 0:
@@ -427,6 +429,7 @@ class Pipeline:
         self.keeps_state = bool(self.residuals.first.nbytes + self.fields.nbytes)
         self.plans.laid_out(self.plan)
         self.laid_out = found
+        self.has_faked |= found.fakes
         self.laid_out_plan = self.plan
         self._stale = False
         if is_new:

@@ -269,8 +269,9 @@ class Plans:
         else:
             wire = by_layer(laid_out.travels, self.wire_seconds, len(self._layers))
             ready, position = np.array(ready_at) - self._opened_at, laid_out.position
+            predicted = float(laid_out.predicted.sum())
             chosen = self.active.finish(
-                Step(step, agreed, sums, self._since, wire, laid_out.sent, ready, position, rate)
+                Step(step, agreed, sums, self._since, wire, laid_out.sent, ready, position, rate, predicted)
             )
         return self.controller.plan(plan or now) if chosen else plan
 

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from gradcomp.compress import Policy
+from gradcomp.compress import Fake, Policy
 from gradcomp.compress.policy import Automatic
-from gradcomp.control import Controller, controller_from_string
+from gradcomp.control import Controller, WhatIf, controller_from_string
 from gradcomp.control.auto import Auto
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.layers import LayerSpec
+from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.what_if import parse as ratios_of
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.driver import Adapter, StepDriver
@@ -91,13 +92,28 @@ class Proposal:
     @property
     def chooses_by_times(self) -> bool:
         """Return whether a controller chooses, by measured times, whether anything is compressed."""
-        return isinstance(self.controller, Auto)
+        return isinstance(self.controller, Auto | WhatIf)
+
+
+#: What a what-if run exchanges: all layers by fake compression, also those that a policy would exclude. Its exchange
+#: buckets have the size of those for a ratio of 8, as that of 4 bits.
+_FAKE = Policy(Fake(8), filter=Filter(exclude_kinds=(), min_elements=0, min_dimensions=0))
 
 
 def propose(
-    policy: Policy, layers: list[LayerSpec], step: int = 0, controller: Controller | str | None = None
+    policy: Policy,
+    layers: list[LayerSpec],
+    step: int = 0,
+    controller: Controller | str | None = None,
+    what_if: str = "",
 ) -> Proposal:
-    """Return the plan for these layers at a step; ConfigError for what cannot be exchanged."""
+    """Return the plan for these layers at a step; ConfigError for what cannot be exchanged.
+
+    ``what_if`` has the ratios of a what-if run, which replaces policy and controller once they were checked.
+    """
+    if what_if:
+        propose(policy, layers, step, controller)
+        policy, controller = _FAKE, WhatIf(ratios_of(what_if).gradients)
     if isinstance(policy, Automatic):
         if controller is not None:
             raise ConfigError(
@@ -173,9 +189,20 @@ def start(
                 problem=refusal(config, policy, device),
             ),
         )
+        if config.what_if and state.rank == ranks[0]:
+            logger.warning(
+                "what_if=%s: fake compression replaces the compression and the controller of this program; training is "
+                "worthless, and checkpoints are %s",
+                config.what_if,
+                "saved all the same" if config.what_if_save else "refused",
+            )
         exchanger.before_exchange = Reporter(exchanger, config, proposal.chooses_by_times).after_steps
         state.add(exchanger)
         announce_compression(exchanger, proposal)
+    elif config.what_if and state.size == 1:
+        logger.warning(
+            "what_if=%s has no effect in a world of one rank: nothing is exchanged", config.what_if
+        )
     checkpoint_manager = CheckpointManager(
         proposal.layers,
         proposal.plan,
@@ -227,6 +254,10 @@ def set_compression(
         return
     pipeline = exchanger.pipeline
     config = pipeline.config
+    if config.what_if:
+        if pipeline.transport.rank == 0:
+            logger.info("step %d: a what-if run does not change its compression to %s", step, policy.title)
+        return
     if problem := refusal(config, policy, pipeline.device, step):
         raise problem
     changes = sorted({change for c in policy.compressors for change in c.changes if change > step})

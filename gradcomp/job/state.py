@@ -71,6 +71,10 @@ class Runtime:
         self.everyone: Ranks = tuple(range(self.size))
         self.topology = Topology.one_host(self.size)
 
+    def what_if(self, ranks: Ranks) -> str:
+        """Return the ratios of a what-if run; none where a rank is alone, since nothing is exchanged."""
+        return self.config.what_if if len(ranks) > 1 else ""
+
     def add(self, exchanger: Exchanger) -> None:
         """Add an exchanger that a frontend has made."""
         self.exchangers.append(exchanger)

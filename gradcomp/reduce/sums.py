@@ -50,12 +50,12 @@ def carried(parts: Sequence[Part]) -> list[Part]:
                 f"{part.group.compressor.name} takes a majority over all ranks, which {', '.join(partial)} cannot form "
                 f"from partial sums; it works with the reductions {others}"
             )
-    return [
-        replace(part, codec=Codec(FP32))
-        if part.codec.kind == BF16 and part.group.compressor.traits.exact
-        else part
-        for part in fixed(parts)
-    ]
+    return [replace(part, codec=Codec(FP32)) if _is_of_bfloat16(part) else part for part in fixed(parts)]
+
+
+def _is_of_bfloat16(part: Part) -> bool:
+    traits = part.group.compressor.traits
+    return part.codec.kind == BF16 and (traits.exact or traits.fakes)
 
 
 class PartialSums:

@@ -34,7 +34,7 @@ class Row:
     layers and level. ``waits``: values may stay in the residual until more arrive. ``products``: it sends matrix
     products, whose sums each backend of the kernels and instruction set may order differently. ``everything``: it sends
     all values and keeps no residual. ``by_part``: its codes depend on all of a layer's part within a chunk, and so the
-    mean on the layout.
+    mean on the layout. ``partial``: it never reads some of the values, so it does not see whether they are finite.
     """
 
     compressor: Compressor
@@ -48,6 +48,7 @@ class Row:
     products: bool = False
     everything: bool = False
     by_part: bool = False
+    partial: bool = False
 
     @property
     def telescopes(self) -> bool:

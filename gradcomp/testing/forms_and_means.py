@@ -151,7 +151,7 @@ def cuts_fall_on_quantisation_buckets(row: Row, elements: int) -> None:
 # --- values that are not finite -----------------------------------------------------------------------------
 
 
-@check(lambda row: row.steady, layer=[ODD, LARGE], value=[np.nan, np.inf, -np.inf])
+@check(lambda row: row.steady and not row.partial, layer=[ODD, LARGE], value=[np.nan, np.inf, -np.inf])
 def a_non_finite_gradient_is_seen_by_all_and_poisons_nothing(row: Row, layer: int, value: float) -> None:
     """The mean is not finite on any rank, no state changes, and the next step is sound."""
     ranks, before = after_a_step(row)

@@ -95,7 +95,8 @@ class Exchange:
 
         def validate() -> tuple[start.Proposal, list[Any], Memory]:
             proposal = start.propose(
-                arguments.check(), specs(self._variables, names), 0, arguments.controller
+                *(arguments.check(), specs(self._variables, names), 0, arguments.controller),
+                what_if=state.what_if(ranks),
             )
             dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
             place = place_of(self._variables) if len(ranks) > 1 else None

@@ -145,7 +145,7 @@ class Core:
         """
         inner = self._inner
         momentum = getattr(inner, "momentum", None)  # the exchange refuses an optimizer without one
-        taken = self.exchanger is not None and takes_momentum(as_policy(self.arguments.compression))
+        taken = self.exchanger is not None and self.takes_momentum(self.arguments.compression)
         if momentum is None or not taken:
             yield
             return
@@ -154,6 +154,11 @@ class Core:
             yield
         finally:
             inner.momentum = momentum
+
+    def takes_momentum(self, compression: Policy | Compressor | str) -> bool:
+        """Return whether the exchange applies the optimizer's momentum; a what-if run replaces the compression."""
+        assert self.exchanger is not None, "something is exchanged"
+        return not self.exchanger.pipeline.config.what_if and takes_momentum(as_policy(compression))
 
     def move_to(self, outer: Any) -> None:
         """Let ``outer``, a ``LossScaleOptimizer`` around the owner, exchange in its place."""
@@ -367,14 +372,15 @@ class Distributed(Readers):
         called, and on the others this or the TransportError of the abort.
         """
         core = self._gradcomp
-        takes = takes_momentum(as_policy(compression))
         if core.exchange is not None and core.exchanger is not None:
-            if takes != takes_momentum(as_policy(core.arguments.compression)):
+            if core.takes_momentum(compression) != core.takes_momentum(core.arguments.compression):
                 raise ConfigError(
                     'a momentum factor of "optimizer" cannot be added or removed during training: the train step that '
                     "Keras has traced contains the optimizer's momentum, or none"
                 )
             core.exchange.set_compression(compression)
+        else:
+            as_policy(compression)  # a ConfigError for a bad argument
         core.arguments = replace(core.arguments, compression=compression, controller=None)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:

@@ -208,7 +208,9 @@ class HookState(CompressionState, Listener, Exchange):
                 )
             _refuse_following(policy)
             named, frozen = _named(model)
-            proposal = propose(policy, specs(named), controller=arguments.controller)
+            proposal = propose(
+                policy, specs(named), controller=arguments.controller, what_if=state.what_if(ranks)
+            )
             loss_scale.check()
             return named, frozen, proposal, device_of(named) if len(ranks) > 1 else HOST
 

@@ -172,6 +172,7 @@ def build(
             specs(named),
             0 if before is None else before.checkpoint_manager.step,
             arguments.controller,
+            state.what_if(ranks),
         )
         # In a world of one nothing is exchanged, so gradients may be on any device.
         device = device_of(named) if len(ranks) > 1 else HOST

@@ -13,7 +13,7 @@ import torch
 from gradcomp.compress import Compression, Compressor, Policy, as_policy
 from gradcomp.control import Controller
 from gradcomp.core.config import refuse_removed
-from gradcomp.core.errors import StateError
+from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.registry import contributed
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import runtime
@@ -139,6 +139,8 @@ def DistributedOptimizer(
         runtime.logger.info("this optimizer exchanges nothing: rank %d is not one of %s", state.rank, others)
         ranks = (state.rank,)
     if op is Adasum and len(ranks) > 1:
+        if state.config.what_if:
+            raise ConfigError("a what-if run fakes exchanges of gradients, and op=Adasum exchanges steps")
         contributed("begin_adasum_steps")(optimizer, named_parameters, process_set, arguments)
     else:
         adopt(optimizer, Distributed, build(state, ranks, optimizer, named_parameters, arguments))

@@ -40,8 +40,8 @@ if importlib.util.find_spec("optuna") is not None:
     CHANGING["bayes"] = Bayes(4, levels=[2, 3, 4, 8], alpha=3.0, trials=8)
 
 
-#: Tested elsewhere: it never changes, or decides by times, whose tests bring clocks of their own.
-ELSEWHERE = {"fixed_plan", "auto", "gravac"}
+#: Tested elsewhere: it never changes, or decides by times, whose tests bring clocks of their own, or begins anew.
+ELSEWHERE = {"fixed_plan", "auto", "gravac", "what_if"}
 
 
 def test_every_controller_is_held_to_the_contract():

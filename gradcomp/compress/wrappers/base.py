@@ -37,6 +37,10 @@ class Wrapper(Compressor):
             object.__setattr__(self, "inner", from_string(self.inner))
         if not isinstance(self.inner, Compressor):
             raise ConfigError(f"{self.name} wraps a compressor or its string form, got {self.inner!r}")
+        if self.inner.traits.fakes:
+            raise ConfigError(
+                f"{self.inner.name} sends no gradient that {self.name} could wrap: use it alone"
+            )
 
     def around(self: W, inner: Compressor) -> W:
         """Return the same wrapper around another compressor."""
