@@ -55,6 +55,15 @@ class Expected:
             )
 
 
+def refuse_to_save(config: Config) -> None:
+    """Raise StateError in a run with fake compression, unless the settings allow it to save."""
+    if not config.what_if_save:
+        raise StateError(
+            "this run has exchanged gradients by fake compression, so its model is worthless, and it saves no "
+            "checkpoint; if it is to save one all the same, set what_if_save=True (GRADCOMP_WHAT_IF_SAVE=1)"
+        )
+
+
 class CheckpointManager:
     """Reads and replaces the compression state of an exchanger.
 
@@ -106,11 +115,8 @@ class CheckpointManager:
 
         StateError for a run with fake compression, unless the settings allow it to save.
         """
-        if self._exchanger is not None and self.pipeline.has_faked and not self._config.what_if_save:
-            raise StateError(
-                "this run has exchanged gradients by fake compression, so its model is worthless, and it saves no "
-                "checkpoint; if it is to save one all the same, set what_if_save=True (GRADCOMP_WHAT_IF_SAVE=1)"
-            )
+        if self._exchanger is not None and self.pipeline.has_faked:
+            refuse_to_save(self._config)
         self.finish_step()
         return snapshot(self.pipeline, self._unit)
 

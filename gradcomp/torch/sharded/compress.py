@@ -15,11 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress import Compressor, Policy, Quantize, as_policy
+from gradcomp.compress import Compressor, Fake, Policy, Quantize, as_policy
 from gradcomp.compress.policy import Automatic
 from gradcomp.core.errors import ConfigError, StateError, TransportError
 from gradcomp.core.plan import Plan
+from gradcomp.core.what_if import parse as ratios_of
 from gradcomp.exchange.agreement import agree
+from gradcomp.exchange.checkpoint_manager import refuse_to_save
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, check_suits
 from gradcomp.exchange.settings import Settings
@@ -40,6 +42,7 @@ from gradcomp.torch.sharded.exchange import (
     UnitExchange,
     compressor,
 )
+from gradcomp.torch.sharded.what_if import Grid
 from gradcomp.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -114,6 +117,8 @@ def compress_fsdp(
                     f"{unit.name} is sharded among ranks {list(unit.ranks)}, of which not all call compress_fsdp: "
                     "name all of them in process_set="
                 )
+        if state.what_if(ranks):
+            policies = Policy(Fake()), Policy(Fake())
         return units, policies
 
     (units, policies), transport = validate_together(
@@ -167,7 +172,13 @@ class ShardedCompression:
             self._reshard()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters that random numbers depend on, the same on all ranks, as numbers and strings."""
+        """Return the counters that random numbers depend on, the same on all ranks, as numbers and strings.
+
+        Raises StateError in a run with fake compression, unless the settings allow it to save.
+        """
+        faked = any(self._settings.fake(kind) is not None for kind in (ALL_GATHER, REDUCE_SCATTER))
+        if self._exchangers and faked:
+            refuse_to_save(self._state.config)
         counts = {each.unit.name: each.counts for each in self._units}
         return {"version": 1, "steps": self._settings.steps, "units": counts}
 
@@ -209,6 +220,8 @@ class ShardedCompression:
             self._add_exchanger(transport, ranks)
         else:
             transport.close()
+        if state.what_if(ranks):
+            self._begin_grid(says=state.rank == ranks[0])
         for each in self._units:
             self._exchanger(each.unit.ranks)
             for module in each.unit.modules:
@@ -228,6 +241,28 @@ class ShardedCompression:
                 ),
                 settings.weights.title,
                 settings.gradients.title,
+            )
+
+    def _begin_grid(self, *, says: bool) -> None:
+        """Begin a what-if run: ratios of the setting replace the compression."""
+        settings, statistics = self._settings, self._settings.statistics
+        among = self._units[0].unit.ranks
+        exchanger = self._exchanger(among)
+        transport = exchanger.pipeline.transport
+        settings.grid = Grid(
+            ratios_of(self._state.config.what_if),
+            transport.size,
+            transport.rank,
+            lambda: self._exchanger(among),
+            lambda: statistics.weight_bytes + statistics.gradient_bytes,
+            says=says,
+        )
+        if says:
+            logger.warning(
+                "what_if=%s: fake compression replaces that of this program; training is worthless; %d steps give the "
+                "first table",
+                self._state.config.what_if,
+                settings.grid.steps,
             )
 
     def _stepped(self, *_: object) -> None:
@@ -306,6 +341,12 @@ def _check(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     for kind, policy in zip((ALL_GATHER, REDUCE_SCATTER), policies, strict=True):
+        if isinstance(policy.default, Fake):
+            if policy.overrides:
+                raise ConfigError(
+                    "compress_fsdp fakes all parameters of a unit or none: leave the overrides out"
+                )
+            continue
         for unit in units:
             for one in unit.parameters:
                 chosen = compressor(one, one.current.dtype, policy)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress import Cast, Compressor, Identity, Policy
+from gradcomp.compress import Cast, Compressor, Fake, Identity, Policy
+from gradcomp.compress.fake import spend
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.layers import ITEM_BYTES
 from gradcomp.exchange.exchanger import Exchanger
@@ -22,6 +23,7 @@ from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, Arr
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 from gradcomp.torch.optimizers import StepWatch
+from gradcomp.torch.sharded.what_if import Grid, part_of, zero_the_rest
 from gradcomp.torch.tensors import dtype_name
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class ShardedSettings:
     ``exchanger`` returns the exchanger among ranks of torch.distributed, made when it is first asked for.
     ``draw_rank`` is this rank's number in the job. ``steps`` counts steps of the optimizer, or is None if
     none was given. ``watch`` counts the steps of all optimizers on the model. ``exact`` is set while weights
-    travel uncompressed.
+    travel uncompressed. ``grid`` has the ratios of a what-if run.
     """
 
     weights: Policy
@@ -66,10 +68,18 @@ class ShardedSettings:
     steps: int | None
     watch: StepWatch
     exact: bool = False
+    grid: Grid | None = None
     statistics: ShardedStatistics = field(default_factory=ShardedStatistics)
     #: Exchanger -> checksum of the codes that its last gather received.
     decoded: dict[Exchanger, int] = field(default_factory=dict)
     _seen: dict[Exchanger, int] = field(default_factory=dict)
+
+    def fake(self, kind: str) -> Fake | None:
+        """Return the fake compression of these collectives, or None if they are not faked."""
+        default = (self.weights if kind == ALL_GATHER else self.gradients).default
+        if self.grid is not None:
+            return self.grid.fakes[kind == REDUCE_SCATTER]
+        return default if isinstance(default, Fake) else None
 
     def fingerprint(self, exchanger: Exchanger) -> Fingerprint:
         """Return the values that must be equal on these ranks: optimizer settings and codes of weights, not shards."""
@@ -121,6 +131,8 @@ class UnitExchange:
     def gather(self, output: torch.Tensor, own: torch.Tensor, ranks: Ranks) -> None:
         """Fill ``output`` with the decoded shards of all ranks."""
         settings, unit, in_backward = self.settings, self.unit, torch._C._current_graph_task_id() != -1
+        if settings.grid is not None and not in_backward and not settings.exact:
+            settings.grid.begin(settings.watch.steps)
         # Other ranks are those of a mesh for resharding after forward, whose weights are rounded already.
         exact = settings.exact or ranks != unit.ranks
         exchanger = settings.exchanger(ranks)
@@ -143,6 +155,7 @@ class UnitExchange:
             settings.statistics.reused += 1
             with _on_host(output) as whole:
                 request.decode_again([whole])
+            self._end_fake(ALL_GATHER, output, ranks)
             return
         snapshot = unit.snapshot()
         self.changes += self._has_changed(snapshot)
@@ -151,6 +164,7 @@ class UnitExchange:
         unchanged = settings.reuse and self._codes.get(request) == shards
         draw = self.gathers if settings.redraw else self.changes if settings.steps is None else settings.steps
         settings.statistics.weight_bytes += self._run(exchanger, request, own, output, draw, unchanged)
+        self._end_fake(ALL_GATHER, output, ranks)
         if settings.reuse:
             self._codes[request] = shards
 
@@ -176,6 +190,7 @@ class UnitExchange:
         statistics.scatters += 1
         if factor != 1.0:
             output.mul_(factor)
+        self._end_fake(REDUCE_SCATTER, output, ranks, output.numel())
 
     def _request(
         self,
@@ -188,22 +203,39 @@ class UnitExchange:
         exact: bool = False,
         average: bool = True,
     ) -> PreparedRequest:
-        key = kind, tuple(numbers), dtype, ranks, exact, average
+        fake = None if exact else self.settings.fake(kind)
+        key = kind, tuple(numbers), dtype, ranks, exact, average, fake
         if key not in self._prepared:
             parameters = [self.unit.parameters[i] for i in numbers]
             policy = self.settings.weights if kind == ALL_GATHER else self.settings.gradients
-            request = Request(
-                kind,
-                tuple(one.spec(dtype) for one in parameters),
-                tuple(Identity() if exact else compressor(one, dtype, policy) for one in parameters),
-                tuple(one.borders(len(ranks)) for one in parameters),
-                average,
-                self.unit.name,
-                self.unit.blocks(numbers, len(ranks)),
-            )
+            blocks = self.unit.blocks(numbers, len(ranks))
+            if fake is None:
+                request = Request(
+                    kind,
+                    tuple(one.spec(dtype) for one in parameters),
+                    tuple(Identity() if exact else compressor(one, dtype, policy) for one in parameters),
+                    tuple(one.borders(len(ranks)) for one in parameters),
+                    average,
+                    self.unit.name,
+                    blocks,
+                )
+            else:
+                form = self.unit.name, blocks.size, len(ranks), dtype_name(dtype), fake.ratio
+                request = part_of(kind, *form, average=average)
             kept = kind == ALL_GATHER and self.settings.reuse and not exact
             self._prepared[key] = exchanger.prepare(request, apart=kept, draw_rank=self.settings.draw_rank)
         return self._prepared[key]
+
+    def _end_fake(self, kind: str, target: torch.Tensor, ranks: Ranks, size: int = 0) -> None:
+        """Zero what did not travel, and spend the time of coding, if this was fake compression.
+
+        ``size`` is that of a rank's block, by default the target's share of a rank.
+        """
+        if (fake := self.settings.fake(kind)) is None:
+            return
+        zero_the_rest(target, size or target.numel() // len(ranks), fake.ratio)
+        if fake.ratio != 1:
+            spend(fake.codec_seconds * 4e-9 * target.numel())
 
     def _run(
         self,
