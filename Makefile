@@ -39,7 +39,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy \
            bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
            bench-multilevel bench-adaptive bench-many-layers \
-           bench-sharded bench-auto bench-estimates bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
+           bench-sharded bench-auto bench-estimates bench-what-if bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
            bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
@@ -341,6 +341,10 @@ bench-auto: $(STAMP)/package
 
 bench-estimates: $(STAMP)/package
 	$(BIN)/python benchmarks/estimates.py $(ARGS)
+
+# Needs root, as bench-step does.
+bench-what-if: $(STAMP)/package
+	$(BIN)/python benchmarks/what_if.py $(ARGS)
 
 bench-memory: $(STAMP)/package
 	$(BIN)/python benchmarks/memory.py $(ARGS)

@@ -18,7 +18,7 @@ from gradcomp.core.what_if import NOTHING, checked, shown
 logger = logging.getLogger("gradcomp")
 
 #: The first steps of a run allocate memory and fix the order of exchange buckets, and so do those after a change.
-SETTLING_STEPS = 6
+FIRST_STEPS = 6
 WARMUP_STEPS = 3
 #: A step within this fraction of the shortest one is as good: the knee is the least ratio that has one.
 CLOSE = 0.05
@@ -26,7 +26,7 @@ CLOSE = 0.05
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured of one ratio, or of one pair: seconds of all steps that count, of the slowest rank in each.
+    """Holds the seconds of all steps that count of one ratio, or of one pair, of the slowest rank in each.
 
     ``sent_bytes``: what one rank sends in a step, without headers.
     """
@@ -65,16 +65,16 @@ class Rounds:
         return self.block_steps - WARMUP_STEPS - 1
 
     def begin(self, step: int) -> None:
-        """Begin the first block after the steps that settle, if none has begun."""
+        """Begin the first block after the first steps of the run, if none has begun."""
         if self.begun is None:
-            self.begun = step + SETTLING_STEPS
+            self.begun = step + FIRST_STEPS
 
     def variant(self, step: int) -> int:
         """Return the variant of a step."""
         return self._block(step)[0] % self.variants
 
     def _block(self, step: int) -> tuple[int, int]:
-        """Return a step's block, and its place in it; steps that settle belong to the first block."""
+        """Return a step's block, and its place in it; the run's first steps belong to the first block."""
         since = 0 if self.begun is None else max(step - self.begun, 0)
         return divmod(since, self.block_steps)
 
@@ -106,7 +106,8 @@ class Rounds:
 
 
 def knee(points: Sequence[Point]) -> Point:
-    """Return the first point whose steps are about as short as the shortest."""
+    """Return the first point whose steps are about as short as the shortest; the last point is that of no network."""
+    points = points[:-1] or points
     shortest = min(point.median for point in points)
     return next(point for point in points if point.median <= (1 + CLOSE) * shortest)
 
@@ -126,7 +127,7 @@ def curve(points: Sequence[Point], world: int) -> str:
         )
     best, last = knee(points), points[-1]
     lines.append(
-        f"knee: ratio {best.label}, {1e3 * best.median:.1f} ms: no ratio is faster by more than {CLOSE:.0%}"
+        f"knee: ratio {best.label}, {1e3 * best.median:.1f} ms: no further ratio is faster by more than {CLOSE:.0%}"
     )
     lines.append(
         f"left when the network costs nothing but latency (ratio {last.label}): {1e3 * last.median:.1f} ms"
@@ -207,7 +208,7 @@ class WhatIfRun(ControllerRun):
             if sum(map(len, rounds.seconds)) > self._printed:
                 self._print()
         elif self.environment.rank == 0:
-            steps = SETTLING_STEPS + rounds.variants * rounds.block_steps + 1
+            steps = FIRST_STEPS + rounds.variants * rounds.block_steps + 1
             logger.warning(
                 "what-if: the run has ended before every ratio was measured; that takes %d steps", steps
             )
@@ -240,7 +241,7 @@ class WhatIf(Controller):
     at the end of the run; ``GRADCOMP_WHAT_IF`` sets this controller for every wrapper.
 
     A step time is the time from the opening of a step to that of the next one, on the slowest rank in that step, and a
-    figure is the median over steps. The knee is the least ratio whose figure is within 5% of the shortest.
+    figure is the median over steps. The knee is the least ratio whose figure is within 5% of the shortest, 2**30 apart.
 
     Args:
         ratios: the ratios, in [1, 2**30]; they are sorted.

@@ -15,7 +15,7 @@ from keras_checks import ENV, assert_alike, compiled, data, fit, model
 from small_torch import shared_folder
 
 import gradcomp.tf as gc
-from gradcomp.control.what_if import SETTLING_STEPS
+from gradcomp.control.what_if import FIRST_STEPS
 
 
 def families(pipeline) -> set[str]:
@@ -50,11 +50,11 @@ def test_a_tape_is_faked_too():
     ours = model()
     x, *_ = data()
     sent = []
-    for _ in range(SETTLING_STEPS + 2 * 10 + 1):
+    for _ in range(FIRST_STEPS + 2 * 10 + 1):
         with tf.GradientTape() as plain:
             loss = tf.reduce_mean(tf.square(ours(x) - 1.0))
         tape = gc.DistributedGradientTape(plain, compression="quantize:bits=4")
         means = tape.gradient(loss, ours.trainable_variables)
         sent.append(sum(int(tf.math.count_nonzero(mean)) for mean in means))
     size = sum(int(tf.size(variable)) for variable in ours.trainable_variables)
-    assert sent[SETTLING_STEPS:] == [size] * 10 + [-(-size // 4)] * 10 + [1]
+    assert sent[FIRST_STEPS:] == [size] * 10 + [-(-size // 4)] * 10 + [1]

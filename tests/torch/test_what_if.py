@@ -23,7 +23,7 @@ from small_torch import (
 from torch.distributed.tensor import DTensor
 
 import gradcomp.torch as gc
-from gradcomp.control.what_if import SETTLING_STEPS
+from gradcomp.control.what_if import FIRST_STEPS
 from gradcomp.core.what_if import NOTHING
 from gradcomp.torch.sharded.what_if import BLOCK_STEPS
 
@@ -46,12 +46,12 @@ def test_every_wrapper_runs_the_ratios_and_saves_nothing(name):
         model, optimizer, state = FRONTENDS[name](net(), **PROGRAM)
         pipeline = exchanger_of(state).pipeline
         seen: list[float | None] = []
-        for step in range(SETTLING_STEPS + 3 * BLOCK_STEPS + 1):
+        for step in range(FIRST_STEPS + 3 * BLOCK_STEPS + 1):
             train(model, optimizer, range(step, step + 1))
             seen += {assignment.level for assignment in pipeline.laid_out_plan.assignments}
             if step == 20:
                 state.set_compression("none")
-    assert seen[SETTLING_STEPS:] == [1] * BLOCK_STEPS + [2] * BLOCK_STEPS + [NOTHING] * BLOCK_STEPS + [1]
+    assert seen[FIRST_STEPS:] == [1] * BLOCK_STEPS + [2] * BLOCK_STEPS + [NOTHING] * BLOCK_STEPS + [1]
     assert_same_on_all_ranks(model.parameters())
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     told = "\n".join(lines)
@@ -169,7 +169,7 @@ def test_a_sharded_model_runs_the_grid_and_logs_it():
             weights, gradients = grid.fakes
             seen.append((weights.ratio, gradients.ratio))
     blocks = [pair for pair in grid.pairs for _ in range(BLOCK_STEPS)]
-    assert seen[SETTLING_STEPS:] == [*blocks, grid.pairs[0]]
+    assert seen[FIRST_STEPS:] == [*blocks, grid.pairs[0]]
     assert all(len(point.seconds) == grid.rounds.counted for point in grid.points)
     sent = [point.sent_bytes for point in grid.points]
     assert sent == sorted(sent, reverse=True)

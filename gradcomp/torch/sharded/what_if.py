@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 
 from gradcomp.compress import Fake, Identity
-from gradcomp.control.what_if import SETTLING_STEPS, Point, Rounds, curve
+from gradcomp.control.what_if import FIRST_STEPS, Point, Rounds, curve
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.what_if import NOTHING, Ratios, shown
 from gradcomp.exchange.exchanger import Exchanger
@@ -118,4 +118,4 @@ class Grid:
     @property
     def steps(self) -> int:
         """Return how many steps a first table takes."""
-        return SETTLING_STEPS + len(self.pairs) * BLOCK_STEPS + 1
+        return FIRST_STEPS + len(self.pairs) * BLOCK_STEPS + 1
