@@ -22,6 +22,7 @@ _COMMANDS = {
     "mi": "gradcomp.cli.information",
     "plan": "gradcomp.cli.plan",
 }
+_COMMANDS = {"doctor": "gradcomp.cli.doctor", "mi": "gradcomp.cli.information", "plan": "gradcomp.cli.plan"}
 
 
 class _Commands(click.Group):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import http.client
 import ipaddress
 import logging
 import re
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -22,12 +20,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.core.strings import printable
+from gradcomp.job.interfaces import address_of, addresses
 from gradcomp.job.launch import Address, Launch
 from gradcomp.job.signing import SECRET_BYTES, HostSocket, Seal
 
 logger = logging.getLogger("gradcomp")
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _BACKLOG = 4096  # every rank connects several times; the kernel lowers a value that is too large
 
 _Bindable = tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]
@@ -95,7 +93,7 @@ def _choose(launch: Launch, address: Address) -> _Bindable | None:
     for family, _, _, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         if family in (socket.AF_INET, socket.AF_INET6) and (family, where) not in found:
             found.append((family, where))  # type: ignore[arg-type]
-    chosen = None if launch.interface is None else _address_of_interface(launch.interface)
+    chosen = None if launch.interface is None else address_of(launch.interface)
     for one in found:
         if one[1][0] == chosen:
             return one
@@ -112,7 +110,7 @@ def _is_loopback(host: str) -> bool:
 
 def with_interface(launch: Launch) -> Launch:
     """Return the launch with an interface: the one it names or, for a job on one host, loopback."""
-    if launch.interface is None and launch.one_host and _address_of_interface("lo") is not None:
+    if launch.interface is None and launch.one_host and address_of("lo") is not None:
         return replace(launch, interface="lo")
     return launch
 
@@ -123,22 +121,13 @@ def interface_address(launch: Launch) -> str:
     The ConfigError for a missing interface lists those that have an address.
     """
     name = launch.interface or ""
-    address = _address_of_interface(name)
+    address = address_of(name)
     if address is None:
-        usable = ", ".join(other for _, other in socket.if_nameindex() if _address_of_interface(other))
+        usable = ", ".join(addresses())
         raise ConfigError(
             f"{launch.interface_variable}={name}: this host has no such interface with an IPv4 address; it has {usable}"
         )
     return address
-
-
-def _address_of_interface(name: str) -> str | None:
-    request = struct.pack("256s", name.encode()[:15])
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-    except OSError:
-        return None
 
 
 class Deadline:

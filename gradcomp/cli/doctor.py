@@ -1,0 +1,224 @@
+"""``gradcomp doctor`` examines this process, and under a launcher the ranks of its job."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from gradcomp.cli.output import Exit, json_option, print_json, show, table
+from gradcomp.doctor.examination import examine
+from gradcomp.doctor.finding import Finding, Level, error, merged, ranks_text, worst
+from gradcomp.doctor.job import Job
+from gradcomp.doctor.links import Door
+from gradcomp.doctor.pairs import mbit, seconds_text
+from gradcomp.version import __version__
+
+_POLL_SECONDS = 0.1
+
+
+class _TerminatedError(Exception):
+    """The launcher ends the job."""
+
+
+@click.command()
+@click.option(
+    "--timeout",
+    "seconds",
+    type=click.FloatRange(min=1),
+    default=60.0,
+    metavar="SECONDS",
+    help="Longest wait for the other ranks; default: 60.",
+)
+@json_option
+def command(seconds: float, as_json: bool) -> int:
+    """Say what is wrong with this machine, or under a launcher with the job: torchrun -m gradcomp doctor.
+
+    Alone it looks at this process. Under a launcher it compares all ranks and measures the links between their hosts;
+    rank 0 prints. The exit code is 0 if no finding is an error, 4 if one is, and 5 if a rank is missing.
+    """
+    with Door() as door:
+        launch, own = examine(door)
+        job = Job(launch, own, door, seconds)
+        late, interrupted = False, False
+        try:
+            if launch.size > 1:
+                late = not _run(job)
+        except KeyboardInterrupt:
+            interrupted = True
+        except _TerminatedError:
+            advice = "Look at the output of the other ranks: the launcher ends all of them when one fails."
+            job.measured_findings.append(
+                error("launcher", f"the launcher ended {own.where} early", advice, own.rank)
+            )
+        if job.reports:
+            findings = merged(job.findings())
+            code = (
+                Exit.INTERRUPTED
+                if interrupted
+                else _code(job, launch.size, findings, bool(own.place.problem))
+            )
+            _print(job, launch.size, findings, code, as_json)
+        else:
+            code = Exit(job.code) if job.code in set(Exit) else Exit.NOT_MEASURED
+        sys.stdout.flush()
+        if late or interrupted or not _finished(job, code):
+            # A thread that is inside an engine when the interpreter ends would abort the process.
+            os._exit(code)
+    return code
+
+
+def _run(job: Job) -> bool:
+    """Run the job's part on a thread, so that this one can always report. Return whether it ended in time."""
+    thread = threading.Thread(target=job.run, name="gradcomp-doctor", daemon=True)
+    with _termination(), _progress() as progress:
+        thread.start()
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            progress(job.doing)
+            if time.monotonic() > job.deadline:
+                text = f"the examination did not end; the last it did was {job.doing}"
+                advice = "Look at the hosts of the other ranks: one may be stopped, or its network gone."
+                job.measured_findings.append(error("meeting", text, advice))
+                return False
+    return True
+
+
+def _finished(job: Job, code: int) -> bool:
+    """Part from the other ranks; return False if that takes too long."""
+    thread = threading.Thread(target=job.finish, args=(int(code),), name="gradcomp-doctor-end", daemon=True)
+    thread.start()
+    thread.join(3 * 5.0)
+    return not thread.is_alive()
+
+
+@contextmanager
+def _termination() -> Iterator[None]:
+    """Report before a launcher's SIGTERM ends this process."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """Yield a function that shows on a terminal what is being done."""
+    console = Console(stderr=True)
+    if not console.is_terminal or os.environ.get("LOCAL_RANK", "0") != "0":
+        yield lambda doing: None
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+def _code(job: Job, size: int, findings: list[Finding], is_misplaced: bool) -> Exit:
+    if is_misplaced or (size > 1 and not job.is_complete):
+        return Exit.NOT_MEASURED
+    return Exit.ERRORS_FOUND if worst(findings) is Level.ERROR else Exit.OK
+
+
+def _print(job: Job, size: int, findings: list[Finding], code: Exit, as_json: bool) -> None:
+    if as_json:
+        print_json(_as_json(job, size, findings, code))
+        return
+    facts = [each for each in findings if each.level is Level.OK]
+    wrong = [each for each in findings if each.level is not Level.OK]
+    rows = [[each.about, ranks_text(each.ranks, size), each.found] for each in facts]
+    parts: list[str | Table] = [
+        f"gradcomp doctor {__version__}" + f", {size} ranks" * (size > 1),
+        table(["about", "ranks", "found"], rows, left={0, 1, 2}),
+    ]
+    if job.links:
+        parts += ["links between hosts, by their first ranks", _links(job)]
+    if job.rates:
+        parts.append(_collectives(job))
+    if wrong:
+        rows = [
+            [each.level.name.lower(), each.about, ranks_text(each.ranks, size), each.found, each.advice]
+            for each in wrong
+        ]
+        parts.append(table(["", "about", "ranks", "found", "what to do"], rows, left={0, 1, 2, 3, 4}))
+    parts.append(_summary(findings, code))
+    show(*parts)
+
+
+def _links(job: Job) -> Table:
+    rows = []
+    for link in job.links:
+        figures = ["-", "-", "-"]
+        if link.is_measured:
+            figures = [seconds_text(link.latency_seconds), mbit(link.there), mbit(link.back)]
+        names = [f"{rank} {job.facts[rank].network.hostname}" for rank in (link.a, link.b)]
+        rows.append([*names, *figures])
+    return table(["from", "to", "a message", "there", "back"], rows, left={0, 1})
+
+
+def _collectives(job: Job) -> Table:
+    rows = []
+    for one in job.rates:
+        times = seconds_text(one.seconds), seconds_text(one.small_seconds)
+        rows.append([one.collective, f"{one.nbytes / 1e6:.1f} MB", *times, mbit(one.sent_per_second)])
+    return table(["collective", "of", "takes", "of few bytes", "each rank sends"], rows, left={0})
+
+
+def _summary(findings: list[Finding], code: Exit) -> str:
+    counts = {level: sum(each.level is level for each in findings) for level in (Level.ERROR, Level.WARNING)}
+    words = [f"{count} {level.name.lower()}{'s' * (count > 1)}" for level, count in counts.items() if count]
+    missing = "; not all could be measured" if code is Exit.NOT_MEASURED else ""
+    return (", ".join(words) or "nothing is wrong") + missing
+
+
+def _as_json(job: Job, size: int, findings: list[Finding], code: Exit) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "exit": int(code),
+        "outcome": code.name.lower(),
+        "ranks": size,
+        "missing": job.missing,
+        "findings": [
+            {
+                "level": each.level.name.lower(),
+                "about": each.about,
+                "ranks": each.ranks,
+                "found": each.found,
+                "advice": each.advice,
+            }
+            for each in findings
+        ],
+        "links": [
+            {
+                "from": link.a,
+                "to": link.b,
+                "latency_seconds": link.latency_seconds,
+                "bytes_per_second": link.there,
+                "bytes_per_second_back": link.back,
+            }
+            for link in job.links
+            if link.is_measured
+        ],
+        "collectives": [dataclasses.asdict(one) for one in job.rates],
+        "facts": [_facts(job.facts[rank]) for rank in sorted(job.facts)],
+    }
+
+
+def _facts(facts: Any) -> dict[str, Any]:
+    shown = dataclasses.asdict(facts)
+    del shown["network"]["token"]
+    return shown
