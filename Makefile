@@ -38,8 +38,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
 BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy \
            bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
-           bench-multilevel bench-adaptive bench-many-layers \
-           bench-sharded bench-auto bench-estimates bench-what-if bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
+           bench-multilevel bench-adaptive bench-many-layers bench-sharded bench-auto bench-estimates bench-what-if bench-doctor bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
            bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
@@ -297,6 +296,10 @@ bench-peers: $(STAMP)/package
 # Keras's trials, and hosts out of network namespaces, for which it needs root.
 bench-fingerprint: $(STAMP)/package $(STAMP)/extra-test
 	$(BIN)/python benchmarks/fingerprint.py $(ARGS)
+
+# Needs root, a package index and a C++ compiler, as the script says.
+bench-doctor: $(STAMP)/package $(STAMP)/extra-mpi
+	$(BIN)/python benchmarks/doctor_faults.py $(ARGS)
 
 # MPICH's column, from the extra.
 bench-reductions: $(STAMP)/package

@@ -111,10 +111,14 @@ class Hosts:
             _ip("-n", name, "address", "add", f"{address}/16", "dev", INTERFACE)
             _ip("-n", name, "link", "set", INTERFACE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            if self.link.rate is not None:
-                for namespace, device in ((name, INTERFACE), (self._switch, port)):
-                    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate",
-                         self.link.rate, "burst", self.link.burst, "latency", self.link.queue)  # fmt: skip
+            self.limit(i, self.link)
+
+    def limit(self, host: int, link: Link) -> None:
+        """Give one host's link another rate."""
+        if link.rate is not None:
+            for namespace, device in ((self.names[host], INTERFACE), (self._switch, f"port{host}")):
+                _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", "rate",
+                     link.rate, "burst", link.burst, "latency", link.queue)  # fmt: skip
 
     def environment(self, rank: int) -> dict[str, str]:
         """What a launcher tells this rank."""

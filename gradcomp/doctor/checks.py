@@ -257,13 +257,13 @@ def _threads(ranks: Sequence[tuple[int, Cores]]) -> Iterator[Finding]:
     quota = max(cores.quota for _, cores in ranks)
     worst: tuple[float, int, int, list[tuple[int, Cores]]] | None = None
     for own, members in _groups(ranks):
-        threads = sum(cores.training_threads for _, cores in members)
+        threads = sum(_threads_of(cores) for _, cores in members)
         usable = min(len(own), math.ceil(quota)) if quota else len(own)
         if threads > max(usable, len(members)) and (worst is None or threads / usable > worst[0]):
             worst = threads / usable, threads, usable, members
-    each = ", ".join(sorted({f"OMP_NUM_THREADS={cores.omp_num_threads or 'unset'}" for _, cores in ranks}))
+    each = ", ".join(sorted({f"OMP_NUM_THREADS={cores.omp_threads or 'unset'}" for _, cores in ranks}))
     if worst is None:
-        total = sum(cores.training_threads for _, cores in ranks)
+        total = sum(_threads_of(cores) for _, cores in ranks)
         yield ok(
             "threads", f"{_count(total, 'thread')} of a host compute ({each})", *(rank for rank, _ in ranks)
         )
@@ -275,6 +275,11 @@ def _threads(ranks: Sequence[tuple[int, Cores]]) -> Iterator[Finding]:
     yield warning(
         "threads", found, f"Set OMP_NUM_THREADS={share} on every rank.", *(rank for rank, _ in members)
     )
+
+
+def _threads_of(cores: Cores) -> int:
+    """Return the most threads on which a rank computes: other libraries than the framework follow the variable."""
+    return max(cores.training_threads, cores.omp_threads)
 
 
 def _cores_text(own: frozenset[int]) -> str:

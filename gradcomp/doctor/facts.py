@@ -56,13 +56,16 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Cores:
-    """Cores and threads. ``quota``: the cores' worth of time that a container may use, 0 for no limit."""
+    """Cores and threads. ``quota``: the cores' worth of time that a container may use, 0 for no limit.
+
+    ``training_threads``: those of the framework; ``omp_threads``: those that OMP_NUM_THREADS names, 0 if it does not.
+    """
 
     own: tuple[int, ...] = ()
     machine: int = 0
     quota: float = 0.0
     training_threads: int = 1
-    omp_num_threads: str = ""
+    omp_threads: int = 0
     kernel_threads: int = 1
 
 

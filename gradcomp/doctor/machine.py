@@ -74,10 +74,9 @@ def _processor() -> str:
 def cores(config: Config, local_ranks: int, training_threads: int | None) -> Cores:
     """Return cores and threads. ``training_threads``: None for those that OpenMP takes, its variable or all cores."""
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    omp = os.environ.get("OMP_NUM_THREADS", "")
-    if training_threads is None:
-        first = omp.split(",")[0].strip()
-        training_threads = int(first) if first.isdecimal() and int(first) > 0 else len(own)
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    omp = int(first) if first.isdecimal() else 0
+    training_threads = training_threads or omp or len(own)
     threads = kernel_threads(config.threads, available_cores(), local_ranks, training_threads)
     return Cores(tuple(own), os.cpu_count() or len(own), _quota(), training_threads, omp, threads)
 
