@@ -231,6 +231,13 @@ def faulty(planted: Planted) -> Run:
         return job(made, ranks, command, planted.ranks)
 
 
+def named(run: Run, planted: Planted) -> list[dict[str, Any]]:
+    """The warnings and errors that are about the fault."""
+    return [
+        one for one in run.alarms if one["about"] == planted.about and re.search(planted.says, one["found"])
+    ]
+
+
 def job(
     made: hosts.Hosts,
     ranks: Sequence[int],
@@ -317,14 +324,10 @@ def measure(options: argparse.Namespace) -> int:
     results = []
     for name, planted in faults.items():
         run = faulty(planted)
-        named = [
-            one
-            for one in run.alarms
-            if one["about"] == planted.about and re.search(planted.says, one["found"])
-        ]
-        others = [one for one in run.alarms if one not in named]
-        ok = bool(named) and len(set(run.codes)) == 1
-        said = f"{named[0]['found']}. {named[0]['advice']}" if named else None
+        about = named(run, planted)
+        others = [one for one in run.alarms if one not in about]
+        ok = bool(about) and len(set(run.codes)) == 1
+        said = f"{about[0]['found']}. {about[0]['advice']}" if about else None
         rows.append(
             [name, f"{'yes' if ok else 'NO'}, {run.codes[0]}", len(others), f"{run.seconds:.0f}", said]
         )

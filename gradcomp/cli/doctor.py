@@ -19,17 +19,17 @@ from rich.table import Table
 
 from gradcomp.cli.output import Exit, json_option, print_json, show, table
 from gradcomp.doctor.examination import examine
-from gradcomp.doctor.finding import Finding, Level, error, merged, ranks_text, worst
+from gradcomp.doctor.finding import Finding, Level, merged, ranks_text, worst
 from gradcomp.doctor.job import Job
 from gradcomp.doctor.links import Door
 from gradcomp.doctor.pairs import mbit, seconds_text
 from gradcomp.version import __version__
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS, _END_SECONDS = 0.1, 15.0
 
 
-class _TerminatedError(Exception):
-    """The launcher ends the job."""
+class _TerminatedError(BaseException):
+    """The launcher ends the job. Like an interrupt, it passes what catches errors."""
 
 
 @click.command()
@@ -48,32 +48,32 @@ def command(seconds: float, as_json: bool) -> int:
     Alone it looks at this process. Under a launcher it compares all ranks and measures the links between their hosts;
     rank 0 prints. The exit code is 0 if no finding is an error, 4 if one is, and 5 if a rank is missing.
     """
+    job: Job | None = None
+    ended, interrupted = True, False
     with Door() as door:
-        launch, own = examine(door)
-        job = Job(launch, own, door, seconds)
-        late, interrupted = False, False
         try:
-            if launch.size > 1:
-                late = not _run(job)
+            with _termination():
+                launch, own = examine(door)
+                job = Job(launch, own, door, seconds)
+                ended = launch.size == 1 or _run(job)
         except KeyboardInterrupt:
-            interrupted = True
+            ended, interrupted = False, True
         except _TerminatedError:
-            advice = "Look at the output of the other ranks: the launcher ends all of them when one fails."
-            job.measured_findings.append(
-                error("launcher", f"the launcher ended {own.where} early", advice, own.rank)
-            )
+            ended = False
+            if job is not None:
+                job.measured_findings.append(job.terminated())
+        if job is None:
+            text = "this process was ended before it was examined: look at the output of the other ranks"
+            click.echo(f"gradcomp doctor: {text}", err=True)
+            return Exit.INTERRUPTED if interrupted else Exit.NOT_MEASURED
         if job.reports:
             findings = merged(job.findings())
-            code = (
-                Exit.INTERRUPTED
-                if interrupted
-                else _code(job, launch.size, findings, bool(own.place.problem))
-            )
-            _print(job, launch.size, findings, code, as_json)
+            code = Exit.INTERRUPTED if interrupted else _code(job, findings)
+            _print(job, findings, code, as_json)
         else:
             code = Exit(job.code) if job.code in set(Exit) else Exit.NOT_MEASURED
         sys.stdout.flush()
-        if late or interrupted or not _finished(job, code):
+        if not (_finished(job, code) and ended):
             # A thread that is inside an engine when the interpreter ends would abort the process.
             os._exit(code)
     return code
@@ -82,15 +82,13 @@ def command(seconds: float, as_json: bool) -> int:
 def _run(job: Job) -> bool:
     """Run the job's part on a thread, so that this one can always report. Return whether it ended in time."""
     thread = threading.Thread(target=job.run, name="gradcomp-doctor", daemon=True)
-    with _termination(), _progress() as progress:
+    with _progress() as progress:
         thread.start()
         while thread.is_alive():
             thread.join(_POLL_SECONDS)
             progress(job.doing)
             if time.monotonic() > job.deadline:
-                text = f"the examination did not end; the last it did was {job.doing}"
-                advice = "Look at the hosts of the other ranks: one may be stopped, or its network gone."
-                job.measured_findings.append(error("meeting", text, advice))
+                job.measured_findings.append(job.overdue())
                 return False
     return True
 
@@ -99,7 +97,7 @@ def _finished(job: Job, code: int) -> bool:
     """Part from the other ranks; return False if that takes too long."""
     thread = threading.Thread(target=job.finish, args=(int(code),), name="gradcomp-doctor-end", daemon=True)
     thread.start()
-    thread.join(3 * 5.0)
+    thread.join(_END_SECONDS)
     return not thread.is_alive()
 
 
@@ -128,21 +126,21 @@ def _progress() -> Iterator[Any]:
         yield status.update
 
 
-def _code(job: Job, size: int, findings: list[Finding], is_misplaced: bool) -> Exit:
-    if is_misplaced or (size > 1 and not job.is_complete):
+def _code(job: Job, findings: list[Finding]) -> Exit:
+    if not job.is_complete:
         return Exit.NOT_MEASURED
     return Exit.ERRORS_FOUND if worst(findings) is Level.ERROR else Exit.OK
 
 
-def _print(job: Job, size: int, findings: list[Finding], code: Exit, as_json: bool) -> None:
+def _print(job: Job, findings: list[Finding], code: Exit, as_json: bool) -> None:
     if as_json:
-        print_json(_as_json(job, size, findings, code))
+        print_json(_as_json(job, findings, code))
         return
     facts = [each for each in findings if each.level is Level.OK]
     wrong = [each for each in findings if each.level is not Level.OK]
-    rows = [[each.about, ranks_text(each.ranks, size), each.found] for each in facts]
+    rows = [[each.about, ranks_text(each.ranks, job.size), each.found] for each in facts]
     parts: list[str | Table] = [
-        f"gradcomp doctor {__version__}" + f", {size} ranks" * (size > 1),
+        f"gradcomp doctor {__version__}" + f", {job.size} ranks" * (job.size > 1),
         table(["about", "ranks", "found"], rows, left={0, 1, 2}),
     ]
     if job.links:
@@ -151,7 +149,7 @@ def _print(job: Job, size: int, findings: list[Finding], code: Exit, as_json: bo
         parts.append(_collectives(job))
     if wrong:
         rows = [
-            [each.level.name.lower(), each.about, ranks_text(each.ranks, size), each.found, each.advice]
+            [each.level.name.lower(), each.about, ranks_text(each.ranks, job.size), each.found, each.advice]
             for each in wrong
         ]
         parts.append(table(["", "about", "ranks", "found", "what to do"], rows, left={0, 1, 2, 3, 4}))
@@ -185,12 +183,12 @@ def _summary(findings: list[Finding], code: Exit) -> str:
     return (", ".join(words) or "nothing is wrong") + missing
 
 
-def _as_json(job: Job, size: int, findings: list[Finding], code: Exit) -> dict[str, Any]:
+def _as_json(job: Job, findings: list[Finding], code: Exit) -> dict[str, Any]:
     return {
         "version": __version__,
         "exit": int(code),
         "outcome": code.name.lower(),
-        "ranks": size,
+        "ranks": job.size,
         "missing": job.missing,
         "findings": [
             {

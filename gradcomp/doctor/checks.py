@@ -19,7 +19,8 @@ _ISAS = ("baseline", "avx2", "avx512")
 
 def check(ranks: Sequence[Facts]) -> list[Finding]:
     """Return the findings on these ranks, which may be one process or some ranks of a job."""
-    found = [each for facts in ranks for each in _of_rank(facts)]
+    several_hosts = len({facts.place.host for facts in ranks}) > 1
+    found = [each for facts in ranks for each in _of_rank(facts, several_hosts)]
     by_host: dict[str, list[Facts]] = defaultdict(list)
     for facts in ranks:
         by_host[facts.place.host].append(facts)
@@ -29,11 +30,11 @@ def check(ranks: Sequence[Facts]) -> list[Finding]:
     return found
 
 
-def _of_rank(facts: Facts) -> Iterator[Finding]:
+def _of_rank(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
     yield from _settings(facts)
     yield from _kernels(facts)
     yield from _launcher(facts)
-    yield from _interface(facts)
+    yield from _interface(facts, several_hosts)
     yield from _transports(facts)
     yield from _gpus(facts)
     yield from _limits(facts)
@@ -107,7 +108,7 @@ def _launcher(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _interface(facts: Facts) -> Iterator[Finding]:
+def _interface(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
     network, rank = facts.network, facts.rank
     usable = [each for each in network.interfaces if not each.address.startswith("127.")]
     others = ", ".join(f"{each.name} ({each.address})" for each in usable) or "none but loopback"
@@ -116,9 +117,7 @@ def _interface(facts: Facts) -> Iterator[Finding]:
     if network.named and not network.address:
         found = f"{network.variable}={network.named}: this host has no such interface with an address; it has {others}"
         yield error("interface", found, advice, rank)
-    elif (
-        network.address.startswith("127.") and not network.routed.startswith("127.") and facts.place.size > 1
-    ):
+    elif several_hosts and network.address.startswith("127."):
         how = f"{network.variable}={network.named}" if network.named else f"the host name {network.hostname}"
         found = f"{how} leads to {network.address}, which other hosts cannot reach; this host has {others}"
         yield error("interface", found, advice, rank)
@@ -137,9 +136,9 @@ def _transports(facts: Facts) -> Iterator[Finding]:
     if lacking and facts.place.size > 1:
         advice = f"Provide it, or choose another transport than {chosen}."
         yield error("transports", f"transport={chosen} lacks {lacking}", advice, rank)
-    if all(facts.lacks.get(name) for name in ("torch", "mpi")):
+    if not {"torch", "mpi4py"} & facts.libraries.keys():
         advice = "Install PyTorch, or mpi4py with an MPI for TensorFlow: without either a world has one rank."
-        yield warning("transports", "neither PyTorch nor mpi4py can connect ranks here", advice, rank)
+        yield warning("transports", "neither PyTorch nor mpi4py is installed", advice, rank)
     works = [name for name, what in facts.lacks.items() if not what]
     yield ok("transports", f"usable: {', '.join(works) or 'none'}", rank)
     for name, what in facts.lacks.items():

@@ -127,14 +127,15 @@ def _interfaces(ranks: Sequence[Facts]) -> Iterator[Finding]:
     leaders = [members[0] for members in hosts_of(ranks).values()]
     if len(leaders) < 2:
         return
-    used = [_used(facts) for facts in leaders]
-    sizes = _by_value(leaders, lambda facts: str(getattr(_used(facts), "mtu", 0)))
+    used = {facts.rank: _used(facts) for facts in leaders}
+    known = [facts for facts in leaders if used[facts.rank] is not None]
+    sizes = _by_value(known, lambda facts: str(getattr(used[facts.rank], "mtu", 0)))
     if len(sizes) > 1:
         advice = (
             "Give the interfaces one MTU: large messages may stop where a router does not report their size."
         )
         yield warning("interface", f"the MTU differs: {_said(sizes)}", advice)
-    rate = min((each.mbit for each in used if each is not None and each.mbit > 0), default=0)
+    rate = min((each.mbit for each in used.values() if each is not None and each.mbit > 0), default=0)
     for networks in _common(leaders):
         names = sorted({each.name for each in networks})
         if rate and min(each.mbit for each in networks) >= _FASTER * rate:

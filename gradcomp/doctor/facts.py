@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the compiled module offers here. ``processor``: the widest instruction set that this processor has."""
+    """Holds what the compiled module offers. ``processor``: the widest instruction set that this processor has."""
 
     asked: str = "auto"
     asked_isa: str = "auto"

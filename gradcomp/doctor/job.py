@@ -43,6 +43,8 @@ _ANSWER_SECONDS = 15.0
 #: Rank 0 waits so long for the others to read that the job ends.
 _END_SECONDS = 5.0
 _GROUP_SECONDS = 30.0
+#: What answers at the address of the store, and is none, may keep a connection open without a word.
+_OPENING_SECONDS = 10.0
 
 
 class Job:
@@ -57,7 +59,7 @@ class Job:
         self._order = 0
         self._began = time.monotonic()
         self.doing = f"connecting to {place_of(launch)}"
-        self.deadline = self._began + 2 * seconds + _ORDER_SECONDS
+        self.deadline = self._began + seconds + _OPENING_SECONDS
         self.facts: dict[int, Facts] = {own.rank: own}
         self.failures: list[str] = []
         self.measured_findings: list[Finding] = []
@@ -66,11 +68,12 @@ class Job:
         self.reports = True
         self.code: int | None = None
         self.has_met = False
-        self.is_complete = False
+        self.size = own.place.size
+        self.is_complete = self.size == 1 and not own.place.problem
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank in range(self._own.place.size) if rank not in self.facts]
+        return [rank for rank in range(self.size) if rank not in self.facts]
 
     def findings(self) -> list[Finding]:
         """Return all findings up to now."""
@@ -78,9 +81,23 @@ class Job:
         found = [*checks.check(ranks), *comparison.compare(ranks), *self.measured_findings]
         if self.has_met:
             waited = min(time.monotonic() - self._began, self._seconds)
-            found.append(comparison.attendance(ranks, self._own.place.size, waited))
+            found.append(comparison.attendance(ranks, self.size, waited))
         advice = "Install one version of gradcomp on all hosts, and end what is left of earlier jobs."
         return found + [error("ranks", failure, advice) for failure in self.failures]
+
+    def overdue(self) -> Finding:
+        """Return what is wrong if this rank has not ended at :attr:`deadline`."""
+        text = f"{self._own.where} did not get on with {self.doing}"
+        if self._meeting is None:
+            advice = "Set MASTER_PORT to a free port: what listens there may be no store of this job."
+        else:
+            advice = "Look at the hosts of the other ranks: one may be stopped, or its network gone."
+        return error("meeting", text, advice, self._own.rank)
+
+    def terminated(self) -> Finding:
+        """Return that the launcher has ended this rank early."""
+        advice = "Look at the output of the other ranks: a launcher ends all of them when one fails."
+        return error("launcher", f"the launcher ended {self._own.where} while it was {self.doing}", advice)
 
     def run(self) -> None:
         """Meet, gather, measure. It raises nothing: what goes wrong is a finding."""
@@ -116,6 +133,7 @@ class Job:
             self.measured_findings.append(met)
             return
         self._meeting = met
+        self.deadline = time.monotonic() + 2 * self._seconds + _ORDER_SECONDS
         own = self._own.rank
         if met.control.lookup(f"facts/{own}") is not None:
             raise TransportError(f"another process says that it is rank {own}")
@@ -132,7 +150,7 @@ class Job:
         while (found := look()) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError
-            time.sleep(max(_POLL_SECONDS, self._own.place.size / _POLLS_PER_SECOND))
+            time.sleep(max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND))
         return found
 
     def _publish(self, control: Any, order: dict[str, Any]) -> None:
@@ -153,7 +171,7 @@ class Job:
                 self.doing = f"waiting for rank {names}" + " and others" * (len(self.missing) > 8)
                 if time.monotonic() > deadline:
                     return
-                time.sleep(max(_POLL_SECONDS, self._own.place.size / _POLLS_PER_SECOND))
+                time.sleep(max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND))
 
     def _take(self, rank: int, text: bytes) -> None:
         try:

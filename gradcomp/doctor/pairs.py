@@ -151,7 +151,8 @@ def _unreachable(links: Sequence[Link], ranks: Mapping[int, Facts]) -> Iterator[
             if not failed:
                 continue
             if len(attempts) > len(failed):
-                wrong[asked] = failed[0].address, attempts[-1].address
+                if not failed[0].address.startswith("127."):  # that of loopback is a finding of its own
+                    wrong[asked] = failed[0].address, attempts[-1].address
                 continue
             ports = ", ".join(
                 f"{one.address}:{ranks[asked].network.port} {one.answer.value}" for one in failed
