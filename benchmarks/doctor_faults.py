@@ -2,6 +2,7 @@
 
     python benchmarks/doctor_faults.py
     python benchmarks/doctor_faults.py --only "blocked port" --json doctor.json
+    python benchmarks/doctor_faults.py --accelerate PYTHON    # and what `accelerate test` says, of that interpreter
 
 Jobs run on hosts made of network namespaces, for which it needs root. Into build/doctor it installs another NumPy,
 CuPy, and gradcomp built without AVX2, for which it needs a package index and a C++ compiler; the next run finds them
@@ -12,6 +13,7 @@ Columns
     others    warnings and errors that are not about the fault
     seconds   from the start of the ranks to the end of the last
     sentence  the finding
+    accelerate test    how the script that it runs ends on the same hosts: its last line if it fails
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ OLD_VERSION = "0.0.9"
 DOCTOR = [sys.executable, "-m", "gradcomp", "doctor", "--json"]
 #: One thread per rank, as torchrun sets it. The source tree, if ranks import that, is on PYTHONPATH, not beside them.
 COMMON = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-_LONGEST_SECONDS = 150.0
+_LONGEST_SECONDS, _ACCELERATE_SECONDS = 150.0, 90.0
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,9 @@ def _in(made: hosts.Hosts, host: int, *command: str) -> None:
 
 @contextlib.contextmanager
 def another_interface(made: hosts.Hosts) -> Iterator[None]:
-    """The second host is in a network that no other host is in."""
+    """The second host is in a network that no other host is in. Of two ranks Gloo's lower address is connected to."""
     _in(made, 1, "ip", "link", "add", "eth1", "type", "veth", "peer", "name", "eth1-peer")
-    _in(made, 1, "ip", "address", "add", "192.168.77.2/24", "dev", "eth1")
+    _in(made, 1, "ip", "address", "add", "10.7.7.2/24", "dev", "eth1")
     for name in ("eth1", "eth1-peer"):
         _in(made, 1, "ip", "link", "set", name, "up")
     yield
@@ -193,7 +195,7 @@ def on_rank_1(variables: Callable[[], Mapping[str, str]]) -> Callable[[int], Map
 
 FAULTS = {
     "wrong interface": Planted(
-        "interface", r"rank 1 .*192\.168\.77\.2 of eth1.*reach 10\.77\.0\.2 of eth0",
+        "interface", r"rank 1 .*10\.7\.7\.2 of eth1.*reach 10\.77\.0\.2 of eth0",
         on_rank_1(lambda: {"GLOO_SOCKET_IFNAME": "eth1"}), another_interface,
     ),
     "one link of 10 Mbit/s": Planted("links", r"the link of rank 2 .*is slow", plant=slow_link, hosts=4),
@@ -268,6 +270,33 @@ def read(run: Run, outputs: Sequence[Path]) -> Run:
     return run
 
 
+def accelerate(planted: Planted, python: str) -> str:
+    """How the script of `accelerate test` ends where the same fault is planted."""
+    command = [python, "-m", "accelerate.test_utils.scripts.test_script"]
+    with (
+        hosts.Hosts(planted.hosts, "1gbit", planted.per_host) as made,
+        planted.plant(made),
+        tempfile.TemporaryDirectory(prefix="gradcomp-accelerate-") as directory,
+    ):
+        started = []
+        for rank in (rank for rank in range(made.ranks) if rank not in planted.absent):
+            environment = {**COMMON, "ACCELERATE_USE_CPU": "true", **planted.ranks(rank)}
+            with Path(directory, f"{rank}.txt").open("wb") as out:
+                options = {"stdout": out, "stderr": subprocess.STDOUT, "cwd": directory}
+                started.append(made.start(rank, command, environment, **options))
+        deadline, codes = time.monotonic() + _ACCELERATE_SECONDS, []
+        for process in started:
+            try:
+                codes.append(process.wait(max(deadline - time.monotonic(), 0.1)))
+            except subprocess.TimeoutExpired:
+                return f"runs after {_ACCELERATE_SECONDS:.0f} s"
+        if not any(codes):
+            return "passes"
+        failed = next(rank for rank, code in enumerate(codes) if code)
+        lines = Path(directory, f"{failed}.txt").read_text(errors="replace").strip().splitlines()
+        return f"fails: {lines[-1][:150]}" if lines else "fails"
+
+
 # ------------------------------------------------------------------------------------------ healthy jobs
 
 
@@ -320,6 +349,14 @@ def measure(options: argparse.Namespace) -> int:
         for rank in range(planted.hosts):
             planted.ranks(rank)
     machine = report.machine()
+    heads = [
+        "fault",
+        "found",
+        "others",
+        "seconds",
+        "sentence",
+        *["accelerate test"] * bool(options.accelerate),
+    ]
     rows: list[list[object]] = []
     results = []
     for name, planted in faults.items():
@@ -332,7 +369,10 @@ def measure(options: argparse.Namespace) -> int:
             [name, f"{'yes' if ok else 'NO'}, {run.codes[0]}", len(others), f"{run.seconds:.0f}", said]
         )
         results.append({"fault": name, "found": ok, "sentence": said, "others": others, **_times(run)})
-        print(report.table(["fault", "found", "others", "seconds", "sentence"], rows[-1:]), flush=True)
+        if options.accelerate:
+            results[-1]["accelerate"] = accelerate(planted, options.accelerate)
+            rows[-1].append(results[-1]["accelerate"])
+        print(report.table(heads, rows[-1:]), flush=True)
     healthy_rows: list[list[object]] = []
     jobs = []
     for name, start in healthy.items():
@@ -342,7 +382,7 @@ def measure(options: argparse.Namespace) -> int:
         for alarm in run.alarms:
             print(f"{name}: {alarm['found']}", file=sys.stderr)
     print(f"\n{report.describe(machine)}\n")
-    print(report.table(["fault", "found", "others", "seconds", "sentence"], rows))
+    print(report.table(heads, rows))
     if healthy:
         print()
         print(report.table(["healthy job", "alarms", "exit codes", "seconds"], healthy_rows))
@@ -360,6 +400,7 @@ def _times(run: Run) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=FAULTS, help="one fault, and no healthy job")
+    parser.add_argument("--accelerate", metavar="PYTHON", help="an interpreter that has accelerate")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
     return hosts.exit_code(lambda: measure(options))

@@ -27,7 +27,7 @@ def healthy(rank: int = 0, size: int = 2, per_host: int = 1, **changes: Any) -> 
         network=Network(
             f"node{host}", f"boot{host}",
             (Interface("lo", "127.0.0.1", 65536), Interface("eth0", address, 1500, 1000, True)),
-            "eth0", "GLOO_SOCKET_IFNAME", address, address, 40000, "t" * 32,
+            "eth0", "GLOO_SOCKET_IFNAME", address, address, {address: 40000}, "t" * 32,
         ),
         gpus=Gpus(problem="no CUDA driver (libcuda.so.1)"),
         lacks=dict.fromkeys(TRANSPORTS, ""),

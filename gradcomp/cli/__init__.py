@@ -18,11 +18,11 @@ from gradcomp.version import __version__
 #: The module of each command, which holds a click command named ``command``. It is imported when it is used.
 _COMMANDS = {
     "bench": "gradcomp.cli.bench",
+    "doctor": "gradcomp.cli.doctor",
     "estimate": "gradcomp.cli.estimate",
     "mi": "gradcomp.cli.information",
     "plan": "gradcomp.cli.plan",
 }
-_COMMANDS = {"doctor": "gradcomp.cli.doctor", "mi": "gradcomp.cli.information", "plan": "gradcomp.cli.plan"}
 
 
 class _Commands(click.Group):

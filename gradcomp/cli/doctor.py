@@ -21,7 +21,6 @@ from gradcomp.cli.output import Exit, json_option, print_json, show, table
 from gradcomp.doctor.examination import examine
 from gradcomp.doctor.finding import Finding, Level, merged, ranks_text, worst
 from gradcomp.doctor.job import Job
-from gradcomp.doctor.links import Door
 from gradcomp.doctor.pairs import mbit, seconds_text
 from gradcomp.version import __version__
 
@@ -50,32 +49,31 @@ def command(seconds: float, as_json: bool) -> int:
     """
     job: Job | None = None
     ended, interrupted = True, False
-    with Door() as door:
-        try:
-            with _termination():
-                launch, own = examine(door)
-                job = Job(launch, own, door, seconds)
-                ended = launch.size == 1 or _run(job)
-        except KeyboardInterrupt:
-            ended, interrupted = False, True
-        except _TerminatedError:
-            ended = False
-            if job is not None:
-                job.measured_findings.append(job.terminated())
-        if job is None:
-            text = "this process was ended before it was examined: look at the output of the other ranks"
-            click.echo(f"gradcomp doctor: {text}", err=True)
-            return Exit.INTERRUPTED if interrupted else Exit.NOT_MEASURED
-        if job.reports:
-            findings = merged(job.findings())
-            code = Exit.INTERRUPTED if interrupted else _code(job, findings)
-            _print(job, findings, code, as_json)
-        else:
-            code = Exit(job.code) if job.code in set(Exit) else Exit.NOT_MEASURED
-        sys.stdout.flush()
-        if not (_finished(job, code) and ended):
-            # A thread that is inside an engine when the interpreter ends would abort the process.
-            os._exit(code)
+    try:
+        with _termination():
+            launch, own = examine()
+            job = Job(launch, own, seconds)
+            ended = launch.size == 1 or _run(job)
+    except KeyboardInterrupt:
+        ended, interrupted = False, True
+    except _TerminatedError:
+        ended = False
+        if job is not None:
+            job.measured_findings.append(job.terminated())
+    if job is None:
+        text = "this process was ended before it was examined: look at the output of the other ranks"
+        click.echo(f"gradcomp doctor: {text}", err=True)
+        return Exit.INTERRUPTED if interrupted else Exit.NOT_MEASURED
+    if job.reports:
+        findings = merged(job.findings())
+        code = Exit.INTERRUPTED if interrupted else _code(job, findings)
+        _print(job, findings, code, as_json)
+    else:
+        code = Exit(job.code) if job.code in set(Exit) else Exit.NOT_MEASURED
+    sys.stdout.flush()
+    if job.size > 1 and not (_finished(job, code) and ended):
+        # A thread that is inside an engine when the interpreter ends would abort the process.
+        os._exit(code)
     return code
 
 
@@ -94,7 +92,11 @@ def _run(job: Job) -> bool:
 
 
 def _finished(job: Job, code: int) -> bool:
-    """Part from the other ranks; return False if that takes too long."""
+    """Part from the other ranks; return False if that takes too long.
+
+    A launcher that has seen another rank end with this code may send SIGTERM, which would change the code of this one.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     thread = threading.Thread(target=job.finish, args=(int(code),), name="gradcomp-doctor-end", daemon=True)
     thread.start()
     thread.join(_END_SECONDS)

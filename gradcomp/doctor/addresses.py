@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +17,8 @@ _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", 9)
 
 
-def network(launch: Launch, port: int, token: str) -> Network:
-    """Return how the other ranks reach this one. The doctor listens at ``port``, for those that send ``token``."""
+def network(launch: Launch) -> Network:
+    """Return how the other ranks reach this one."""
     interfaces = tuple(_interface(name, address) for name, address in addresses().items())
     named = launch.interface or ""
     address = address_of(named) or "" if named else _LOOPBACK if launch.one_host else _of_hostname()
@@ -33,8 +34,7 @@ def network(launch: Launch, port: int, token: str) -> Network:
         variable=launch.interface_variable,
         address=address,
         routed=routed,
-        port=port,
-        token=token,
+        nccl=os.environ.get("NCCL_SOCKET_IFNAME", ""),
     )
 
 

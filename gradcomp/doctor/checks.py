@@ -128,6 +128,17 @@ def _interface(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
         yield ok("interface", f"{name} at {network.address}{rate}; this host has {others}", rank)
     else:
         yield ok("interface", f"this host has {others}", rank)
+    if network.nccl and not any(_nccl_takes(network.nccl, each.name) for each in usable):
+        judge = error if facts.settings.transport == "nccl" else warning
+        found = f"NCCL_SOCKET_IFNAME={network.nccl} allows no interface of this host, which has {others}"
+        yield judge("interface", found, "Correct NCCL_SOCKET_IFNAME, or unset it.", rank)
+
+
+def _nccl_takes(named: str, interface: str) -> bool:
+    """Return whether NCCL may use an interface: names are beginnings; = makes them whole ones, and ^ forbids them."""
+    forbids, rest = named.startswith("^"), named.removeprefix("^")
+    whole, names = rest.startswith("="), rest.removeprefix("=").split(",")
+    return forbids != any(interface == name if whole else interface.startswith(name) for name in names)
 
 
 def _transports(facts: Facts) -> Iterator[Finding]:

@@ -10,13 +10,12 @@ from gradcomp.core.errors import ConfigError, is_there
 from gradcomp.doctor import gpus, machine
 from gradcomp.doctor.addresses import network
 from gradcomp.doctor.facts import Facts, Place, Settings
-from gradcomp.doctor.links import Door
 from gradcomp.job.launch import Launch, discover
 from gradcomp.reduce.header import PROTOCOL
 from gradcomp.version import __version__
 
 
-def examine(door: Door) -> tuple[Launch, Facts]:
+def examine() -> tuple[Launch, Facts]:
     """Return where this process is in its job, and its facts. What is wrong is among the facts; nothing is raised."""
     launch, place = _place()
     config, settings = _settings()
@@ -40,7 +39,7 @@ def examine(door: Door) -> tuple[Launch, Facts]:
         cores=machine.cores(config, launch.local_size, threads),
         limits=machine.limits(),
         disks=machine.disks(config, launch.rank),
-        network=network(launch, door.port, door.token),
+        network=network(launch),
         gpus=found,
         lacks=gpus.lacks(launch, found),
     )

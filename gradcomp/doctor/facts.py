@@ -114,9 +114,11 @@ class Network:
     variable: str = ""
     address: str = ""
     routed: str = ""
-    #: The port at which the doctor of this rank listens, and the text that opens it.
-    port: int = 0
+    #: The port at which the doctor of this rank listens, by address, and the text that opens it.
+    ports: dict[str, int] = field(default_factory=dict)
     token: str = ""
+    #: NCCL_SOCKET_IFNAME, which names the interfaces of NCCL.
+    nccl: str = ""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ class Job:
     ``reports``: this rank prints; ``code``: that of the rank which prints, for those that do not.
     """
 
-    def __init__(self, launch: Launch, own: Facts, door: Door, seconds: float) -> None:
-        self._launch, self._own, self._door, self._seconds = launch, own, door, seconds
+    def __init__(self, launch: Launch, own: Facts, seconds: float) -> None:
+        self._launch, self._own, self._seconds = launch, own, seconds
         self._meeting: Meeting | None = None
         self._order = 0
         self._began = time.monotonic()
@@ -101,8 +101,14 @@ class Job:
 
     def run(self) -> None:
         """Meet, gather, measure. It raises nothing: what goes wrong is a finding."""
+        network = self._own.network
+        # The address that Gloo uses, then the one that leads to rank 0. One host needs no connection to another.
+        outside = [each for each in (network.address, network.routed) if each and not each.startswith("127.")]
         try:
-            self._run()
+            with Door(() if self._launch.one_host else outside) as self._door:
+                network = replace(network, ports=self._door.ports, token=self._door.token)
+                self._own = self.facts[self._own.rank] = replace(self._own, network=network)
+                self._run()
         except GradcompError as problem:
             advice = (
                 "Look at the output of the other ranks: one ended, or stopped, while this one waited for it."
@@ -110,6 +116,10 @@ class Job:
             self.measured_findings.append(
                 error("meeting", f"{self._own.where}: {problem}", advice, self._own.rank)
             )
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
+            text = f"{self._own.where} read in the job's store what no doctor writes ({problem!r:.80})"
+            advice = "Keep other programs from the store: see who can connect to it."
+            self.measured_findings.append(error("meeting", text, advice, self._own.rank))
 
     def finish(self, code: int) -> None:
         """Tell the others to end with this code, and wait until they have read it; or tell that this rank has."""
@@ -208,8 +218,9 @@ class Job:
             self.measured_findings.append(ok("collectives", found))
         else:
             self.doing = "measuring an allreduce and an all-to-all"
-            self._publish(meeting.control, {"collectives": True})
-            self.rates = self._collectives(meeting)
+            hosts = [facts.place.host for facts in ranks]
+            self._publish(meeting.control, {"collectives": hosts})
+            self.rates = self._collectives(meeting, hosts)
         self.is_complete = True
 
     def _order_pairs(self, meeting: Meeting, chosen: list[Pair]) -> list[Link]:
@@ -261,7 +272,7 @@ class Job:
                 self._pairs(meeting, number, [(int(a), int(b)) for a, b in order["pairs"]])
             else:
                 with suppress(TransportError):  # rank 0 notices, too
-                    self._collectives(meeting)
+                    self._collectives(meeting, [str(host) for host in order["collectives"]])
 
     def _without_rank_0(self, meeting: Meeting) -> None:
         """Report on the ranks that came, if this is the first of them but for rank 0, which gives no orders."""
@@ -302,8 +313,10 @@ class Job:
                 chosen = connection
             elif came:
                 chosen = self._door.take(peer, _ANSWER_SECONDS)
-            else:
+            elif attempts:
                 return found
+            else:
+                return {**found, "problem": f"rank {peer} has no address that other hosts can reach"}
             assert chosen is not None
             measured = links.measure(chosen, leads=own < peer)
         except TimeoutError:
@@ -315,15 +328,15 @@ class Job:
                 connection.close()
         return {**found, "latency": measured.latency_seconds, "rate": measured.bytes_per_second}
 
-    def _collectives(self, meeting: Meeting) -> list[rates.Rate]:
-        """Measure collectives over the transport that the settings name. Collective."""
+    def _collectives(self, meeting: Meeting, hosts: list[str]) -> list[rates.Rate]:
+        """Measure collectives over the transport that the settings name. ``hosts``: that of each rank. Collective."""
         try:
             network = meeting.network(_GROUP_SECONDS)
             config = replace(Config.resolve(), timeout_seconds=_GROUP_SECONDS)
             if config.transport == AUTO:
                 config = replace(config, transport=network.engine)
             runtime = Runtime(self._launch, config, network)
-            runtime.topology = Topology.of([self._host_of(meeting, rank) for rank in runtime.everyone])
+            runtime.topology = Topology.of(hosts)
             transport = make_transport(runtime, runtime.everyone)
             try:
                 found = rates.measure(transport)
@@ -339,9 +352,3 @@ class Job:
         text = "; ".join(f"{one.collective} {pairs.mbit(one.sent_per_second)}" for one in found)
         self.measured_findings.append(ok("collectives", f"each rank sends over {config.transport}: {text}"))
         return found
-
-    def _host_of(self, meeting: Meeting, rank: int) -> str:
-        if rank not in self.facts:
-            key = f"facts/{rank}"
-            self._take(rank, self._wait(lambda: meeting.control.lookup(key), _ANSWER_SECONDS))
-        return self.facts[rank].place.host

@@ -1,6 +1,7 @@
 """Measures the link between two hosts over a TCP connection of its own: the time of a small message, and the rates.
 
-**Connections.** Every rank has a :class:`Door`, which listens on a free port and keeps a connection only if its first
+**Connections.** Every rank has a :class:`Door`, which listens on free ports of the
+addresses by which other hosts may reach it, and keeps a connection only if its first
 bytes are the text that the rank published in the job's store.
 
 **Measurement.** One side leads. It sends a few bytes to and fro, then messages that double in size until one takes
@@ -17,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -56,31 +57,39 @@ class Rates:
 class Door:
     """Lets the doctors of other ranks connect to this one; a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: Iterable[str]) -> None:
+        """Listen at these addresses of this host; one that cannot be listened at is left out."""
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
-        if socket.has_dualstack_ipv6():
-            self._listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._listening = socket.create_server(("", 0))
-        self.port: int = self._listening.getsockname()[1]
+        self.ports: dict[str, int] = {}
+        self._listening: list[socket.socket] = []
         self._came: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
-        threading.Thread(target=self._serve, name="gradcomp-door", daemon=True).start()
+        for address in dict.fromkeys(addresses):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with contextlib.suppress(OSError):
+                listening = socket.create_server((address, 0), family=family)
+                self.ports[address] = listening.getsockname()[1]
+                self._listening.append(listening)
+                thread = threading.Thread(
+                    target=self._serve, args=(listening,), name="gradcomp-door", daemon=True
+                )
+                thread.start()
 
     def __enter__(self) -> Door:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listening.close()
+        for listening in self._listening:
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            listening.close()
         for connection in self._came.values():
             connection.close()
 
-    def _serve(self) -> None:
+    def _serve(self, listening: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
+                connection, _ = listening.accept()
             except OSError:
                 return
             try:
@@ -106,16 +115,19 @@ class Door:
 def knock(
     own_rank: int, network: Network, seconds: float = 2.0
 ) -> tuple[socket.socket | None, list[Attempt]]:
-    """Connect to another rank's door at the address that Gloo uses there, else at the one that leads to rank 0.
+    """Connect to another rank's door, at the first of its addresses that lets it through.
 
     Return the connection, or None, and how each address answered.
     """
     attempts = []
-    for address in dict.fromkeys(filter(None, (network.address, network.routed))):
+    for address, port in network.ports.items():
         try:
-            connection = socket.create_connection((address, network.port), timeout=seconds)
+            connection = socket.create_connection((address, port), timeout=seconds)
         except OSError as error:
             attempts.append(Attempt(address, classified(error)))
+            continue
+        except OverflowError:  # no port has such a number
+            attempts.append(Attempt(address, Answer.NO_WAY))
             continue
         try:
             connection.sendall(_HELLO.pack(network.token.encode(), own_rank))

@@ -155,7 +155,8 @@ def _unreachable(links: Sequence[Link], ranks: Mapping[int, Facts]) -> Iterator[
                     wrong[asked] = failed[0].address, attempts[-1].address
                 continue
             ports = ", ".join(
-                f"{one.address}:{ranks[asked].network.port} {one.answer.value}" for one in failed
+                f"{one.address}:{ranks[asked].network.ports.get(one.address, 0)} {one.answer.value}"
+                for one in failed
             )
             advice = "Open all TCP ports between the hosts of the job: Gloo listens at ports that the system chooses."
             text = f"{ranks[asking].where} cannot connect to {ranks[asked].where}: {ports}"

@@ -54,6 +54,7 @@ def test_alone_it_looks_at_this_process():
                         "threads", "limits", "memory", "disk", "settings"}  # fmt: skip
     (facts,) = told["facts"]
     assert "token" not in facts["network"]
+    assert facts["network"]["ports"] == {}  # nothing listens
     assert facts["cores"]["own"] == sorted(os.sched_getaffinity(0))
 
 

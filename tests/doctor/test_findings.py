@@ -40,6 +40,9 @@ HEALTHY: dict[str, list[Facts]] = {
     "what other transports lack": [
         healthy(rank, lacks={"mpi": "mpi4py", "nccl": "CuPy", "shm": "all 2 ranks on one host"}) for rank in range(2)
     ],
+    "interfaces that NCCL finds": [
+        healthy(rank, network={"nccl": named}) for rank, named in enumerate(("=eth0,ib0", "et"))
+    ],
     "a quota of as many cores as threads": [healthy(0, 1, cores={"quota": 1.0})],
     "an interface of containers that is the same everywhere": [
         healthy(rank, network={"interfaces": (
@@ -147,6 +150,12 @@ FAULTS: dict[str, tuple[list[Facts], Level, str, str]] = {
         Level.WARNING,
         "interface",
         "ib0 connects all hosts at 100000.*IFNAME=ib0",
+    ),
+    "an interface that NCCL does not find": (
+        [healthy(0), healthy(1, settings={"transport": "auto"}, network={"nccl": "^eth,lo"})],
+        Level.WARNING,
+        "interface",
+        r"1.*NCCL_SOCKET_IFNAME=\^eth,lo allows no interface.*eth0",
     ),
     "the transport lacks something": (
         [healthy(rank, settings={"transport": "mpi"}, lacks={"mpi": "mpi4py"}) for rank in range(2)],

@@ -35,12 +35,15 @@ def together(*work: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def at(door: Door, **changes: Any) -> Network:
-    return Network(**{"address": "127.0.0.1", "port": door.port, "token": door.token, **changes})
+def at(door: Door, *before: str, **changes: Any) -> Network:
+    """What a rank tells of its door; ``before``: addresses that are tried first."""
+    port = door.ports["127.0.0.1"]
+    ports = {**dict.fromkeys(before, port), "127.0.0.1": port}
+    return Network(**{"ports": ports, "token": door.token, **changes})
 
 
 def test_both_sides_measure_their_own_direction():
-    with Door() as door:
+    with Door(["127.0.0.1"]) as door:
         connection, attempts = knock(3, at(door))
         assert [one.answer for one in attempts] == [Answer.YES]
         mine, theirs = together(lambda: measure(connection, True), lambda: measure(door.take(3, 5), False))
@@ -49,19 +52,17 @@ def test_both_sides_measure_their_own_direction():
         assert 1e6 < rates.bytes_per_second < 1e12
 
 
-def test_the_address_that_leads_to_rank_0_is_tried_second():
-    with Door() as door:
-        connection, attempts = knock(0, at(door, address="255.255.255.255", routed="127.0.0.1"))
-        assert [one.address for one in attempts] == ["255.255.255.255", "127.0.0.1"]
-        assert [one.answer is Answer.YES for one in attempts] == [False, True]
+def test_the_first_address_that_lets_through_is_used():
+    with Door(["127.0.0.1", "127.0.0.1", "192.0.2.77"]) as door:  # the last is of no host
+        assert list(door.ports) == ["127.0.0.1"]
+        connection, attempts = knock(0, at(door, "255.255.255.255", "127.0.0.2"))
         connection.close()
-        connection, attempts = knock(0, at(door, address="127.0.0.1", routed="127.0.0.2"))
-        assert [one.address for one in attempts] == ["127.0.0.1"]
-        connection.close()
+    assert [one.address for one in attempts] == ["255.255.255.255", "127.0.0.2", "127.0.0.1"]
+    assert [one.answer is Answer.YES for one in attempts] == [False, False, True]
 
 
 def test_a_stranger_is_refused_and_does_not_count():
-    with Door() as door:
+    with Door(["127.0.0.1"]) as door:
         connection, attempts = knock(0, at(door, token="0" * 32))
         assert connection is None
         assert [one.answer for one in attempts] == [Answer.REFUSED]
