@@ -1,4 +1,4 @@
-"""Every public name of horovod.torch 0.28.1, and what it is here; ``docs/horovod.md`` has the table.
+"""Every public name of horovod.torch 0.28.1, and what it is here; ``docs/horovod-names.md`` has the table.
 
 PYTHONPATH=tests python tests/horovod_names.py    # writes the table into the page
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/horovod.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/horovod-names.md"
 BEGIN, END = "<!-- names: begin -->", "<!-- names: end -->"
 
 #: same: Horovod's meaning. better: the same call does more, or fails better. differs: what it says. missing: not there.

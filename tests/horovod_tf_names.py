@@ -1,6 +1,6 @@
 """Every public name of Horovod 0.28.1 for TensorFlow and Keras, and what it is here.
 
-``docs/horovod-tensorflow.md`` has the tables.
+``docs/horovod-tensorflow-names.md`` has the tables.
 
 PYTHONPATH=tests python tests/horovod_tf_names.py    # writes the tables into the page
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from horovod_names import Row
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/horovod-tensorflow.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/horovod-tensorflow-names.md"
 
 _ALL = "bool, uint8, int8, int16, unsigned integers and bfloat16 too"
 _IGNORED = "`device_dense`, `device_sparse` and `ignore_name_scope` change nothing"

@@ -1,4 +1,4 @@
-"""Every public name of horovod.torch has a row on the page "Coming from Horovod", and is what the row says."""
+"""Every public name of horovod.torch has a row on the page of Horovod's names, and is what the row says."""
 
 from __future__ import annotations
 
