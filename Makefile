@@ -36,7 +36,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
-BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy \
+BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-links bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy \
            bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
            bench-multilevel bench-adaptive bench-many-layers bench-sharded bench-auto bench-estimates bench-what-if bench-doctor bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
            bench-tf-step bench-tf-convergence
@@ -279,6 +279,10 @@ bench-ratios: $(STAMP)/package
 # Builds hosts out of network namespaces: needs root, and says so.
 bench-step: $(STAMP)/package
 	$(BIN)/python benchmarks/step.py $(ARGS)
+
+# The table of README.md and its picture, from one run over four links: 8 minutes. Needs root, as bench-step does.
+bench-links: $(STAMP)/package $(STAMP)/extra-plot
+	$(BIN)/python benchmarks/links.py --json build/links.json --plot docs/step-links.png $(ARGS)
 
 # Needs root, as bench-step does.
 bench-step-parts: $(STAMP)/package

@@ -76,45 +76,49 @@ def measure(options: argparse.Namespace) -> int:
                 settings, True, options.traces and str(options.traces), options.model)  # fmt: skip
     if options.traces:
         options.traces.mkdir(parents=True, exist_ok=True)
-    found_machine = report.machine()
-    print(report.describe(found_machine))
-    timed = launch(task, options.link, options.ranks)
-    link = timed[0]["link"]
+    found = run(task, options.link, options.ranks, verify=not options.skip_verification)
+    report.write_json(options.json, {**found, "left_out": missing})
+    return 1 if missing else 0
+
+
+def run(task: Task, link: str, ranks: int, verify: bool = True) -> dict[str, Any]:
+    """Measure and print a task's rows on hosts with such links; all figures, as JSON has them."""
+    machine = report.machine()
+    print(report.describe(machine))
+    timed = launch(task, link, ranks)
+    measured = timed[0]["link"]
     print(
-        f"{options.ranks} hosts, {options.link} links: {link['bytes_per_second'] * 8e-6:.0f} Mbit/s measured, headers "
-        f"of {link['packet_bytes']:.1f} bytes per packet add {link['overhead'] * 100:.2f}% to a bare transfer\n"
+        f"{ranks} hosts, {link} links: {measured['bytes_per_second'] * 8e-6:.0f} Mbit/s measured, headers of "
+        f"{measured['packet_bytes']:.1f} bytes per packet add {measured['overhead'] * 100:.2f}% to a bare transfer\n"
         f"{timed[0]['parameters']:,} parameters, batch {BATCH} x {LENGTH}, {timed[0]['text']}; "
         f"{task.blocks} blocks of {task.steps} steps after {task.warmup}"
     )
     verified: list[dict[str, Any]] = []
-    compressed = tuple(row for row in rows if row.kind == "gradcomp")
-    if compressed and not options.skip_verification:
+    compressed = tuple(row for row in task.rows if row.kind == "gradcomp")
+    if compressed and verify:
         # No byte of the mean depends on the link, so the second run need not wait for a slow one.
         again = dataclasses.replace(
-            task, rows=compressed, settings={**settings, "overlap": False}, measure_link=False, traces=None
+            task,
+            rows=compressed,
+            settings={**task.settings, "overlap": False},
+            measure_link=False,
+            traces=None,
         )
-        verified = launch(again, "unshaped", options.ranks)
-    results = {row.key: evaluate(row, timed, verified) for row in rows}
+        verified = launch(again, "unshaped", ranks)
+    results = {row.key: evaluate(row, timed, verified) for row in task.rows}
     judge(results)
     print(show(results))
-    print("\n".join(bars(results, options.link)))
-    report.write_json(
-        options.json,
-        {
-            "benchmark": "step",
-            "machine": found_machine,
-            "link": {"name": options.link, **link},
-            "ranks": options.ranks,
-            "task": {
-                k: v for k, v in dataclasses.asdict(task).items() if k not in ("rows", "data", "traces")
-            },
-            "text": timed[0]["text"],
-            "batch": [BATCH, LENGTH],
-            "rows": results,
-            "left_out": missing,
-        },
-    )
-    return 1 if missing else 0
+    print("\n".join(bars(results, link)))
+    return {
+        "benchmark": "step",
+        "machine": machine,
+        "link": {"name": link, **measured},
+        "ranks": ranks,
+        "task": {k: v for k, v in dataclasses.asdict(task).items() if k not in ("rows", "data", "traces")},
+        "text": timed[0]["text"],
+        "batch": [BATCH, LENGTH],
+        "rows": results,
+    }
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
