@@ -31,12 +31,6 @@ def blocks(page: Path, language: str = "python") -> list[tuple[str, str]]:
     return found
 
 
-def patched(diff: str) -> str:
-    """What a diff makes of a script."""
-    assert all(line[:1] in ("", " ", "+") for line in diff.splitlines()), "it only adds"
-    return "".join(line[1:] + "\n" for line in diff.splitlines())
-
-
 # ------------------------------------------------------------------------------------------ integrations
 
 #: With residuals, so that a resume without the saved state gives other weights.

@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from documented import README, RECIPES, ROOT, blocks, patched
+from documented import README, RECIPES, ROOT, blocks
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 #: What the code of README.md takes from the user's script.
-NET = "import torch\n\nclass Net(torch.nn.Linear):\n    def __init__(self) -> None:\n        super().__init__(4, 2)\n\n"
+DDP = "import torch\n\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))\n"
 KERAS = "import keras\n\nmodel = keras.Sequential()\ndata = None\n\n"
+BEFORE = {"whole": "", "lines": DDP, "keras": KERAS}
 
 #: What each class has, and a variable of the wrapped optimizer's type keeps.
 USES = """
@@ -79,10 +80,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start, *recipes = blocks(RECIPES)
     for number, (_, block) in enumerate(recipes):
         (folder / f"recipe_{number}.py").write_text(start[1] + block, encoding="utf-8")
-    for number, (_, diff) in enumerate(blocks(README, "diff")):
-        (folder / f"readme_{number}.py").write_text(NET + patched(diff), encoding="utf-8")
-    for number, (_, block) in enumerate(blocks(README)):
-        (folder / f"readme_keras_{number}.py").write_text(KERAS + block, encoding="utf-8")
+    for (name, before), (_, block) in zip(BEFORE.items(), blocks(README), strict=True):
+        (folder / f"readme_{name}.py").write_text(before + block, encoding="utf-8")
     for example in (ROOT / "examples").glob("*.py"):
         shutil.copy(example, folder)
     for name, text in {"uses": USES, "keras_uses": KERAS_USES, "wrong": WRONG}.items():
