@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 
 import pytest
 from launching import TORCHRUN
@@ -33,6 +35,21 @@ def on_two_hosts(reports) -> bool:
 def test_torchrun(train) -> None:
     reports = train([*TORCHRUN], 2)
     assert (places(reports), said(reports, "launcher")) == (ONE_HOST, ["torchrun"] * 2)
+
+
+@pytest.mark.full
+@pytest.mark.network
+def test_torchrun_on_two_hosts(train, named_hosts) -> None:
+    """Each host has a torchrun of its own; they meet at the name of the first one."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=a:29400", "--no-python"]
+    a, b = (shlex.join([*named_hosts.on(host), *torchrun]) for host in ("a", "b"))
+    both = ["sh", "-c", f'{b} "$@" & {a} "$@"; first=$?; wait $! && exit $first', "torchrun"]
+    reports = train(both, 4)
+    # torchrun names a host by its number.
+    assert (places(reports), said(reports, "host")) == (TWO_HOSTS, ["0", "0", "1", "1"])
+    assert len(set(said(reports, "network"))) == 2
+    assert said(reports, "launcher") == ["torchrun"] * 4
 
 
 @either

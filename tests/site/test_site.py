@@ -1,4 +1,4 @@
-"""The built site in a headless Chromium: nothing overflows, no code is cut off, contrast is that of WCAG's level AA.
+"""The built site in a headless Chromium: all fits, no code is cut off, contrast is that of WCAG's level AA.
 
 ``make site-check`` builds the site, fetches Chromium, and runs this with ``GRADCOMP_SITE`` and ``GRADCOMP_CHROMIUM``.
 Screenshots for review are left in ``GRADCOMP_SCREENSHOTS``, if that is set.
@@ -87,8 +87,17 @@ def test_every_page_is_readable_on_a_phone_and_on_a_desk(address, scheme: str):
     assert not any(problems.values()), json.dumps({p: k for p, k in problems.items() if k}, indent=1)
 
 
+def test_a_signature_has_one_line_for_each_argument():
+    """mkdocstrings formats signatures only where ruff is installed, and says nothing otherwise."""
+    text = (Path(SITE) / "api/torch/index.html").read_text(encoding="utf-8")
+    after = text[text.index('id="gradcomp.torch.DistributedOptimizer"') :]
+    signature = html.unescape(re.sub("<[^>]+>", "", after[: after.index("</pre>")]))
+    assert max(map(len, signature.splitlines())) <= 80
+    assert "    compression: Policy | Compressor | str = Compression.none," in signature.splitlines()
+
+
 @pytest.mark.skipif(not os.environ.get("GRADCOMP_SCREENSHOTS"), reason="GRADCOMP_SCREENSHOTS names no folder")
-@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("width", [390, 1366])
 @pytest.mark.parametrize("page", SHOWN)
 def test_pictures_for_review(address, page: str, width: int):
     folder = Path(os.environ["GRADCOMP_SCREENSHOTS"])
