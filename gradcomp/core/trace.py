@@ -20,15 +20,15 @@ import numpy.typing as npt
 from gradcomp.core.errors import ConfigError
 
 #: The phases of an exchange bucket, in order. ``ready``: until its last gradient arrives. ``queue``: until the engine's
-#: thread takes it. ``compress``, ``reduce`` and ``decompress``: kernels. ``send``: a round of messages. ``feedback``:
-#: residuals are rounded, or get their new values.
-PHASES = ("ready", "queue", "compress", "send", "reduce", "decompress", "feedback")
+#: thread takes it. ``compress``, ``reduce`` and ``decompress``: kernels. ``send``: a round of messages. Two are of a
+#: whole step: ``wait``, in which the training thread waits, and ``feedback``, in which residuals get their new values.
+PHASES = ("ready", "queue", "compress", "send", "reduce", "decompress", "wait", "feedback")
 
 #: The bucket number of spans of a whole step.
 WHOLE_STEP = -1
 
-#: A span as phase, step, bucket, begin and end.
-Row = tuple[str, int, int, float, float]
+#: A span as phase, step, bucket, begin and end; those of a round of messages have its number and their senders too.
+Row = tuple[str, int, int, float, float] | tuple[str, int, int, float, float, int, tuple[int, ...]]
 
 #: Begins a named range of a profiler; returns a function that ends it, to be called on the same thread.
 Ranges = Callable[[str], Callable[[], object]]
@@ -53,13 +53,18 @@ profiler = Profiler()
 
 @dataclass(frozen=True)
 class Span:
-    """One interval of an exchange bucket. Times in seconds of ``time.perf_counter``."""
+    """One interval of an exchange bucket. Times in seconds of ``time.perf_counter``.
+
+    A round of messages has a number in its bucket, and the members of the exchange whose messages it waited for.
+    """
 
     name: str
     step: int
     bucket: int
     begin: float
     end: float
+    round: int = -1
+    senders: tuple[int, ...] = ()
 
 
 class Trace:
@@ -106,6 +111,11 @@ class Trace:
         partial.replace(target)
 
 
+def range_name(phase: str) -> str:
+    """Returns the name of a phase's range in a frontend's profiler and in a trace of all ranks."""
+    return f"gradcomp: {phase}"
+
+
 def title(bucket: int) -> str:
     """Returns the name of an exchange bucket's row."""
     return "step" if bucket == WHOLE_STEP else f"bucket {bucket}"
@@ -116,9 +126,10 @@ def row_of(bucket: int) -> int:
     return bucket - WHOLE_STEP
 
 
-def row_event(rank: int, row: int, name: str) -> dict[str, Any]:
-    """Returns the event that names a row."""
-    return {"ph": "M", "pid": rank, "tid": row, "name": "thread_name", "args": {"name": name}}
+def row_event(rank: int, row: int, name: str, **about: Any) -> dict[str, Any]:
+    """Returns the event that names a row; ``about`` is for programs that read the file."""
+    args = {"name": name, **about}
+    return {"ph": "M", "pid": rank, "tid": row, "name": "thread_name", "args": args}
 
 
 def span_event(rank: int, row: int, name: str, begin: float, seconds: float, **args: Any) -> dict[str, Any]:
@@ -127,17 +138,42 @@ def span_event(rank: int, row: int, name: str, begin: float, seconds: float, **a
     return {"ph": "X", "pid": rank, "tid": row, "name": name, **times, "args": args}
 
 
+def clock() -> str:
+    """Returns the name of the clock behind ``perf_counter``: processes with the same name read the same clock.
+
+    It is empty where the system does not tell, and then no other process is known to have this clock.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/time').readlink()}"
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class ExchangeId:
+    """Identifies an exchange in the files of all ranks: the job, the exchange's name in it, and its ranks."""
+
+    job: str = ""
+    name: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+_UNNAMED = ExchangeId()
+
+
 class Timeline:
     """Writes the spans of traces twice a second, on its own thread, so that no step waits for a disk.
 
     New events overwrite the end of the file, which is written again after them in the same call. If a write fails (a
     full disk), a warning is logged and the timeline ends, but not the training. ``mark_steps`` adds an event at the
-    beginning of each step. Raises ConfigError if the file cannot be created.
+    beginning of each step. The first event names the clock, and its reading at the timeline's zero;
+    :mod:`gradcomp.core.alignment` compares those of all ranks. Raises ConfigError if the file cannot be created.
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int, mark_steps: bool = False) -> None:
         self._path, self._rank, self._mark_steps = os.fspath(path), rank, mark_steps
-        self._epoch = time.perf_counter()
+        began, self._epoch = time.time(), time.perf_counter()
         self._events: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._traces: list[Trace] = []
         self._rows: set[int] = set()
@@ -149,28 +185,41 @@ class Timeline:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot write the timeline {self._path!r}: {error}") from error
-        about = {"name": f"rank {rank}", "began": time.time()}
+        about = {"name": f"rank {rank}", "began": began, "clock": clock(), "zero": self._epoch}
         self._write(_HEAD, [{"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": about}])
         self._thread = threading.Thread(target=self._run, name="gradcomp-timeline", daemon=True)
         self._thread.start()
 
-    def listen(self, trace: Trace) -> None:
+    def listen(self, trace: Trace, exchange: ExchangeId = _UNNAMED) -> None:
         """Records all further spans of this trace, in separate rows."""
         number = len(self._traces)
         self._traces.append(trace)
         first = number * _MOST_ROWS
+        about = {"job": exchange.job, "exchange": exchange.name, "ranks": exchange.ranks}
 
-        def add(name: str, step: int, bucket: int, begin: float, end: float) -> None:
+        def add(
+            name: str,
+            step: int,
+            bucket: int,
+            begin: float,
+            end: float,
+            number_of_round: int = -1,
+            senders: tuple[int, ...] = (),
+        ) -> None:
             row = first + row_of(bucket)
             if row not in self._rows:
                 self._rows.add(row)
                 named = title(bucket) if number == 0 else f"{title(bucket)}, exchange {number}"
-                self._events.put(row_event(self._rank, row, named))
+                self._events.put(row_event(self._rank, row, named, bucket=bucket, **about))
             if self._mark_steps and self._marked.get(number, -1) < step:
                 self._marked[number] = step
                 mark = {"ph": "i", "s": "p", "pid": self._rank, "tid": first, "name": f"step {step}"}
                 self._events.put({**mark, "ts": (begin - self._epoch) * 1e6})
-            self._events.put(span_event(self._rank, row, name, begin - self._epoch, end - begin, step=step))
+            args: dict[str, Any] = {"step": step}
+            if number_of_round >= 0:
+                args["round"] = number_of_round
+                args["from"] = [exchange.ranks[member] for member in senders] if exchange.ranks else senders
+            self._events.put(span_event(self._rank, row, name, begin - self._epoch, end - begin, **args))
 
         trace.listen(add)
 
@@ -238,7 +287,8 @@ class Statistics:
 
     ``dense_bytes`` is what an uncompressed exchange of the same gradients in their own dtype would have sent by the
     same reduction, 2 d (N-1) / N. ``exposed_seconds`` is the time the training thread waited for the exchange,
-    ``vote_seconds`` the time ranks took to agree on steps (``on_skip="agree"``).
+    ``vote_seconds`` the time ranks took to agree on steps (``on_skip="agree"``). ``step_seconds`` is the time from the
+    end of a step's exchange to the end of the next; that of the first step counts from its beginning.
     """
 
     steps: int = 0
@@ -249,9 +299,10 @@ class Statistics:
     wire_seconds: float = 0.0
     exposed_seconds: float = 0.0
     vote_seconds: float = 0.0
+    step_seconds: float = 0.0
 
     FIELDS = ("steps", "skipped_steps", "wire_bytes", "dense_bytes", "codec_seconds", "wire_seconds",
-              "exposed_seconds", "vote_seconds")  # fmt: skip
+              "exposed_seconds", "vote_seconds", "step_seconds")  # fmt: skip
 
     def vector(self) -> npt.NDArray[np.float64]:
         """Returns the fields in order, for reduction."""
@@ -268,18 +319,3 @@ class Statistics:
     def ratio(self) -> float:
         """Returns dense bytes over sent bytes; 1.0 before the first step."""
         return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
-
-    def metrics(self) -> dict[str, float]:
-        """Returns a flat dictionary for TensorBoard and other loggers: ``gradcomp/steps``, ``gradcomp/ratio``, ...
-
-        Bytes and seconds are means over the steps since the start: ``gradcomp/wire_bytes_per_step``.
-        """
-        steps = max(self.steps, 1)
-        values: dict[str, float] = {"ratio": self.ratio}
-        for name in self.FIELDS:
-            total = getattr(self, name)
-            if name.endswith("steps"):
-                values[name] = total
-            else:
-                values[f"{name}_per_step"] = total / steps
-        return {f"gradcomp/{name}": value for name, value in values.items()}

@@ -17,7 +17,7 @@ from gradcomp.core.errors import GradcompError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
 from gradcomp.core.scheme import AUTO
-from gradcomp.core.trace import profiler
+from gradcomp.core.trace import WHOLE_STEP, profiler
 from gradcomp.exchange.agreement import agree_on_settings
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.fingerprint import NOTHING, DeferredFingerprint
@@ -84,6 +84,9 @@ class Exchanger:
         #: Between steps the training thread may read and change it.
         self.pipeline = Pipeline(layers, plan, transport, config, allocate, settings)
         self.pipeline.arrivals.bucket_complete = engine.wake
+        roster = settings.roster
+        #: The name among the job's exchangers, the same on all its ranks, and these ranks.
+        self.name, self.ranks = settings.name, roster.ranks if roster else tuple(range(transport.size))
         self._engine = engine
         self._transport = transport
         self._digests = settings.digests
@@ -169,11 +172,13 @@ class Exchanger:
         finally:
             if end_range is not None:
                 end_range()
-        self.pipeline.statistics.exposed_seconds += perf_counter() - begin
+        end = perf_counter()
+        self.pipeline.statistics.exposed_seconds += end - begin
         self._progress.is_open = False
         self._check()
         result = self.pipeline.result
         assert result is not None, "a step that is done has a result"
+        self.pipeline.trace.add(("wait", result.step, WHOLE_STEP, begin, end))
         if self.recorder is not None:
             self.recorder.end()
         return result

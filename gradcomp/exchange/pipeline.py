@@ -21,6 +21,7 @@ from gradcomp.control.base import ControllerRun
 from gradcomp.core.config import HOST_SLICE, Config
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
+from gradcomp.core.metrics import StepMetrics
 from gradcomp.core.plan import Plan
 from gradcomp.core.state import Fields, Residuals
 from gradcomp.core.trace import WHOLE_STEP, Statistics, Trace
@@ -100,6 +101,8 @@ class Pipeline:
         self.digest_table: npt.NDArray[np.uint32] | None = None
         self.statistics = Statistics()
         self.reduced_statistics: Statistics | None = None
+        self._metrics = StepMetrics(self.layers)
+        self._ended: float | None = None  # when the last step's exchange ended
         self.trace = Trace(config.trace_spans, transport.rank)
         self.result: StepResult | None = None
         self._average = settings.average
@@ -140,6 +143,10 @@ class Pipeline:
     def controller(self) -> ControllerRun | None:
         """Return the running controller, or None."""
         return self.plans.controller
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for loggers, see :meth:`gradcomp.job.report.Readers.compression_metrics`."""
+        return self._metrics.read(self.statistics, self.plan.version)
 
     @property
     def predicted(self) -> npt.NDArray[np.float64]:
@@ -391,9 +398,7 @@ class Pipeline:
         plan = self.plans.next(self.step, all_ready, self.plan, self.laid_out, completed, rate)
         if plan is not None:
             self.plan, self._stale = plan, True
-        self.statistics.steps += 1
-        self.statistics.wire_bytes = self.transport.bytes_sent
-        self.statistics.dense_bytes += self.laid_out.dense_bytes
+        self._count_step(exchange.opened_at)
         every = self.config.statistics_every_steps
         if every and (self.step + 1) % every == 0:
             vector = self.statistics.vector()
@@ -405,6 +410,14 @@ class Pipeline:
         self.arrivals.release()
         self.result = result
         self.step += 1
+
+    def _count_step(self, opened_at: float) -> None:
+        since, self._ended = self._ended or opened_at, perf_counter()
+        with self._metrics.lock:
+            self.statistics.steps += 1
+            self.statistics.wire_bytes = self.transport.bytes_sent
+            self.statistics.dense_bytes += self.laid_out.dense_bytes
+            self.statistics.step_seconds += self._ended - since
 
     # -- layout -------------------------------------------------------------------------------------------------
 

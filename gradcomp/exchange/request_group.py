@@ -323,7 +323,7 @@ class RequestGroup:
         )
 
     def _begun(self, number: int, program: Generator[Framed, None, None]) -> InFlight:
-        return InFlight(number, program, lambda _, begin, end: self._completed(end - begin))
+        return InFlight(number, program, lambda one, end: self._completed(end - one.issued))
 
     def _compare(self) -> Generator[Waiting, None, bool]:
         """Compare the group with the other ranks; return whether some rank has new inputs, or no codes of the last."""

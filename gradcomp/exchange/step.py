@@ -66,15 +66,15 @@ class InFlight:
 
     The caller decides when collectives are issued, since all ranks share their order. What lies between two of
     them can be done at any time: handles are polled, kernels are started and finished. ``round`` is the last one
-    that was issued, -1 before the first. ``is_complete`` says that the program has ended. ``completed(bucket,
-    begin, end)`` is called for every round.
+    that was issued, -1 before the first, at the time ``issued``. ``is_complete`` says that the program has ended.
+    ``completed(this, end)`` is called for every round.
     """
 
     def __init__(
         self,
         number: int,
         program: Generator[Framed, None, None],
-        completed: Callable[[int, float, float], None],
+        completed: Callable[[InFlight, float], None],
     ) -> None:
         self.number = number
         self.round = -1
@@ -85,7 +85,15 @@ class InFlight:
         self.handles: list[Handle] = []
         self._call: Pending | None = None
         self._due: list[Operation] | None = None  # the next round, which is not issued yet
-        self._issued = 0.0
+        self._operations: list[Operation] = []  # of the last round
+        self.issued = 0.0
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """Return the ranks whose messages the last round waits for."""
+        if len(self._operations) == 1:
+            return self._operations[0].senders
+        return tuple({sender for operation in self._operations for sender in operation.senders})
 
     def prepare(self) -> Waiting:
         """Go on without waiting or issuing; return NOTHING when a round is due or the bucket is complete."""
@@ -95,7 +103,7 @@ class InFlight:
                     if not self.handles[0].poll():
                         return Waiting.WIRE
                     del self.handles[0]
-                self._completed(self.number, self._issued, perf_counter())
+                self._completed(self, perf_counter())
             if self._call is not None:
                 if not self._call.done():
                     return Waiting.DEVICE
@@ -116,9 +124,9 @@ class InFlight:
         if self.is_complete:
             return False
         assert self._due is not None, "it was prepared"
-        operations, self._due = self._due, None
-        self._issued = perf_counter()
-        for operation in operations:
+        self._operations, self._due = self._due, None
+        self.issued = perf_counter()
+        for operation in self._operations:
             self.handles.append(operation.issue(transport))
         self.round += 1
         return True
@@ -159,9 +167,9 @@ class StepExchange:
         self.learning_rate = 0.0
         #: This rank's fingerprint, once the first bucket has begun.
         self.fingerprint = NOTHING
-        self._opened_at = perf_counter()
+        self.opened_at = perf_counter()
         self._arrivals.open(pipeline.layout)
-        self._plans.open(context.number, self._opened_at, len(self._programs))
+        self._plans.open(context.number, self.opened_at, len(self._programs))
 
     def run(self) -> Waits:
         """Exchange the step's buckets in order, then end the step."""
@@ -227,7 +235,7 @@ class StepExchange:
         self._begun += 1
         arrivals.decide(bucket.layers)
         complete = arrivals.completed[number]
-        pipeline.trace.add(("ready", pipeline.step, number, self._opened_at, complete))
+        pipeline.trace.add(("ready", pipeline.step, number, self.opened_at, complete))
         pipeline.trace.add(("queue", pipeline.step, number, complete, perf_counter()))
         states = np.empty(len(bucket.layers) + 1, dtype=np.uint8)
         states[:-1], states[-1] = arrivals.states[bucket.layers], self._own_state | LATE * self.late
@@ -308,8 +316,10 @@ class StepExchange:
     def _events(self, bucket: Bucket) -> list[Any]:
         return [self._arrivals.events[layer] for layer in bucket.layers.tolist()]
 
-    def _completed(self, bucket: int, begin: float, end: float) -> None:
+    def _completed(self, one: InFlight, end: float) -> None:
         """Record a round that is complete."""
-        self._pipeline.trace.add(("send", self._context.number, bucket, begin, end))
-        self._pipeline.round_complete(end - begin)
-        self._plans.wire_seconds[bucket] += end - begin
+        self._pipeline.trace.add(
+            ("send", self._context.number, one.number, one.issued, end, one.round, one.senders)
+        )
+        self._pipeline.round_complete(end - one.issued)
+        self._plans.wire_seconds[one.number] += end - one.issued

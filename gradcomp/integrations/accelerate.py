@@ -44,7 +44,7 @@ def compress(
         missing_ok: also load checkpoints without compression state; residuals then start from zero.
 
     Returns:
-        The state of ``ddp_comm_hook``: ``state.metrics()`` is a flat dictionary for ``accelerator.log``.
+        The state of ``ddp_comm_hook``: ``state.compression_metrics()`` is a flat dictionary for ``accelerator.log``.
 
     Raises:
         ConfigError: the model was not prepared by this accelerator, or is not in DistributedDataParallel; and the

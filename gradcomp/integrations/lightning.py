@@ -60,9 +60,9 @@ class CompressedDDPStrategy(DDPStrategy):
         #: The state of ``ddp_comm_hook``; None before ``fit``.
         self.compression_state: HookState | None = None
 
-    def metrics(self) -> dict[str, float]:
+    def compression_metrics(self) -> dict[str, float]:
         """Returns the counters of this rank as a flat dictionary for ``log_dict``; empty before ``fit``."""
-        return {} if self.compression_state is None else self.compression_state.metrics()
+        return {} if self.compression_state is None else self.compression_state.compression_metrics()
 
     # -- methods that the trainer calls ---------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def report(metrics: dict[str, Any], opt: Any, **arguments: Any) -> None:
     the others' disks. Collective over the workers, between two steps; raises as ``save``.
 
     Args:
-        metrics: those of the script, to which ``opt.metrics()`` are added.
+        metrics: those of the script, to which ``opt.compression_metrics()`` are added.
         opt: the result of :func:`compress` or :func:`gradcomp.torch.DistributedOptimizer`.
         arguments: ``model``, ``optimizer`` and ``extra``, as for ``save``.
     """
@@ -67,7 +67,7 @@ def report(metrics: dict[str, Any], opt: Any, **arguments: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="gradcomp-") as directory:
         save(directory, opt, **arguments)
         checkpoint = ray.train.Checkpoint.from_directory(directory)
-        ray.train.report({**metrics, **opt.metrics()}, checkpoint=checkpoint)
+        ray.train.report({**metrics, **opt.compression_metrics()}, checkpoint=checkpoint)
 
 
 def load(opt: Any, **arguments: Any) -> dict[str, Any] | None:

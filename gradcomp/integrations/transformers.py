@@ -29,7 +29,7 @@ class CompressionCallback(TrainerCallback):
     When training begins, it registers a :func:`gradcomp.torch.ddp_comm_hook` on the DistributedDataParallel that the
     trainer has wrapped around its model; the hook finds the GradScaler. With every checkpoint each rank's compression
     state is written to ``checkpoint-N/gradcomp``. ``trainer.train(resume_from_checkpoint=...)`` continues from this
-    state, bit for bit with the same number of ranks. :meth:`metrics` are added to the trainer's logs, for callbacks
+    state, bit for bit with the same number of ranks. :meth:`compression_metrics` are added to the logs, for callbacks
     after this one.
 
     Args:
@@ -60,9 +60,9 @@ class CompressionCallback(TrainerCallback):
         #: The state of ``ddp_comm_hook``; None before training begins.
         self.compression_state: HookState | None = None
 
-    def metrics(self) -> dict[str, float]:
+    def compression_metrics(self) -> dict[str, float]:
         """Returns the counters of this rank, ``{"gradcomp/ratio": 7.6, ...}``; empty before training."""
-        return {} if self.compression_state is None else self.compression_state.metrics()
+        return {} if self.compression_state is None else self.compression_state.compression_metrics()
 
     # -- methods that the trainer calls ---------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class CompressionCallback(TrainerCallback):
     ) -> None:
         """Adds the metrics to the logs, for callbacks after this one."""
         if logs is not None:
-            logs.update(self.metrics())
+            logs.update(self.compression_metrics())
 
     def _directory(self, given: str | Path | None, args: TrainingArguments, state: TrainerState) -> Path:
         assert args.output_dir is not None

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from secrets import token_hex
 from time import monotonic, sleep
 from typing import Any
 
@@ -56,13 +57,16 @@ def set_of(process_set: Any, size: int) -> Ranks:
 def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
     """Exchange hosts, transports, process sets, versions and warnings with the other ranks. Collective.
 
-    The topology follows from the hosts, and so do local and cross ranks if the launcher did not give them. If strangers
-    may write to the job's store, the ranks agree on a key for signatures. Process sets are made here for Horovod only,
-    which makes them on all ranks together. ConfigError on every rank if versions, transports or process sets differ.
+    Rank 0 names the job. The topology follows from the hosts, and so do local and cross ranks if the launcher did not
+    give them. If strangers may write to the job's store, the ranks agree on a key for signatures. Process sets are made
+    here for Horovod only, which makes them on all ranks together. ConfigError on every rank if versions, transports or
+    process sets differ.
     """
     version = f"gradcomp {__version__}, wire protocol {PROTOCOL}"
     unknown = unknown_variables(os.environ)
-    own = json.dumps([runtime.launch.host, runtime.config.transport, str(process_sets), version, *unknown])
+    own = json.dumps(
+        [runtime.launch.host, runtime.config.transport, str(process_sets), version, token_hex(8), *unknown]
+    )
     told = [_introduction(part) for part in runtime.group(runtime.everyone).allgather_bytes(own.encode())]
     if runtime.rank == 0:
         warn_of_variables([warnings for *_, warnings in told])
@@ -74,7 +78,7 @@ def introduce(runtime: Runtime, process_sets: Sequence[Ranks]) -> None:
         for rank, theirs in enumerate(told):
             if theirs[place] != told[0][place]:
                 raise ConfigError(f"{said.format(told[0][place], rank, theirs[place])}: all ranks {advice}")
-    hosts = [host for host, *_ in told]
+    hosts, runtime.job = [host for host, *_ in told], told[0][4]
     runtime.hosts = tuple(hosts)
     runtime.topology = Topology.of(hosts)
     runtime.launch = placed(runtime.launch, runtime.rank, hosts)
@@ -96,17 +100,17 @@ def warn_of_variables(by_rank: Sequence[Sequence[str]]) -> None:
         logger.warning("%s%s", text, where)
 
 
-def _introduction(message: bytes) -> tuple[str, str, str, str, list[str]]:
+def _introduction(message: bytes) -> tuple[str, str, str, str, str, list[str]]:
     try:
         introduction = json.loads(message)
     except ValueError as error:
         raise WireFormatError(f"the start-up message of a rank is not JSON: {message!r:.80}") from error
-    if not isinstance(introduction, list) or len(introduction) < 4:
+    if not isinstance(introduction, list) or len(introduction) < 5:
         raise ConfigError(
             f"the start-up message {message!r:.80} is that of another version of gradcomp; all ranks need the same"
         )
-    host, transport, process_sets, version, *warnings = (printable(str(item)) for item in introduction)
-    return host, transport, process_sets, version, warnings
+    host, transport, process_sets, version, token, *warnings = (printable(str(item)) for item in introduction)
+    return host, transport, process_sets, version, token, warnings
 
 
 def meet(state: Runtime, ranks: Ranks, purpose: str, lacking: str) -> None:

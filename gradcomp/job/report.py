@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from gradcomp.core.config import Config
+from gradcomp.core.metrics import StepMetrics
 from gradcomp.core.plan import Plan
 from gradcomp.core.trace import Span, Statistics
 from gradcomp.exchange.exchanger import Exchanger
@@ -84,6 +85,11 @@ def verdict(measured: Measured, compressed: bool) -> str:
     )
 
 
+def metrics_of(exchanger: Exchanger | None) -> dict[str, float]:
+    """Return :meth:`Readers.compression_metrics` of an exchanger, which is None where nothing is exchanged."""
+    return StepMetrics().read(Statistics()) if exchanger is None else exchanger.pipeline.metrics()
+
+
 class Readers:
     """Gives users the readings of an exchange. No reader communicates, so any rank may call any of them at any time."""
 
@@ -96,9 +102,31 @@ class Readers:
         exchanger = self._exchanger_or_none()
         return Statistics() if exchanger is None else exchanger.pipeline.statistics
 
-    def metrics(self) -> dict[str, float]:
-        """Return this rank's counters as a flat dictionary for a logger: ``{"gradcomp/ratio": 7.6, ...}``."""
-        return self.statistics().metrics()
+    def compression_metrics(self) -> dict[str, float]:
+        """Return one flat dictionary of numbers for a logger: ``{"gradcomp/ratio": 7.6, "gradcomp/bits": 4.2, ...}``.
+
+        Times and bytes are this rank's own, and means per step over the steps since the last call; at the first call,
+        since the optimizer was wrapped. If no step has ended since the last call, the same means are returned again.
+
+        - ``gradcomp/step_ms``: milliseconds from the end of one exchange to the end of the next, with whatever the
+          program does in between. The first step counts from its first gradient.
+        - ``gradcomp/exposed_ms``: milliseconds in which the training thread waited for the exchange.
+        - ``gradcomp/codec_ms``: milliseconds of compressing, adding and decompressing.
+        - ``gradcomp/wire_ms``: milliseconds of rounds of messages, from issue to arrival, added up over exchange
+          buckets. Rounds overlap, so this may exceed the step.
+        - ``gradcomp/vote_ms``: milliseconds in which the ranks agreed on steps (``on_skip="agree"``).
+        - ``gradcomp/sent_mb``: millions of bytes that this rank sent, headers included.
+        - ``gradcomp/ratio``: bytes of an uncompressed exchange over bytes sent.
+        - ``gradcomp/bits``: bits sent for each element of the gradients, where an uncompressed exchange sends the bits
+          of their dtype.
+        - ``gradcomp/steps``, ``gradcomp/skipped_steps``: exchanges since the start, and those of them that changed no
+          parameter because a value was not finite or the ranks agreed to skip.
+        - ``gradcomp/plan_version``: the version of the next step's plan, 0 until a controller or a schedule changes it.
+
+        In a world of one nothing is exchanged: the ratio is 1 and all other values are 0. No rank waits for another.
+        Any thread may call it; while a step is under way, times of that step are in part included.
+        """
+        return metrics_of(self._exchanger_or_none())
 
     def reduced_statistics(self) -> Statistics | None:
         """Return the mean of all ranks' counters at the last multiple of ``statistics_every_steps``."""

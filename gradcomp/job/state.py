@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gradcomp.core.config import Config
 from gradcomp.core.errors import GradcompError
 from gradcomp.core.topology import Topology
-from gradcomp.core.trace import Timeline
+from gradcomp.core.trace import ExchangeId, Timeline
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.members import Roster
 from gradcomp.exchange.thread import Engine
@@ -52,6 +52,8 @@ class Runtime:
     #: The number of times that this rank has joined.
     joins: int = 0
     topology: Topology = field(init=False)
+    #: A random name of the job, the same on all ranks; empty in a world of one.
+    job: str = ""
     #: The name of each rank's host.
     hosts: tuple[str, ...] = ()
     #: Signs what the ranks publish, if strangers may publish too.
@@ -79,7 +81,11 @@ class Runtime:
         """Add an exchanger that a frontend has made."""
         self.exchangers.append(exchanger)
         if self.timeline is not None:
-            self.timeline.listen(exchanger.pipeline.trace)
+            self._record(self.timeline, exchanger)
+
+    def _record(self, timeline: Timeline, exchanger: Exchanger) -> None:
+        exchange = ExchangeId(self.job, exchanger.name, exchanger.ranks)
+        timeline.listen(exchanger.pipeline.trace, exchange)
 
     def close(self, exchanger: Exchanger) -> None:
         """Close an exchanger; all ranks close theirs in the same order."""
@@ -92,7 +98,7 @@ class Runtime:
             return
         self.timeline = Timeline(path.replace("{rank}", str(self.rank)), self.rank, mark_steps)
         for exchanger in self.exchangers:
-            self.timeline.listen(exchanger.pipeline.trace)
+            self._record(self.timeline, exchanger)
 
     def make_group(self, ranks: Ranks) -> Transport:
         """Make a communicator of the engine that the ranks met through. Collective over ``ranks``."""

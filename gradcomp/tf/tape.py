@@ -16,6 +16,7 @@ from gradcomp.job import runtime, settings
 from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.reduce_op import Average, ReduceOp, Sum
+from gradcomp.job.report import metrics_of
 from gradcomp.job.state import Runtime
 from gradcomp.tf.bridge import plain
 from gradcomp.tf.collectives import grouped_allreduce
@@ -200,6 +201,35 @@ class _Distributed:
             for place, mean in zip(shared, means, strict=True):
                 results[place] = mean
         return tf.nest.pack_sequence_as(sources, results)
+
+    def compression_metrics(self, sources: Any = None) -> dict[str, float]:
+        """Return numbers for a logger, see :meth:`gradcomp.tf.DistributedOptimizer.compression_metrics`.
+
+        They are of the exchange that all tapes with these arguments and variables share. So a tape that was wrapped
+        outside of a tf.function, with the same arguments, reads what the tapes inside of it exchange. Before the first
+        exchange the ratio is 1 and all other values are 0. Local.
+
+        Args:
+            sources: the variables that are given to ``gradient()``, needed only where tapes with the same arguments
+                exchange the gradients of several lists of variables.
+
+        Raises StateError if there are several such lists and ``sources`` is None.
+        """
+        given, wanted = self._gradcomp, None
+        if sources is not None:
+            wanted = tuple(id(each) for each in tf.nest.flatten(sources) if each not in given.local)
+        found = [
+            exchange
+            for variables, exchanges in (_known if _runtime is runtime.current() else {}).items()
+            for arguments, exchange in exchanges
+            if arguments == given and wanted in (None, variables)
+        ]
+        if len(found) > 1:
+            raise StateError(
+                f"tapes with these arguments have {len(found)} exchanges: give compression_metrics() the variables "
+                "that gradient() gets"
+            )
+        return metrics_of(found[0].exchanger if found else None)
 
     def register_local_source(self, source: Any) -> None:
         """Keep the gradient of this variable on this rank."""

@@ -89,6 +89,6 @@ def init(
 
 
 def _begin_range(name: str) -> Callable[[], object]:
-    entered = torch.profiler.record_function(f"gradcomp: {name}")
+    entered = torch.profiler.record_function(trace.range_name(name))
     entered.__enter__()  # type: ignore[no-untyped-call]
     return partial(entered.__exit__, None, None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -253,18 +253,26 @@ def wait(handle: Handle) -> None:
 
 
 class Operation(ABC):
-    """Requests a collective, for as often as :meth:`issue` starts it; buffers and lengths stay the same."""
+    """Requests a collective, for as often as :meth:`issue` starts it; buffers and lengths stay the same.
 
+    Once it was issued, ``senders`` has the ranks whose bytes must arrive before it is complete.
+    """
+
+    senders: tuple[int, ...] = ()
     _prepared: tuple[Transport, Start] | None = None
 
     def issue(self, transport: Transport) -> Handle:
         """Start the collective; what the transport looks up is kept for the next start."""
         if self._prepared is None or self._prepared[0] is not transport:
             self._prepared = transport, self._prepare(transport)
+            self.senders = tuple(rank for rank in self._senders(transport) if rank != transport.rank)
         return self._prepared[1]()
 
     @abstractmethod
     def _prepare(self, transport: Transport) -> Start: ...
+
+    @abstractmethod
+    def _senders(self, transport: Transport) -> Iterable[int]: ...
 
 
 @dataclass(eq=False)
@@ -275,6 +283,9 @@ class AllReduce(Operation):
 
     def _prepare(self, transport: Transport) -> Start:
         return partial(transport.allreduce, self.array)
+
+    def _senders(self, transport: Transport) -> Iterable[int]:
+        return range(transport.size)
 
 
 @dataclass(eq=False)
@@ -289,6 +300,9 @@ class AllToAll(Operation):
     def _prepare(self, transport: Transport) -> Start:
         return transport.prepare_alltoallv(self.send, self.send_counts, self.recv, self.recv_counts)
 
+    def _senders(self, transport: Transport) -> Iterable[int]:
+        return (rank for rank, count in enumerate(self.recv_counts) if count)
+
 
 @dataclass(eq=False)
 class AllGather(Operation):
@@ -300,6 +314,9 @@ class AllGather(Operation):
     def _prepare(self, transport: Transport) -> Start:
         return transport.prepare_allgatherv(self.buffer, self.counts)
 
+    def _senders(self, transport: Transport) -> Iterable[int]:
+        return (rank for rank, count in enumerate(self.counts) if count)
+
 
 @dataclass(eq=False)
 class Exchange(Operation):
@@ -310,3 +327,6 @@ class Exchange(Operation):
 
     def _prepare(self, transport: Transport) -> Start:
         return partial(transport.exchange, self.sends, self.recvs)
+
+    def _senders(self, transport: Transport) -> Iterable[int]:
+        return (rank for rank, _ in self.recvs)

@@ -20,24 +20,3 @@ def test_every_field_is_reduced():
 def test_ratio_is_dense_over_sent():
     assert Statistics(wire_bytes=100, dense_bytes=760).ratio == 7.6
     assert Statistics().ratio == 1.0
-
-
-def test_metrics_are_flat_and_per_step():
-    metrics = Statistics(10, 1, 1000, 7600, 0.5, 1.5, 0.25, 0.125).metrics()
-    assert metrics == {
-        "gradcomp/ratio": 7.6,
-        "gradcomp/steps": 10,
-        "gradcomp/skipped_steps": 1,
-        "gradcomp/wire_bytes_per_step": 100.0,
-        "gradcomp/dense_bytes_per_step": 760.0,
-        "gradcomp/codec_seconds_per_step": 0.05,
-        "gradcomp/wire_seconds_per_step": 0.15,
-        "gradcomp/exposed_seconds_per_step": 0.025,
-        "gradcomp/vote_seconds_per_step": 0.0125,
-    }
-
-
-def test_metrics_before_the_first_step_are_zeros_and_a_ratio_of_one():
-    metrics = Statistics().metrics()
-    assert metrics.pop("gradcomp/ratio") == 1.0
-    assert not any(metrics.values())

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from gradcomp.compress import Compressor, Fake, Policy, Quantize, as_policy
 from gradcomp.compress.policy import Automatic
 from gradcomp.core.errors import ConfigError, StateError, TransportError
+from gradcomp.core.metrics import PREFIX, StepMetrics
 from gradcomp.core.plan import Plan
+from gradcomp.core.trace import Statistics
 from gradcomp.core.what_if import parse as ratios_of
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import refuse_to_save
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
     from gradcomp.torch.sharded.units import Unit
 
 logger = logging.getLogger("gradcomp")
+
+_METRICS = tuple(f"{PREFIX}{name}" for name in ("step_ms", "exposed_ms", "sent_mb", "ratio", "steps"))
 
 #: The quantisers of QSDP's experiments (Markov 2024, sections 5.6 and 5.7), for weights and for gradients.
 WEIGHTS = Quantize(bits=8, bucket_size=1024, rounding="shift")
@@ -152,10 +157,36 @@ class ShardedCompression:
         self._settings = ShardedSettings(*policies, self._exchanger, state.rank, reuse, redraw, steps, watch)
         self._units = [UnitExchange(unit, self._settings) for unit in units]
         self._exchangers: dict[Ranks, Exchanger] = {}
+        self._metrics = StepMetrics()
 
     def statistics(self) -> ShardedStatistics:
         """Return a copy of what this rank has counted so far."""
         return replace(self._settings.statistics)
+
+    def compression_metrics(self) -> dict[str, float]:
+        """Return one flat dictionary of numbers for a logger: ``{"gradcomp/ratio": 3.9, ...}``.
+
+        The means are per step of the optimizers since the last call; at the first call, since the first gather. If
+        there was no step since the last call, the same means are returned again.
+
+        - ``gradcomp/step_ms``: milliseconds between the calls, divided by the steps.
+        - ``gradcomp/exposed_ms``: milliseconds for which the program waited for gathers and reductions.
+        - ``gradcomp/sent_mb``: millions of bytes that this rank sent, of weights and of gradients.
+        - ``gradcomp/ratio``: bytes of uncompressed gathers and reductions over bytes sent.
+        - ``gradcomp/steps``: steps of the optimizers since the start.
+
+        In a world of one the ratio is 1 and all other values are 0. Local, as :meth:`statistics`.
+        """
+        settings, counted = self._settings, self._settings.statistics
+        now = Statistics(
+            steps=settings.watch.steps,
+            wire_bytes=counted.weight_bytes + counted.gradient_bytes,
+            dense_bytes=counted.dense_bytes,
+            exposed_seconds=counted.exchange_seconds,
+            step_seconds=perf_counter() - settings.began if settings.began else 0.0,
+        )
+        found = self._metrics.read(now if settings.began else Statistics())
+        return {name: found[name] for name in _METRICS}
 
     @contextmanager
     def exact_weights(self) -> Iterator[None]:

@@ -37,8 +37,9 @@ class ShardedStatistics:
     """Counts of what this rank has exchanged; bytes are those sent to other ranks, headers included.
 
     ``gathers`` counts gathers of weights, of which ``reused`` decoded the codes of forward without a message.
-    ``scatters`` counts reductions of gradients. ``exchange_seconds`` is the time for which the program waited
-    for all of them.
+    ``scatters`` counts reductions of gradients. ``dense_bytes`` is what uncompressed gathers and reductions of the same
+    tensors would have sent, those that ``reuse`` saved included. ``exchange_seconds`` is the time for which the program
+    waited for all of them.
     """
 
     gathers: int = 0
@@ -46,6 +47,7 @@ class ShardedStatistics:
     scatters: int = 0
     weight_bytes: int = 0
     gradient_bytes: int = 0
+    dense_bytes: int = 0
     exchange_seconds: float = 0.0
 
 
@@ -70,6 +72,8 @@ class ShardedSettings:
     exact: bool = False
     grid: Grid | None = None
     statistics: ShardedStatistics = field(default_factory=ShardedStatistics)
+    #: When the first exchange began; None before it.
+    began: float | None = None
     #: Exchanger -> checksum of the codes that its last gather received.
     decoded: dict[Exchanger, int] = field(default_factory=dict)
     _seen: dict[Exchanger, int] = field(default_factory=dict)
@@ -145,6 +149,7 @@ class UnitExchange:
             if request.number == 0 and ranks == unit.ranks:
                 unit.check_places(own)
         settings.statistics.gathers += 1
+        settings.statistics.dense_bytes += (len(ranks) - 1) * own.nbytes
         self.gathers += 1
         if exact:
             if not in_backward:
@@ -186,6 +191,7 @@ class UnitExchange:
             request = self._request(exchanger, REDUCE_SCATTER, numbers, whole.dtype, ranks, average=average)
         self.unit.with_gradient.difference_update(numbers)
         statistics.gradient_bytes += self._run(exchanger, request, whole, output, self.scatters)
+        statistics.dense_bytes += (len(ranks) - 1) * whole.nbytes // len(ranks)
         self.scatters += 1
         statistics.scatters += 1
         if factor != 1.0:
@@ -248,6 +254,7 @@ class UnitExchange:
     ) -> int:
         """Exchange, and return the number of bytes that this rank sent."""
         begin, before = perf_counter(), exchanger.pipeline.transport.bytes_sent
+        self.settings.began = self.settings.began or begin
         outcome = self.settings.outcome(exchanger, self.unit)
         fingerprint = self.settings.fingerprint(exchanger)
         with _on_host(target) as outputs:
