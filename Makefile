@@ -12,7 +12,7 @@
 #   make wheels                   wheels into dist/, repaired, and the demo from them without a compiler
 #   make test-versions            each supported version of PyTorch and TensorFlow: gigabytes; ARGS="--only tf-2.16-py3.12"
 #   make horovod openmpi slurm    more launchers, for the tests under them: minutes; Slurm on Debian only
-#   make integrations             Transformers, Accelerate, Lightning and Ray, for the tests of gradcomp.integrations
+#   make integrations             Transformers, Accelerate, Lightning, Ray and loggers, for the tests of gradcomp.integrations
 #
 # Everything is installed into .venv. The package is installed, not linked: tests see what a user sees, and a
 # changed source file reinstalls it (the CMake build in build/ is kept, so this takes seconds).
@@ -36,9 +36,7 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
-BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-links bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy \
-           bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
-           bench-multilevel bench-adaptive bench-many-layers bench-sharded bench-auto bench-estimates bench-what-if bench-doctor bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
+           BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-links bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive bench-many-layers bench-sharded bench-auto bench-estimates bench-what-if bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
            bench-tf-step bench-tf-convergence
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
@@ -120,11 +118,12 @@ openmpi: $(STAMP)/openmpi
 slurm: $(STAMP)/slurm
 chromium: $(STAMP)/chromium
 
-# The libraries whose trainers gradcomp.integrations serves, for tests/integrations. The pin keeps torch as it is.
+# The libraries of the trainers and loggers that gradcomp.integrations serves, for tests/integrations. The pin keeps torch
+# as it is.
 integrations: $(STAMP)/integrations
 
 $(STAMP)/integrations: pyproject.toml | $(STAMP)/package
-	$(PIP) "gradcomp[accelerate,lightning,ray,transformers]" "$(TORCH)"
+	$(PIP) "gradcomp[accelerate,lightning,mlflow,ray,tensorboard,transformers,wandb]" "$(TORCH)"
 	@touch $@
 
 $(STAMP)/horovod: scripts/install_horovod.sh | $(STAMP)/package $(STAMP)/extra-test
@@ -320,6 +319,9 @@ bench-transports: $(STAMP)/package $(STAMP)/extra-mpi
 
 bench-collectives: $(STAMP)/package
 	$(BIN)/python benchmarks/collectives.py $(ARGS)
+
+bench-logging: $(STAMP)/package
+	$(BIN)/python benchmarks/logging_cost.py $(ARGS)
 
 bench-scaling: $(STAMP)/package
 	$(BIN)/python benchmarks/scaling.py $(ARGS)

@@ -106,8 +106,8 @@ def rows_of(world: int, ranks: list[list[dict[str, Any]]]) -> list[Row]:
     return rows
 
 
-def launch(world: int, rounds: int) -> list[list[dict[str, Any]]]:
-    """Every rank's times."""
+def launch_ranks(world: int, arguments: list[str]) -> list[Any]:
+    """Run a script as ranks of this host, and return what each wrote as JSON to the file ``--out``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -118,7 +118,7 @@ def launch(world: int, rounds: int) -> list[list[dict[str, Any]]]:
                 "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
             }  # fmt: skip
-            command = [sys.executable, __file__, "--rounds", str(rounds), "--out", f"{directory}/{rank}"]
+            command = [sys.executable, *arguments, "--out", f"{directory}/{rank}"]
             ranks.append(subprocess.Popen(command, env={**os.environ, **{k: str(v) for k, v in env.items()}}))
         if any(status for status in [process.wait() for process in ranks]):
             raise SystemExit("a rank failed")
@@ -165,7 +165,9 @@ def main() -> None:
         return
     machine = report.machine()
     print(report.describe(machine))
-    rows = rows_of(arguments.world, launch(arguments.world, arguments.rounds))
+    rows = rows_of(
+        arguments.world, launch_ranks(arguments.world, [__file__, "--rounds", str(arguments.rounds)])
+    )
     print(table(rows))
     if arguments.json:
         arguments.json.write_text(

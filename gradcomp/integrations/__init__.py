@@ -1,1 +1,1 @@
-"""Compresses gradients in other libraries' trainers. Each module imports its library: import the one that you use."""
+"""Compresses gradients in other libraries' trainers, and logs to their loggers. Import the module that you use."""

@@ -1,4 +1,4 @@
-"""Compresses gradients in Lightning's ``Trainer``, by a strategy."""
+"""Compresses gradients in Lightning's ``Trainer``, by a strategy, and logs metrics, by a callback."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError
 from gradcomp.integrations.hooks import DIRECTORY, load_state, register, save_state
+from gradcomp.integrations.loggers import HasMetrics
 from gradcomp.torch.ddp import HookState
 
 
@@ -107,6 +108,44 @@ class CompressedDDPStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
         if self.is_global_zero and "://" not in str(filepath):
             shutil.rmtree(_beside(filepath), ignore_errors=True)
+
+
+class CompressionMetrics(pl.Callback):
+    """Writes ``compression_metrics()`` to the trainer's loggers: ``Trainer(callbacks=[CompressionMetrics()])``.
+
+    It writes the means of the last ``every`` steps, next to what the module logs. Lightning's loggers write on rank 0
+    only.
+
+    Args:
+        opt: the state of a hook or the optimizer that gradcomp returned; by default, the trainer's
+            :class:`CompressedDDPStrategy`.
+        every: the number of steps of which the means are written; by default, the trainer's ``log_every_n_steps``.
+
+    Raises ConfigError if ``every`` is not positive, and when training begins if nothing compresses.
+    """
+
+    def __init__(self, opt: HasMetrics | None = None, every: int | None = None) -> None:
+        if every is not None and every < 1:
+            raise ConfigError(f"every must be at least 1 step, got {every}")
+        self._opt, self._every, self._written = opt, every, 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that there is something to write."""
+        if self._opt is None and not isinstance(trainer.strategy, CompressedDDPStrategy):
+            raise ConfigError(
+                "CompressionMetrics: the trainer has no CompressedDDPStrategy; give the callback opt=, the optimizer "
+                "or the state of a hook"
+            )
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any, **named: Any) -> None:
+        """Write the metrics, if the batch ended a step whose number is a multiple of ``every``."""
+        step = trainer.global_step
+        if step % (self._every or trainer.log_every_n_steps or 1) or step == self._written:
+            return
+        self._written = step
+        source = self._opt or trainer.strategy
+        for one in trainer.loggers:
+            one.log_metrics(source.compression_metrics(), step=step)
 
 
 def _beside(filepath: str | Path) -> Path:

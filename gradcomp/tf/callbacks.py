@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from gradcomp.core.errors import ConfigError
+from gradcomp.core.metrics import PREFIX
 from gradcomp.exchange.request_group import Call
 from gradcomp.job import runtime
 from gradcomp.job.channel import channel_of
@@ -24,6 +25,7 @@ from gradcomp.tf.objects import broadcast_variables
 __all__ = [
     "BackupAndRestore",
     "BroadcastGlobalVariables",
+    "CompressionMetrics",
     "LearningRateSchedule",
     "LearningRateWarmup",
     "MetricAverage",
@@ -103,6 +105,53 @@ class MetricAverage(keras.callbacks.Callback):
 
         channel.submit(Call("MetricAverage", names), work).result()
         logs.update(zip(names, (values / channel.size).tolist(), strict=True))
+
+
+class CompressionMetrics(keras.callbacks.Callback):
+    """Add ``compression_metrics()`` of the model's optimizer to the logs, for the callbacks after this one.
+
+    At the end of an epoch they are means over its steps, and History, CSVLogger, TensorBoard and WandbMetricsLogger
+    write them. With ``every_steps`` the logs of batches 0, ``every_steps``, 2 ``every_steps`` and so on have them too,
+    for callbacks that write such batches: TensorBoard by ``update_freq=``, WandbMetricsLogger by ``log_freq=``. Each
+    reading has the means since the one before. All ranks add them, so that :class:`MetricAverage` after this callback
+    makes them means over ranks. Where a model has several distributed optimizers, ``gradcomp/`` is followed by the
+    optimizer's attribute. Local. Raises ConfigError if ``every_steps`` is not positive, and if the model has no
+    distributed optimizer.
+    """
+
+    def __init__(self, every_steps: int | None = None) -> None:
+        super().__init__()
+        if every_steps is not None and every_steps < 1:
+            raise ConfigError(f"every_steps must be at least 1, got {every_steps}")
+        self.every_steps = every_steps
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Check that the model has a distributed optimizer."""
+        keras_model.require_distributed(self.model, self)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the metrics to the logs of every ``every_steps``-th batch."""
+        if self.every_steps and batch % self.every_steps == 0 and logs is not None:
+            logs.update(self._metrics())
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the metrics to the logs of the epoch."""
+        if logs is not None:
+            logs.update(self._metrics())
+
+    def _metrics(self) -> dict[str, float]:
+        found = {
+            name: one.compression_metrics()
+            for name, one in keras_model.optimizers_of(self.model).items()
+            if keras_model.core_of(one) is not None
+        }
+        if len(found) == 1:
+            return next(iter(found.values()))
+        return {
+            f"{PREFIX}{name}/{metric.removeprefix(PREFIX)}": value
+            for name, metrics in found.items()
+            for metric, value in metrics.items()
+        }
 
 
 class Progress(keras.callbacks.Callback):

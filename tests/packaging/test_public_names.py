@@ -51,7 +51,8 @@ NAMES = {
         MetricAverageCallback
     """,
     "gradcomp.tf.callbacks": """
-        BackupAndRestore BroadcastGlobalVariables LearningRateSchedule LearningRateWarmup MetricAverage Progress
+        BackupAndRestore BroadcastGlobalVariables CompressionMetrics LearningRateSchedule LearningRateWarmup
+        MetricAverage Progress
     """,
     "gradcomp.compress": """
         AdaComp BestRank BlockFloat CLTk Cast Codebook Compression Compressor DGC DensitySchedule EF21
