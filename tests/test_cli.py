@@ -43,12 +43,12 @@ def log(tmp_path: Path) -> Path:
     path = tmp_path / "run.jsonl"
     journal = Journal(path)
     journal.run(2, "", "quantize:bits=4", LAYERS)
-    journal.plan(0, UNIFORM, 1000)
+    journal.plan(0, UNIFORM, [200, 64, 736])
     journal.run(4, "LGreCo(every_steps=500)", "quantize:bits=4", LAYERS)
-    journal.plan(0, UNIFORM, 5_000)
+    journal.plan(0, UNIFORM, [1_000, 64, 3_936])
     journal.measured(500, 0, 500, 5_100.0)
     journal.choice(500, "error 0.9 of the budget")
-    journal.plan(500, MIXED, 2_500)
+    journal.plan(500, MIXED, [500, 64, 1_936])
     journal.close()
     return path
 
@@ -79,11 +79,11 @@ controller   LGreCo(every_steps=500)
 
 plan 1, from step 500
 
-#  layer        elements   share  compressor  level   dense bytes
-1  conv.weight       432   6.31%  quantize    2 bits        1,728
-2  conv.bias          16   0.23%  exact                        64
-3  fc.weight       6,400  93.46%  powersgd    rank 4       12,800
-   total           6,848                                   14,592
+#  layer        elements   share  compressor  level   dense bytes  bytes sent
+1  conv.weight       432   6.31%  quantize    2 bits        1,728         500
+2  conv.bias          16   0.23%  exact                        64          64
+3  fc.weight       6,400  93.46%  powersgd    rank 4       12,800       1,936
+   total           6,848                                   14,592       2,500
 
 history, in bytes that one rank sends a step; ratio: to an uncompressed exchange
 
@@ -117,8 +117,22 @@ def test_json_has_what_the_tables_show(log: Path):
     assert [(row["name"], row["level"], row["dense_bytes"]) for row in shown["layers"]] == [
         ("conv.weight", 2, 1728), ("conv.bias", None, 64), ("fc.weight", 4, 12_800)
     ]  # fmt: skip
+    assert [row["predicted_bytes"] for row in shown["layers"]] == [500, 64, 1_936]
     assert [row["measured_bytes"] for row in shown["history"]] == [5100.0, None]
     assert shown["reasons"] == [{"step": 500, "text": "error 0.9 of the budget"}]
+
+
+def test_a_log_of_an_earlier_version_has_no_bytes_by_layer(log: Path):
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in records:
+        record.pop("layer_bytes", None)
+    log.write_text("".join(json.dumps(record) + "\n" for record in records))
+    shown = gradcomp("plan", "show", log).stdout
+    assert "quantize    2 bits        1,728           -" in shown
+    assert all(
+        row["predicted_bytes"] is None
+        for row in json.loads(gradcomp("plan", "show", log, "--json").stdout)["layers"]
+    )
 
 
 def test_a_step_and_a_run_can_be_chosen(log: Path):
@@ -191,7 +205,7 @@ def test_names_from_a_file_cannot_control_the_terminal(tmp_path: Path):
     layer = gc.LayerSpec("é\x1b[2J\n\ud800", (8,))
     journal = Journal(tmp_path / "run.jsonl")
     journal.run(2, "\n", "none\x07", [layer])
-    journal.plan(0, gc.Plan(0, (gc.Assignment(layer.name, "a\nb", 1),)), 8)
+    journal.plan(0, gc.Plan(0, (gc.Assignment(layer.name, "a\nb", 1),)), [8])
     journal.choice(0, "\x1b")
     journal.close()
     done = process("plan", "show", tmp_path / "run.jsonl", PYTHONIOENCODING="ascii")
@@ -254,7 +268,7 @@ def odd_log(path: Path, layers: list[gc.LayerSpec], rows: list[tuple[str, object
     journal = Journal(path)
     journal.run(1, "", "none", layers)
     rows_of = zip(layers, rows, strict=True)
-    journal.plan(0, gc.Plan(0, tuple(gc.Assignment(x.name, *row) for x, row in rows_of)), 0)
+    journal.plan(0, gc.Plan(0, tuple(gc.Assignment(x.name, *row) for x, row in rows_of)), [0] * len(layers))
     journal.close()
     return path
 

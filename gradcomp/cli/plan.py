@@ -81,10 +81,12 @@ def _layers(run: Run, shown: Logged) -> Table:
     for number, layer in enumerate(run.layers, 1):
         a = shown.plan.by_layer[layer.name]
         share, level = f"{layer.size / max(elements, 1):.2%}", level_text(a.compressor, a.level)
-        sizes = f"{layer.size:,}", share
-        rows.append([str(number), layer.name, *sizes, named[a.compressor], level, f"{layer.nbytes:,}"])
-    rows.append(["", "total", f"{elements:,}", "", "", "", f"{sum(layer.nbytes for layer in run.layers):,}"])
-    heads = ["#", "layer", "elements", "share", "compressor", "level", "dense bytes"]
+        sent = "-" if shown.layer_bytes is None else f"{shown.layer_bytes[number - 1]:,}"
+        how = named[a.compressor], level, f"{layer.nbytes:,}", sent
+        rows.append([str(number), layer.name, f"{layer.size:,}", share, *how])
+    dense = sum(layer.nbytes for layer in run.layers)
+    rows.append(["", "total", f"{elements:,}", "", "", "", f"{dense:,}", f"{shown.predicted_bytes:,}"])
+    heads = ["#", "layer", "elements", "share", "compressor", "level", "dense bytes", "bytes sent"]
     return table(heads, rows, left={1, 4, 5})
 
 
@@ -102,7 +104,7 @@ def _history(run: Run, shown: Logged) -> Table:
 
 def _as_json(run: Run, number: int, shown: Logged) -> dict[str, Any]:
     layers = []
-    for layer in run.layers:
+    for number, layer in enumerate(run.layers):
         a = shown.plan.by_layer[layer.name]
         layers.append(
             {
@@ -112,6 +114,7 @@ def _as_json(run: Run, number: int, shown: Logged) -> dict[str, Any]:
                 "compressor": a.compressor,
                 "level": a.level,
                 "dense_bytes": layer.nbytes,
+                "predicted_bytes": None if shown.layer_bytes is None else shown.layer_bytes[number],
             }
         )
     history = [

@@ -19,6 +19,7 @@ from gradcomp.compress.policy import assign
 from gradcomp.core.errors import StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.plan import Plan
+from gradcomp.core.run_lines import Account
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Table
@@ -237,6 +238,10 @@ class ControllerRun:
 
     def close(self) -> None:
         """Ends the run, since no further step comes; it may log, and sends nothing."""
+
+    def account(self) -> Account:
+        """Returns what it has measured since the last call, for rank 0's run log; called between two steps."""
+        return ()
 
     def plan(self, before: Plan) -> Plan:
         """Returns the next plan: ``before`` with the choices in it."""

@@ -27,6 +27,7 @@ from gradcomp.control.base import Controller, ControllerRun, Doubles, Environmen
 from gradcomp.control.gravac_search import Search, SearchState
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Assignment, Plan
+from gradcomp.core.run_lines import Account, Factor, Gains
 from gradcomp.core.vectors import Floats
 from gradcomp.kernels.step import Observations
 
@@ -83,6 +84,9 @@ class GraVACRun(ControllerRun):
         # The factors that the last two iterations sent, None if they do not count.
         self._untimed: list[Numbers | None] = []
         self._vector: Doubles = np.zeros(0)
+        self._number = 0
+        self._summed: Doubles = np.zeros((3, len(self._names)))  # the norms of that step
+        self._accounted = 0  # steps that counted when the account was given
         self._choose()  # raises ConfigError for layers with another compressor
 
     @property
@@ -118,7 +122,10 @@ class GraVACRun(ControllerRun):
         self._untimed = [*self._untimed, self.search.sent if self.search.taken else None][-2:]
         least, candidate = self.search.minimum.copy(), self.search.candidate.copy()
         before = self.search.sent
-        self._ended = self.search.step(*step.sums[_TIMES:].reshape(3, -1))
+        sums = step.sums[_TIMES:].reshape(3, -1)
+        self._ended = self.search.step(*sums)
+        if np.isfinite(sums).all():
+            self._number, self._summed = step.number, sums
         if self._ended:
             self.reason = self._account(step.number, least, candidate)
         now = self.search.minimum, self.search.candidate, self.search.sent
@@ -173,6 +180,25 @@ class GraVACRun(ControllerRun):
         return Plan(before.version + 1, tuple(rows))
 
     # -- accounts ----------------------------------------------------------------------------------------------
+
+    def account(self) -> Account:
+        """Returns the search of every row; with ``per_layer`` only at the end of a window, as there are many."""
+        search = self.search
+        if search.taken == self._accounted or (len(self._names) > 1 and not self._ended):
+            return ()
+        self._accounted = search.taken
+        gains, epsilon = search.gains, search.epsilon
+        found = []
+        for row, name in enumerate(self._names):
+            prior, *post = (float(f"{norm:.5g}") for norm in self._summed[:, row].tolist())
+            columns = (gains[row], search.throughput[row], search.steps[row])
+            factors = tuple(
+                Factor(factor, _finite(gain), _finite(speed), int(steps))
+                for factor, gain, speed, steps in zip(search.factors, *columns, strict=True)
+            )
+            least, candidate = (search.factors[k[row]] for k in (search.minimum, search.candidate))
+            found.append(Gains(self._number, name, epsilon, least, candidate, prior, tuple(post), factors))
+        return found
 
     @property
     def steps_by_factor(self) -> dict[float, int]:
@@ -244,6 +270,11 @@ class GraVACRun(ControllerRun):
         # A plan for other layers has no choice for these.
         self._in_force = saved.in_force and saved.layers == self._layer_names
         self._choose()
+
+
+def _finite(value: float) -> float | None:
+    """Returns a number for the run log, which is short; None if it was not measured."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Level
+from gradcomp.core.run_lines import PERIOD, Account, Sample
 from gradcomp.core.vectors import Floats, Vector
 from gradcomp.kernels.codec import Table
 
@@ -89,6 +90,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
         self._wire = np.zeros(len(self._numbers), dtype=np.float32)  # float32, as checkpoints store it
         self._said: set[tuple[str, bool, bool]] = set()
+        self._account: Account = ()
 
     def _gather(self) -> Gathering:
         environment, controller, candidates = self.environment, self.controller, self.candidates
@@ -256,11 +258,32 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         """Applies the choices; the next period may then end."""
         state, before, rows = self._state, self._state.choices, len(self.current)
         self.current = sums[:rows].astype(np.int64)
+        self._account = self._samples(step.number) if self.environment.rank == 0 else ()
         state.memory, state.seen, state.phase = sums[rows:].copy(), None, Phase.GATHER
         if self.controller.tells_ends:
             self._look_at_ends()
         self.choose()
         return before != state.choices
+
+    def _samples(self, step: int) -> Account:
+        """Returns norm and relative error of the layers that had a gradient, under the current choices."""
+        observed, of = self.observations, self.candidates.layers
+        assert observed is not None, "a decision was made from it"
+        squares = np.bincount(of, observed.norm**2)
+        lost = np.full(len(squares), np.nan)
+        if observed.errors is not None:
+            lost = np.bincount(of, observed.errors[np.arange(len(of)), self.current] ** 2)
+        shares = np.sqrt(np.divide(lost, squares, out=np.full(len(squares), np.nan), where=squares > 0))
+        return tuple(
+            Sample(step, layer, float(f"{np.sqrt(squares[layer]):.4g}"), None, error, PERIOD)
+            for layer in np.flatnonzero(squares).tolist()
+            for error in [round(float(shares[layer]), 5) if np.isfinite(shares[layer]) else None]
+        )
+
+    def account(self) -> Account:
+        """Returns the errors of the last decision, once."""
+        given, self._account = self._account, ()
+        return given
 
     def _look_at_ends(self) -> None:
         """Widens ranges that are too short, if possible. All ranks do the same, since they have the same choices."""

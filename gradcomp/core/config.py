@@ -148,9 +148,18 @@ class Config:
     )
     run_log: str = _setting(
         "",
-        "Path of a JSONL file to which rank 0 appends every change of plan; empty: none.",
+        "Path of a JSONL file to which rank 0 appends every change of plan, and where the time of steps went; empty: "
+        "none.",
         lambda v: "\0" not in v,
         "a path, or empty",
+    )
+    run_log_every_steps: int = _setting(
+        10,
+        "Steps between two lines of the run log about steps, for which the ranks gather their times; 0: it has only "
+        "plans.",
+        _not_negative,
+        "not negative",
+        shared=True,
     )
     kernels: str = _setting(
         "auto",

@@ -1,4 +1,4 @@
-"""The run log: JSON lines, one for every change of plan. ``docs/run-log.md`` describes the format.
+"""The run log: JSON lines about plans, steps and layers. ``docs/run-log.md`` describes the format.
 
 Rank 0 appends while a run goes on, so a file may end in the middle of a line, and a resumed run adds to the same file.
 """
@@ -20,6 +20,20 @@ from typing import Any, BinaryIO
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.plan import Plan, histogram
+from gradcomp.core.run_lines import (
+    LIMIT,
+    Gains,
+    Line,
+    Record,
+    Sample,
+    Window,
+    count,
+    is_count,
+    number,
+    rows,
+    text,
+    whole,
+)
 from gradcomp.version import __version__
 
 __all__ = ["Journal", "Logged", "Run", "histogram", "read"]
@@ -27,9 +41,6 @@ __all__ = ["Journal", "Logged", "Run", "histogram", "read"]
 logger = logging.getLogger("gradcomp")
 
 FORMAT = 1
-
-#: Numbers in a log must be below this, so that no sum, ratio or figure made of them overflows.
-LIMIT = 2**63
 
 
 class Journal:
@@ -54,11 +65,15 @@ class Journal:
         about = {"format": FORMAT, "version": __version__, "world": int(world)}
         self._write("run", **about, controller=controller, compression=compression, layers=rows)
 
-    def plan(self, step: int, plan: Plan, predicted_bytes: int) -> None:
-        """Logs a plan that takes effect at ``step``; one rank sends ``predicted_bytes`` a step under it, by formula."""
+    def plan(self, step: int, plan: Plan, layer_bytes: Sequence[float]) -> None:
+        """Logs a plan that takes effect at ``step``.
+
+        One rank sends ``layer_bytes`` a step under it, by formula; they are in the order of the run's layers.
+        """
         rows = [[a.layer, a.compressor, a.level] for a in plan.assignments]
         about = {"step": int(step), "version": plan.version, "assignments": rows}
-        self._write("plan", **about, predicted_bytes=int(predicted_bytes))
+        by_layer = [round(one) for one in layer_bytes]
+        self._write("plan", **about, predicted_bytes=round(sum(layer_bytes)), layer_bytes=by_layer)
 
     def measured(self, step: int, version: int, steps: int, measured_bytes: float) -> None:
         """Logs the mean of the bytes that this rank sent in each of the ``steps`` steps under plan ``version``.
@@ -72,6 +87,10 @@ class Journal:
     def choice(self, step: int, text: str) -> None:
         """Logs why a controller decided as it did, in one line."""
         self._write("choice", step=int(step), text=text)
+
+    def line(self, line: Line) -> None:
+        """Logs a window of steps, a layer's sample, or GraVAC's gains."""
+        self._write(line.KIND, **line.record())
 
     def close(self) -> None:
         """Closes the file; later lines are dropped. May be called again."""
@@ -111,13 +130,17 @@ def _ends_within_a_line(file: BinaryIO) -> bool:
 
 @dataclass(frozen=True)
 class Logged:
-    """One plan of a run: used from ``step`` on, with the bytes that one rank sends per step, if they were measured."""
+    """One plan of a run: used from ``step`` on, with the bytes that one rank sends per step, if they were measured.
+
+    ``layer_bytes`` are the predicted ones by layer, in the order of the run's layers; None in older logs.
+    """
 
     step: int
     plan: Plan
     predicted_bytes: int
     measured_bytes: float | None = None
     measured_steps: int = 0
+    layer_bytes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +154,9 @@ class Run:
     layers: tuple[LayerSpec, ...]
     plans: tuple[Logged, ...] = ()
     choices: tuple[tuple[int, str], ...] = ()
+    windows: tuple[Window, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    gains: tuple[Gains, ...] = ()
 
     @property
     def dense_bytes(self) -> int:
@@ -157,18 +183,18 @@ def read(path: str | os.PathLike[str]) -> list[Run]:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read the run log {path}: {error.strerror or error}") from error
-    runs: list[Run] = []
+    runs: list[_Read] = []
     rest = lines.pop()  # after the last newline: nothing, or an unfinished line
     records = [_parse(line) for line in lines] + ([_parse(rest)] if rest else [])
-    for number, record in enumerate(records, 1):
+    for place, record in enumerate(records, 1):
         try:
-            following = [one for one in records[number : number + 1] if isinstance(one, dict)]
-            unfinished = number > len(lines) or any(one.get("kind") == "run" for one in following)
+            following = [one for one in records[place : place + 1] if isinstance(one, dict)]
+            unfinished = place > len(lines) or any(one.get("kind") == "run" for one in following)
             if record is not None or not unfinished:
                 _take(runs, record)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from error
-    return runs
+            raise ConfigError(f"{path}, line {place}: {error}") from error
+    return [run.complete() for run in runs]
 
 
 def _parse(line: bytes) -> Any:
@@ -179,88 +205,88 @@ def _parse(line: bytes) -> Any:
         return None
 
 
-def _take(runs: list[Run], record: Any) -> None:
+class _Read:
+    """A run that is being read; lines are added to lists, since a log may have many."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.plans: list[Logged] = []
+        self.choices: list[tuple[int, str]] = []
+        self.lines: dict[str, list[Any]] = {kind: [] for kind in _LINES}
+
+    def complete(self) -> Run:
+        windows, samples, gains = map(tuple, self.lines.values())
+        plans, choices = tuple(self.plans), tuple(self.choices)
+        return replace(self.run, plans=plans, choices=choices, windows=windows, samples=samples, gains=gains)
+
+
+def _take(runs: list[_Read], record: Any) -> None:
     """Adds one line to the runs; raises ValueError that says what is wrong with it."""
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    kind = _text(record, "kind")
+    kind = text(record, "kind")
     if kind == "run":
-        runs.append(_run(record))
-    elif kind in _ADD:
+        runs.append(_Read(_run(record)))
+    elif kind in _ADD or kind in _LINES:
         if not runs:
             raise ValueError(f"a line of kind {kind!r} comes before the first line of kind 'run'")
-        runs[-1] = _ADD[kind](runs[-1], record)
+        read = runs[-1]
+        if kind in _ADD:
+            _ADD[kind](read, record)
+        else:
+            read.lines[kind].append(_LINES[kind].parse(record, read.run.world, len(read.run.layers)))
 
 
-def _run(record: dict[str, Any]) -> Run:
-    if _count(record, "format") != FORMAT:
+def _run(record: Record) -> Run:
+    if count(record, "format") != FORMAT:
         raise ValueError(f"format {record['format']}; this version of gradcomp reads format {FORMAT}")
-    rows = record.get("layers")
-    if not isinstance(rows, list):
-        raise ValueError(f"layers must be a list, got {shortened(rows)}")
-    layers = tuple(_layer(row) for row in rows)
+    layers = rows(record, "layers", _layer)
     check_unique(layers)
-    world = _count(record, "world", least=1)
+    world = count(record, "world", least=1)
     return Run(
-        _text(record, "version"), world, _text(record, "controller"), _text(record, "compression"), layers
+        text(record, "version"), world, text(record, "controller"), text(record, "compression"), layers
     )
 
 
 def _layer(row: Any) -> LayerSpec:
     match row:
-        case [str(name), list(shape), str(dtype)] if all(_is_count(n) for n in shape):
+        case [str(name), list(shape), str(dtype)] if all(is_count(n) for n in shape):
             layer = LayerSpec(name, tuple(shape), dtype)
             if layer.nbytes < LIMIT:
                 return layer
     raise ValueError(f"a layer must be [name, [shape], dtype], got {shortened(row)}")
 
 
-def _add_plan(run: Run, record: dict[str, Any]) -> Run:
-    _count(record, "version")
-    plan = Plan.from_json(json.dumps(record))
-    plan.check_covers(run.layers)
+def _add_plan(read: _Read, record: Record) -> None:
+    layers = read.run.layers
+    count(record, "version")
+    plan = Plan.from_json(json.dumps(dict(record)))
+    plan.check_covers(layers)
     for a in plan.assignments:
         levels = a.level if isinstance(a.level, tuple) else (a.level or 0,)
         if not all(abs(level) < LIMIT for level in levels):
             raise ValueError(f"level of {a.layer!r} is out of range: {shortened(a.level)}")
-    logged = Logged(_count(record, "step"), plan, _count(record, "predicted_bytes"))
-    return replace(run, plans=(*run.plans, logged))
+    by_layer = None
+    if record.get("layer_bytes") is not None:
+        by_layer = rows(record, "layer_bytes", lambda value: whole(value, "layer_bytes"), len(layers))
+    logged = Logged(count(record, "step"), plan, count(record, "predicted_bytes"), layer_bytes=by_layer)
+    read.plans.append(logged)
 
 
-def _add_bytes(run: Run, record: dict[str, Any]) -> Run:
-    version, steps = _count(record, "version"), _count(record, "steps", least=1)
-    measured = record.get("measured_bytes")
-    if isinstance(measured, bool) or not isinstance(measured, int | float) or not 0 <= measured < LIMIT:
-        raise ValueError(f"measured_bytes must be a number of bytes, got {shortened(measured)}")
+def _add_bytes(read: _Read, record: Record) -> None:
+    version, steps = count(record, "version"), count(record, "steps", least=1)
+    measured = number(record, "measured_bytes")
     # A run that loads a checkpoint may use a version number again: the last plan with that number is meant.
-    for at in reversed(range(len(run.plans))):
-        if run.plans[at].plan.version == version:
-            logged = replace(run.plans[at], measured_bytes=float(measured), measured_steps=steps)
-            return replace(run, plans=(*run.plans[:at], logged, *run.plans[at + 1 :]))
+    for at in reversed(range(len(read.plans))):
+        if read.plans[at].plan.version == version:
+            read.plans[at] = replace(read.plans[at], measured_bytes=measured, measured_steps=steps)
+            return
     raise ValueError(f"bytes of version {version}, but this run has no such plan")
 
 
-def _add_choice(run: Run, record: dict[str, Any]) -> Run:
-    return replace(run, choices=(*run.choices, (_count(record, "step"), _text(record, "text"))))
+def _add_choice(read: _Read, record: Record) -> None:
+    read.choices.append((count(record, "step"), text(record, "text")))
 
 
 _ADD = {"plan": _add_plan, "bytes": _add_bytes, "choice": _add_choice}
-
-
-def _is_count(value: Any, least: int = 0) -> bool:
-    return type(value) is int and least <= value < LIMIT
-
-
-def _count(record: dict[str, Any], key: str, least: int = 0) -> int:
-    value = record.get(key)
-    if not _is_count(value, least):
-        raise ValueError(f"{key} must be a whole number of at least {least}, got {shortened(value)}")
-    assert isinstance(value, int)
-    return value
-
-
-def _text(record: dict[str, Any], key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str):
-        raise ValueError(f"{key} must be text, got {shortened(value)}")
-    return value
+_LINES: dict[str, Any] = {one.KIND: one for one in (Window, Sample, Gains)}

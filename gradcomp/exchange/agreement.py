@@ -45,18 +45,20 @@ def agree(
     error: Exception | None = None,
     *,
     wait_for: Callable[[Handle], None] = wait,
-) -> None:
+    note: bytes = b"",
+) -> list[bytes]:
     """Raise PlanMismatchError on every rank unless all descriptions are equal. Collective.
 
     A rank that cannot continue passes its ``error``: it raises this error, and the others raise one that quotes it.
-    ``wait_for`` waits for a handle. Wire: two rounds of a digest; the descriptions themselves travel only if the
-    digests differ.
+    ``wait_for`` waits for a handle. It returns the ``note`` of each rank, which may differ. Wire: two rounds of a
+    digest and the note; the descriptions themselves travel only if the digests differ.
     """
     mine = {"error": f"{type(error).__name__}: {error}"} if error else dict(description or {})
     text = json.dumps(mine, sort_keys=True)
-    digests = transport.allgather_bytes(hashlib.sha256(text.encode()).digest(), wait_for)
-    if error is None and len(set(digests)) == 1:
-        return
+    digest = hashlib.sha256(text.encode()).digest()
+    parts = transport.allgather_bytes(digest + note, wait_for)
+    if error is None and all(part[: len(digest)] == digest for part in parts):
+        return [part[len(digest) :] for part in parts]
     texts = transport.allgather_bytes(text.encode(), wait_for)
     everyone = [_parse(rank, part) for rank, part in enumerate(texts)]
     raise error or PlanMismatchError(printable(_difference(everyone)))
@@ -118,7 +120,8 @@ def agree_on_settings(
         shared["controller"] = settings.controller_text
     journal = _open_journal(transport, config, settings.name)
     try:
-        agree(transport, describe(layers, plan, config, **shared), settings.problem, wait_for=wait_for)
+        description, logs = describe(layers, plan, config, **shared), bytes([journal is not None])
+        notes = agree(transport, description, settings.problem, wait_for=wait_for, note=logs)
         on_device, slices_chosen = settings.device.driver is not None, not config.slice_elements
         config = agree_on_slices(transport, config, on_device, topology, layers, plan, wait_for=wait_for)
         if config.deterministic:
@@ -128,7 +131,14 @@ def agree_on_settings(
         if journal is not None:
             journal.close()
         raise
-    found = replace(settings, topology=topology, controller=controller, slices_chosen=slices_chosen)
+    times_every = config.run_log_every_steps if notes[0] == b"\1" else 0
+    found = replace(
+        settings,
+        topology=topology,
+        controller=controller,
+        slices_chosen=slices_chosen,
+        times_every=times_every,
+    )
     return config, found, journal
 
 

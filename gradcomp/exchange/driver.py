@@ -391,8 +391,7 @@ class StepDriver:
         """
         after = self._ending(Verb.COMMIT)
         if self.agrees and not self.exchanger.vote(True):
-            self.exchanger.discard()
-            self.exchanger.pipeline.statistics.skipped_steps += 1
+            self.exchanger.skip()
             self._end(self._after(Verb.DISCARD))
             return False
         self.exchanger.commit(edited=edited)

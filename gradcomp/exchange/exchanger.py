@@ -23,9 +23,10 @@ from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.fingerprint import NOTHING, DeferredFingerprint
 from gradcomp.exchange.memory import Allocate
 from gradcomp.exchange.pipeline import Pipeline
-from gradcomp.exchange.reports import PlanLog, measure, shift
+from gradcomp.exchange.reports import measure, shift
 from gradcomp.exchange.request_group import RequestGroup, RequestOrder, Run
 from gradcomp.exchange.requests import Array, PreparedRequest, Request, SharedMemory
+from gradcomp.exchange.run_log import RunLog
 from gradcomp.exchange.settings import Settings
 from gradcomp.exchange.step import StepResult
 from gradcomp.exchange.thread import Engine, Progress
@@ -101,9 +102,10 @@ class Exchanger:
         self.closed = False
         self._aborted = False  # by this rank, which may leave the others in a collective
         self._pid = os.getpid()
-        self._plan_log: PlanLog | None = None
+        self._times = self.pipeline.times
+        self._run_log: RunLog | None = None
         if transport.rank == 0 and (settings.controller is not None or journal is not None):
-            self._plan_log = PlanLog(self.pipeline, journal, settings.controller_text, settings.compression)
+            self._run_log = RunLog(self.pipeline, journal, settings.controller_text, settings.compression)
         self._progress = Progress(engine, watchdog, config, self.pipeline, settings)
         self._group: RequestGroup | None = None
         self._order = RequestOrder()
@@ -149,6 +151,8 @@ class Exchanger:
         digests = self._digests() if self._digests and due else None
         self.pipeline.open(scale, learning_rate, digests, fingerprint, momenta)
         self._exchanges += 1
+        if self._times is not None:
+            self._times.opened(self.pipeline.step)
         self._progress.collectives = 0
         if self.recorder is not None:
             self.recorder.begin(self.pipeline.step)
@@ -176,6 +180,8 @@ class Exchanger:
         self.pipeline.statistics.exposed_seconds += end - begin
         self._progress.is_open = False
         self._check()
+        if self._times is not None:
+            self._times.waited()
         result = self.pipeline.result
         assert result is not None, "a step that is done has a result"
         self.pipeline.trace.add(("wait", result.step, WHOLE_STEP, begin, end))
@@ -190,13 +196,25 @@ class Exchanger:
         exchange tells the other ranks.
         """
         self._check()
+        result = self.pipeline.result
         accepted = self.pipeline.commit(outcome, edited=edited)
-        if self._plan_log is not None:
-            self._plan_log.after_step()
+        if self._run_log is not None:
+            self._run_log.after_step(result)
         return accepted
 
     def discard(self) -> None:
+        """Discard the means of the step; the state does not change."""
+        result = self.pipeline.result
         self.pipeline.discard()
+        if self._run_log is not None:
+            self._run_log.discarded(result)
+
+    def skip(self) -> None:
+        """Discard the means of the step, which the ranks have agreed to skip."""
+        self.pipeline.discard()
+        self.pipeline.statistics.skipped_steps += 1
+        if self._run_log is not None:
+            self._run_log.skipped()
 
     def allgather_bytes(self, payload: bytes) -> list[bytes]:
         """Return every rank's bytes in rank order. Collective, between steps, blocking."""
@@ -309,8 +327,8 @@ class Exchanger:
         self.closed = True
         if self.pipeline.controller is not None:
             self.pipeline.controller.close()
-        if self._plan_log is not None:
-            self._plan_log.close()
+        if self._run_log is not None:
+            self._run_log.close()
         if self.recorder is not None:
             self.recorder.close()
         self._progress.end_service()

@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +41,15 @@ from gradcomp.exchange.memory import Allocate
 from gradcomp.exchange.plans import Plans, Switch
 from gradcomp.exchange.settings import Settings
 from gradcomp.exchange.step import StepExchange, StepResult, Waits
+from gradcomp.exchange.step_times import StepTimes
 from gradcomp.exchange.waiting import Number, Waiting, collective, until_complete
 from gradcomp.kernels.codec import Draw
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.header import APPLIED, DIFFERENT, DISCARDED, EDITED, LATE
 from gradcomp.transport.base import AllReduce, Handle, Transport
+
+if TYPE_CHECKING:
+    from gradcomp.exchange.layer_samples import LayerSamples
 
 logger = logging.getLogger("gradcomp")
 #: This many discarded exchanges in a row are no accident.
@@ -105,6 +110,12 @@ class Pipeline:
         self._ended: float | None = None  # when the last step's exchange ended
         self.trace = Trace(config.trace_spans, transport.rank)
         self.result: StepResult | None = None
+        #: The times of steps, for rank 0's run log; None without one.
+        self.times = (
+            StepTimes(settings.times_every, self.statistics, transport) if settings.times_every else None
+        )
+        #: Measures layers for the run log; None without one, and on ranks other than 0.
+        self.samples: LayerSamples | None = None
         self._average = settings.average
         self._order_step = settings.order_step
         controller = settings.controller
@@ -375,6 +386,12 @@ class Pipeline:
         self.advances += 1
         self.statistics.wire_seconds += seconds
 
+    def contribute(self) -> None:
+        """Start the sums and gathers of a step that are under way together with its last bucket."""
+        self.plans.contribute(self.step, self.transport)
+        if self.times is not None:
+            self.times.issue()
+
     def end_step(self, exchange: StepExchange) -> Generator[Waiting, None, None]:
         """Conclude the step, as every rank does from the same flags."""
         result, all_ready = exchange.result()
@@ -394,6 +411,8 @@ class Pipeline:
             yield from self.plans.compare(self.transport, self.plan.version + 1)
         if self.plans.sums is not None:
             yield from until_complete(self.plans.sums)
+        if self.times is not None:
+            yield from self.times.gather()
         completed, rate = self.arrivals.completed, exchange.learning_rate
         plan = self.plans.next(self.step, all_ready, self.plan, self.laid_out, completed, rate)
         if plan is not None:

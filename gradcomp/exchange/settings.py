@@ -44,7 +44,8 @@ class Settings:
     ``controlled_by``, the controller that the ranks begin; from step ``adjustable_from`` on it may change the
     compressor of layer i, ``adjustable[i]``, and leaves layers alone whose entry is None; ``compression``, for logs;
     ``network``, the measured constants that ``reduction="auto"`` needs with several hosts; ``slices_chosen``, True if
-    the ranks have chosen the size of exchange buckets, since no setting gives it.
+    the ranks have chosen the size of exchange buckets, since no setting gives it; ``times_every``, the steps between
+    two gathers of the ranks' times for rank 0's run log, or 0.
 
     Each rank's own: ``device``, which holds gradients and means, and so the state; ``listener``; ``digests()`` and
     ``fingerprint(step)``, which begin to compute those of the parameters and of a step; ``roster``; ``shared_core``,
@@ -66,6 +67,7 @@ class Settings:
     compression: str = ""
     network: Network | None = None
     slices_chosen: bool = False
+    times_every: int = 0
     device: Device = HOST
     listener: Listener | None = None
     digests: Callable[[], Future[Digests]] | None = None

@@ -185,7 +185,7 @@ class StepExchange:
             yield Waiting.LAYERS
         if not programs:  # every layer has sparse gradients
             yield from self._learn_numbers()
-            self._plans.contribute(pipeline.step, transport)
+            pipeline.contribute()
         following = 0
         while following < len(programs) or in_flight:
             if following < len(programs) and (overlap or not in_flight):
@@ -209,7 +209,7 @@ class StepExchange:
                     if pipeline.listener is not None:
                         pipeline.listener.bucket_complete(programs[one.number].bucket)
                 if is_first and one.number == len(programs) - 1:
-                    self._plans.contribute(pipeline.step, transport)
+                    pipeline.contribute()
         self.position = (len(programs), 0)
         yield from pipeline.end_step(self)
 
@@ -253,6 +253,8 @@ class StepExchange:
         )
         if self._plans.active is not None:
             self._plans.start(bucket.groups, memory, self._context.scale)
+        if pipeline.samples is not None:
+            pipeline.samples.look(pipeline.step, pipeline.laid_out_plan, bucket, memory, self._context.scale)
         header_id = HeaderId(pipeline.header_check, pipeline.step, number, pipeline.checksums)
         running = program.run(header_id, self._context, memory, flags)
         return InFlight(number, running, self._completed)

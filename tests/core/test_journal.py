@@ -16,6 +16,7 @@ from tiers import examples
 
 from gradcomp import ConfigError, LayerSpec, Policy, Quantize
 from gradcomp.core.journal import Journal, Logged, Run, read
+from gradcomp.core.run_lines import PERIOD, Factor, Gains, Sample, Window
 
 LAYERS = [LayerSpec("a", (64, 64)), LayerSpec("b/é\n", (64,), "bfloat16")]
 PLAN = Policy(Quantize(4)).plan(LAYERS, version=0)
@@ -27,6 +28,26 @@ RUN = {
 }  # fmt: skip
 FIRST = {"kind": "plan", "step": 0, "version": 0, "assignments": [["a", "none", None]], "predicted_bytes": 32}
 BYTES = {"kind": "bytes", "step": 9, "version": 0, "steps": 9, "measured_bytes": 32.5}
+
+
+TIMES = Window(
+    10, 5, *((0.1, None, 0.25, 2.0),) * 8, skipped=((12, 1), (13, None)), discarded=2
+)  # fmt: skip
+SAMPLE = Sample(7, 1, 2.5, 0.5, None)
+CONTROLLED = Sample(8, 0, 2.5, None, 0.125, PERIOD)
+GAINS = Gains(
+    9, "*", 0.7, 10.0, 20.0, 3.0, (2.0, 1.5), (Factor(1.0, 1.0, None, 4), Factor(10.0, 0.5, 2.0, 0))
+)
+#: Lines of these, as they stand in the log of RUN, which has two ranks and one layer.
+STEPS = {
+    "kind": "steps", "step": 0, "steps": 10, **{name: [0.5, None] for name in Window.BY_RANK}, "skipped": [[3, 0]],
+    "discarded": 0,
+}  # fmt: skip
+LAYER = {"kind": "layer", "step": 1, "layer": 0, "norm": 1, "residual": None, "error": 0.5, "over": "step"}
+GAIN = {
+    "kind": "gains", "step": 1, "row": "*", "epsilon": 0.7, "minimum": 10, "candidate": 20, "prior": 3.5,
+    "post": [2, 1], "factors": [[10, 0.5, None, 3]],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -49,12 +70,14 @@ def written(path: Path):
 def log_a_run(path: Path) -> None:
     journal = Journal(path)
     journal.run(4, "fixed", "quantize:bits=4", LAYERS)
-    journal.plan(0, PLAN, 100)
+    journal.plan(0, PLAN, [90, 10.2])
     assert read(path)[-1].plans[-1].plan == PLAN, "every line is out when the call returns"
     journal.measured(20, 0, 20, 101.5)
     journal.measured(20, 0, 0, float("nan"))  # bytes of no step are not logged
     journal.choice(20, "two bits will do")
-    journal.plan(20, NEXT, 60)
+    for line in (TIMES, SAMPLE, GAINS, CONTROLLED):
+        journal.line(line)
+    journal.plan(20, NEXT, [50, 10])
     journal.close()
 
 
@@ -63,8 +86,12 @@ def test_what_was_logged_is_read(path: Path):
     (run,) = read(path)
     assert (run.world, run.controller, run.compression) == (4, "fixed", "quantize:bits=4")
     assert run.layers == tuple(LAYERS)
-    assert run.plans == (Logged(0, PLAN, 100, 101.5, 20), Logged(20, NEXT, 60))
+    assert run.plans == (
+        Logged(0, PLAN, 100, 101.5, 20, (90, 10)),
+        Logged(20, NEXT, 60, layer_bytes=(50, 10)),
+    )
     assert run.choices == ((20, "two bits will do"),)
+    assert (run.windows, run.samples, run.gains) == ((TIMES,), (SAMPLE, CONTROLLED), (GAINS,))
 
 
 def test_a_run_after_one_that_was_killed_begins_a_line(path: Path):
@@ -143,6 +170,25 @@ BROKEN = {
     "infinite bytes": [RUN, FIRST, {**BYTES, "measured_bytes": float("inf")}],
     "bytes of no step": [RUN, FIRST, {**BYTES, "steps": 0}],
     "choice without text": [RUN, {"kind": "choice", "step": 1}],
+    "bytes of another number of layers": [RUN, {**FIRST, "layer_bytes": [16, 16]}],
+    "a layer's bytes as text": [RUN, {**FIRST, "layer_bytes": ["32"]}],
+    "times before their run": [STEPS],
+    "times of another number of ranks": [RUN, {**STEPS, "exposed": [0.5]}],
+    "times of no step": [RUN, {**STEPS, "steps": 0}],
+    "negative time": [RUN, {**STEPS, "seconds": [-0.5, None]}],
+    "time NaN": [RUN, {**STEPS, "wire": [float("nan"), 0]}],
+    "time that no axis holds": [RUN, {**STEPS, "codec": [1e300, 0]}],
+    "no times": [RUN, {**STEPS, "backward": None}],
+    "a skipped step without a layer": [RUN, {**STEPS, "skipped": [3]}],
+    "a skipped step of an unknown layer": [RUN, {**STEPS, "skipped": [[3, 1]]}],
+    "a sample of an unknown layer": [RUN, {**LAYER, "layer": 1}],
+    "a sample of a layer by name": [RUN, {**LAYER, "layer": "a"}],
+    "a sample over nothing": [RUN, {**LAYER, "over": "year"}],
+    "a sample without a norm": [RUN, {**LAYER, "norm": None}],
+    "gains of no row": [RUN, {**GAIN, "row": 1}],
+    "gains without norms": [RUN, {**GAIN, "post": [1]}],
+    "a gain without steps": [RUN, {**GAIN, "factors": [[10, 0.5, None]]}],
+    "a factor as text": [RUN, {**GAIN, "factors": [["10", 0.5, None, 3]]}],
 }
 
 
@@ -162,7 +208,9 @@ def one_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @examples(60)
-@given(record=st.sampled_from([RUN, FIRST, BYTES]), key=st.integers(0, 6), value=json_values)
+@given(
+    record=st.sampled_from([RUN, FIRST, BYTES, STEPS, LAYER, GAIN]), key=st.integers(0, 12), value=json_values
+)
 def test_any_field_is_read_or_a_config_error(one_path: Path, record: dict, key: int, value):
     changed = {**record, list(record)[key % len(record)]: value}
     before = [] if record is RUN else [RUN] if record is FIRST else [RUN, FIRST]
@@ -215,7 +263,7 @@ def test_closing_twice_is_fine_and_ends_the_log(path: Path):
     journal.run(4, "", "none", LAYERS)
     journal.close()
     journal.close()
-    journal.plan(0, PLAN, 100)
+    journal.plan(0, PLAN, [90, 10.2])
     assert read(path)[0].plans == ()
 
 
@@ -240,7 +288,7 @@ def test_a_full_disk_ends_the_log_with_one_warning(tmp_path: Path, caplog):
     link.symlink_to("/dev/full")
     journal = Journal(link)
     journal.run(4, "", "none", LAYERS)
-    journal.plan(0, PLAN, 100)
+    journal.plan(0, PLAN, [90, 10.2])
     journal.close()
     assert [record.getMessage() for record in caplog.records] == [
         f"the run log {link} ends here: No space left on device"
