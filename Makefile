@@ -36,8 +36,12 @@ CXX_FILES = $(shell find native -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 
-           BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-links bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy bench-fingerprint bench-shm bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls bench-multilevel bench-adaptive bench-many-layers bench-sharded bench-auto bench-estimates bench-what-if bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned bench-tf-ops \
-           bench-tf-step bench-tf-convergence
+BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-links \
+           bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy bench-fingerprint bench-shm \
+           bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
+           bench-multilevel bench-adaptive bench-many-layers bench-sharded bench-auto bench-estimates bench-what-if \
+           bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned \
+           bench-tf-ops bench-tf-step bench-tf-convergence bench-report
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
@@ -239,10 +243,11 @@ layers: $(STAMP)/extra-lint
 docs: $(STAMP)/extra-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The site in a headless Chromium, that of Debian: docs/testing.md. SCREENSHOTS=folder leaves pictures for review there.
+# The site, and the page of a report, in a headless Chromium, that of Debian: docs/testing.md. SCREENSHOTS=folder leaves pictures for review there.
 site-check: docs $(STAMP)/chromium $(STAMP)/extra-test
 	GRADCOMP_SITE=$(CURDIR)/site GRADCOMP_CHROMIUM=$(CURDIR)/scripts/chromium.sh CHROMIUM=$(abspath $(VENV))/chromium \
-	    GRADCOMP_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) -n 0 --timeout=900 tests/site/test_site.py $(ARGS)
+	    GRADCOMP_SCREENSHOTS=$(SCREENSHOTS) $(PYTEST) -n 0 --timeout=900 tests/site/test_site.py tests/site/test_report_page.py \
+	    $(ARGS)
 
 format: $(STAMP)/extra-lint
 	$(BIN)/ruff check --fix .
@@ -370,6 +375,10 @@ bench-information: $(STAMP)/package $(STAMP)/extra-plot
 
 bench-learned: $(STAMP)/package $(STAMP)/extra-demo $(STAMP)/extra-plot
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/learned.py $(ARGS)
+
+# The page is drawn by Chromium.
+bench-report: $(STAMP)/package $(STAMP)/extra-report $(STAMP)/chromium
+	CHROMIUM=$(abspath $(VENV))/chromium $(BIN)/python benchmarks/report_page.py $(ARGS)
 
 bench-tf-ops: $(STAMP)/package $(STAMP)/extra-tf-cpu
 	$(BIN)/python benchmarks/tf_ops.py $(ARGS)

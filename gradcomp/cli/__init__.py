@@ -22,6 +22,7 @@ _COMMANDS = {
     "estimate": "gradcomp.cli.estimate",
     "mi": "gradcomp.cli.information",
     "plan": "gradcomp.cli.plan",
+    "report": "gradcomp.cli.report",
     "trace": "gradcomp.cli.trace",
 }
 
