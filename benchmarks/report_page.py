@@ -9,8 +9,8 @@ in a headless Chromium, which tells when the last chart is drawn; a figure is th
 
 The cost is that of two ranks on this host over Gloo, which train a GPT of 160 layers with TopK and error feedback,
 with and without a run log in turn: A B A B ... Each block is a job of its own, of 30 steps after 4 that do not count. A
-ratio is that of the mean steps of a block and the next one; their mean has an interval of 95%, by the bootstrap. Beside it
-stands what the calls of the log took of the steps on rank 0, counted in every call, with its background work.
+ratio is that of the mean steps of a block and the next one; their mean has an interval of 95%, by the bootstrap. Beside
+it stands what the calls of the log took of the steps on rank 0, counted in every call, with its background work.
 
 The bars: the page is below 3 MB and drawn within 2 s; logging takes at most 0.5% of a step.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,9 @@ OF_PART = {REST: PLAIN, BACKWARD: COLOURS[2], WAITED: COLOURS[1], SENDING: COLOU
 #: Layers and plans that have a mark of their own; the others are counted.
 MOST_LAYERS, MOST_PLANS, MOST_RANKS = 30, 60, 32
 #: Longest text beside an axis and in a legend, in pixels.
-_LABEL = 130
+_LABEL, _IN_LEGEND = 150, 180
+#: Letters that fit beside an axis, and twice into a legend.
+_SHORT = 20
 #: Pixels of a band.
 _BAND = 18
 
@@ -46,13 +49,15 @@ def _banded(data: Sequence[Row], field: str, **spec: Any) -> Spec:
     return _chart(data, _BAND * max(len({row[field] for row in data}), 1), **spec)
 
 
-def _legend(**more: Any) -> Spec:
-    return {"orient": "bottom", "columns": 2, "labelLimit": 2 * _LABEL, "title": None, **more}
+def _legend(names: Sequence[str], **more: Any) -> Spec:
+    """Returns a legend that is no wider than a phone."""
+    columns = 2 if max(map(len, names), default=0) <= _SHORT else 1
+    return {"orient": "bottom", "columns": columns, "labelLimit": _IN_LEGEND, "title": None, **more}
 
 
-def _colour(field: str, names: Sequence[str], colours: Sequence[str], **more: Any) -> Spec:
+def _colour(field: str, names: Sequence[str], colours: Sequence[str]) -> Spec:
     scale: Spec = {"domain": list(names), "range": list(colours)}
-    return {"field": field, "type": "nominal", "scale": scale, "legend": _legend(), **more}
+    return {"field": field, "type": "nominal", "scale": scale, "legend": _legend(names)}
 
 
 def parts_along(summary: dict[str, Any]) -> Spec:
@@ -120,13 +125,27 @@ def last_along(ranks: Sequence[Row]) -> Spec:
 
 
 def _layer_axis() -> Spec:
-    return {"field": "name", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": _LABEL}}
+    return {"field": "label", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": _LABEL}}
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """Returns the ends of long names, which tell layers apart better than their beginnings; equal ends stay whole."""
+    ends = {name: name if len(name) <= _SHORT else "…" + name[1 - _SHORT :] for name in names}
+    counts = Counter(ends.values())
+    return {name: end if counts[end] == 1 else name for name, end in ends.items()}
 
 
 def bytes_by_layer(layers: Sequence[Row]) -> Spec:
     """Returns the bytes that the largest layers send a step, in front of those of an uncompressed exchange."""
+    labels = _labels([row["name"] for row in layers[:MOST_LAYERS]])
     rows = [
-        {"name": row["name"], "sent": row["bytes"], "dense": row["dense_bytes"], "how": _how(row)}
+        {
+            "name": row["name"],
+            "label": labels[row["name"]],
+            "sent": row["bytes"],
+            "dense": row["dense_bytes"],
+            "how": _how(row),
+        }
         for row in layers[:MOST_LAYERS]
         if row["bytes"] is not None
     ]
@@ -147,7 +166,7 @@ def bytes_by_layer(layers: Sequence[Row]) -> Spec:
             "encoding": {**axes, "x": {**x, "field": "sent"}},
         },
     ]
-    return _banded(rows, "name", layer=layer)
+    return _banded(rows, "label", layer=layer)
 
 
 def _how(row: Row) -> str:
@@ -157,8 +176,9 @@ def _how(row: Row) -> str:
 def errors_by_layer(layers: Sequence[Row]) -> Spec:
     """Returns the measured errors of the largest layers."""
     names = {"error": "one step", "period_error": "controller's period"}
+    labels = _labels([row["name"] for row in layers[:MOST_LAYERS]])
     rows = [
-        {"name": row["name"], "error": round(row[key], 5), "of": of}
+        {"name": row["name"], "label": labels[row["name"]], "error": round(row[key], 5), "of": of}
         for row in layers[:MOST_LAYERS]
         for key, of in names.items()
         if row[key] is not None and row["compressor"] != EXACT
@@ -208,7 +228,7 @@ def _by_level(levels: dict[str, str], used: Sequence[str]) -> Spec:
     shown = [level for level in levels if level in set(used)]
     colours = _colour("level", shown, [levels[level] for level in shown])
     if len(shown) > len(COLOURS) + 1:
-        colours["legend"] = _legend(values=shown[: len(COLOURS) - 1])
+        colours["legend"] = _legend(shown, values=shown[: len(COLOURS) - 1])
     return colours
 
 
@@ -240,7 +260,7 @@ def levels_along(plans: Sequence[Row], end: int) -> Spec:
 
 def levels_by_layer(plans: Sequence[Row], names: Sequence[str], shown: Sequence[str], end: int) -> Spec:
     """Returns the levels of the layers ``shown`` along the run; ``names`` are all layers' in the run's order."""
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers, labels = {name: number for number, name in enumerate(names)}, _labels(shown)
     rows: list[Row] = []
     for name in shown:
         before: Row | None = None
@@ -249,7 +269,7 @@ def levels_by_layer(plans: Sequence[Row], names: Sequence[str], shown: Sequence[
             if before is not None and before["level"] == level:
                 before["end"] = until
             else:
-                before = {"name": name, "step": begin, "end": until, "level": level}
+                before = {"name": name, "label": labels[name], "step": begin, "end": until, "level": level}
                 rows.append(before)
     encoding = {
         "y": _layer_axis(),
@@ -258,7 +278,7 @@ def levels_by_layer(plans: Sequence[Row], names: Sequence[str], shown: Sequence[
         "color": _by_level(_levels(plans), [row["level"] for row in rows]),
         "tooltip": [{"field": key, "type": "nominal"} for key in ("name", "level", "step", "end")],
     }
-    return _banded(rows, "name", mark={"type": "bar", "binSpacing": 0, "height": 12}, encoding=encoding)
+    return _banded(rows, "label", mark={"type": "bar", "binSpacing": 0, "height": 12}, encoding=encoding)
 
 
 def _lines(

@@ -342,9 +342,9 @@ def _skipped(page: _Page, summary: dict[str, Any]) -> None:
     if not skipped and not discarded:
         page.say("No step was skipped.")
     if discarded:
-        page.say(f"The means of {discarded} exchanges were thrown away, without a step.")
+        page.say(f"{discarded:,} exchanges were thrown away, without a step.")
     if skipped:
-        page.say(f"{len(skipped)} of {summary['steps']['steps']} steps were skipped.")
+        page.say(f"{len(skipped):,} of {summary['steps']['steps']:,} steps were skipped.")
         rows = _ranges(skipped)
         page.table(["steps", "why"], rows[:_MOST_SHOWN])
         _say_rest(page, len(rows) - _MOST_SHOWN, "rows")
