@@ -29,7 +29,7 @@ from gradcomp.kernels.devices import Device
 logger = logging.getLogger("gradcomp")
 
 #: At most this share of the time goes into copying and measuring samples.
-_SHARE = 0.0025
+_SHARE = 0.0015
 #: A sample has at most so many elements; of a longer one that is not of low rank the first ones are measured.
 _MOST_ELEMENTS = 1 << 20
 
@@ -38,7 +38,7 @@ class LayerSamples:
     """Copies the gradient and residual of one layer before it is encoded, and measures them in the background.
 
     The layers that travel compressed take turns. Of a layer that is larger than an exchange bucket, one slice is
-    measured. The next sample waits until copying and measuring have taken no more than a quarter of a percent of the
+    measured. The next sample waits until copying and measuring have taken no more than 0.15% of the
     time since the first one. Calls come from the engine's thread.
 
     Memory: 8 bytes per element of a sample, at most 8 MiB on the gradients' device, and as much again and what the
