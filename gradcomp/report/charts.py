@@ -49,10 +49,10 @@ def _banded(data: Sequence[Row], field: str, **spec: Any) -> Spec:
     return _chart(data, _BAND * max(len({row[field] for row in data}), 1), **spec)
 
 
-def _legend(names: Sequence[str], **more: Any) -> Spec:
+def _legend(names: Sequence[str]) -> Spec:
     """Returns a legend that is no wider than a phone."""
     columns = 2 if max(map(len, names), default=0) <= _SHORT else 1
-    return {"orient": "bottom", "columns": columns, "labelLimit": _IN_LEGEND, "title": None, **more}
+    return {"orient": "bottom", "columns": columns, "labelLimit": _IN_LEGEND, "title": None}
 
 
 def _colour(field: str, names: Sequence[str], colours: Sequence[str]) -> Spec:
@@ -130,7 +130,7 @@ def _layer_axis() -> Spec:
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
     """Returns the ends of long names, which tell layers apart better than their beginnings; equal ends stay whole."""
-    ends = {name: name if len(name) <= _SHORT else "…" + name[1 - _SHORT :] for name in names}
+    ends = {name: name if len(name) <= _SHORT else "…" + name[1 - _SHORT :].lstrip(".") for name in names}
     counts = Counter(ends.values())
     return {name: end if counts[end] == 1 else name for name, end in ends.items()}
 
@@ -151,11 +151,7 @@ def bytes_by_layer(layers: Sequence[Row]) -> Spec:
     ]
     tooltip = [{"field": name, "type": "nominal"} for name in ("name", "how", "sent", "dense")]
     axes: Spec = {"y": _layer_axis(), "tooltip": tooltip}
-    x: Spec = {
-        "type": "quantitative",
-        "title": "bytes a step: sent, and uncompressed",
-        "axis": {"format": "~s"},
-    }
+    x: Spec = {"type": "quantitative", "title": "bytes a step", "axis": {"format": "~s"}}
     layer = [
         {
             "mark": {"type": "bar", "color": PLAIN, "opacity": 0.35},
@@ -224,11 +220,11 @@ def _levels(plans: Sequence[Row]) -> dict[str, str]:
 
 
 def _by_level(levels: dict[str, str], used: Sequence[str]) -> Spec:
-    """Returns the colours of the levels that are used, which must not be more than a legend can hold."""
+    """Returns the colours of the levels that are used, in a column; the legend names no more than have a colour."""
     shown = [level for level in levels if level in set(used)]
     colours = _colour("level", shown, [levels[level] for level in shown])
-    if len(shown) > len(COLOURS) + 1:
-        colours["legend"] = _legend(shown, values=shown[: len(COLOURS) - 1])
+    named = shown if len(shown) <= len(COLOURS) + 1 else shown[: len(COLOURS) - 1]
+    colours["legend"] = {**_legend(shown), "values": named, "columns": 1}
     return colours
 
 

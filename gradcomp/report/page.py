@@ -222,7 +222,7 @@ def _layers(page: _Page, summary: dict[str, Any]) -> None:
         "elements",
         "compressor",
         "level",
-        "gradient",
+        "uncompressed",
         "sent",
         "error",
         "by controller",
@@ -269,11 +269,14 @@ def _levels(page: _Page, summary: dict[str, Any]) -> None:
         )
         page.say(f"The plan did not change: {why}. Layers by level: {plans[0]['layers']}.")
         return
-    end = steps["first"] + steps["steps"] if steps is not None else plans[-1]["step"] + 1
-    page.chart("levels", charts.levels_along(plans, end), "Elements by level along the run.")
-    shown = [row["name"] for row in summary["layers"] if row["compressor"] != EXACT][:MOST_LAYERS]
-    spec = charts.levels_by_layer(plans, summary["layer_names"], shown, end)
-    page.chart("layer-levels", spec, "Levels of the layers that send most.")
+    if len({tuple(plan["level_by_layer"]) for plan in plans}) > 1:
+        end = steps["first"] + steps["steps"] if steps is not None else plans[-1]["step"] + 1
+        page.chart("levels", charts.levels_along(plans, end), "Elements by level along the run.")
+        shown = [row["name"] for row in summary["layers"] if row["compressor"] != EXACT][:MOST_LAYERS]
+        spec = charts.levels_by_layer(plans, summary["layer_names"], shown, end)
+        page.chart("layer-levels", spec, "Levels of the layers that send most.")
+    else:
+        page.say("Every logged plan gives each layer the same level.")
     heads = ["step", "plan", "predicted", "measured", "ratio", "layers by level", "why"]
     rows = [
         [

@@ -38,7 +38,7 @@ DRAWN = {
     "parts": {"ms a step", "step", "backward", "waiting for the last rank", "communication"},
     "last": {"rank 3", "steps in which it was waited for"},
     "last-along": {"rank 3", "step"},
-    "bytes": {"bytes a step: sent, and uncompressed"},
+    "bytes": {"bytes a step"},
     "errors": {"one step", "controller's period"},
     "levels": {"elements by level", "quantize 4 bits"},
     "layer-levels": {"step", "quantize 4 bits"},
