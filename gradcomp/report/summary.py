@@ -1,4 +1,4 @@
-"""What a report shows of a run, as numbers and texts: the page draws it, and ``--json`` prints it."""
+"""A report shows numbers and texts of a run: the page draws them, and ``--json`` prints them."""
 
 from __future__ import annotations
 

@@ -98,6 +98,23 @@ def test_steps_that_are_not_applied_are_named():
 
 
 @on_ranks(3)
+def test_a_step_that_the_ranks_agree_to_skip_has_no_layer():
+    path = shared_folder() / "run.jsonl"
+    with initialised(run_log=str(path), run_log_every_steps=2):
+        model, optimizer = make(gc.Quantize(4, 64), on_skip="agree")
+        for step in range(5):
+            optimizer.zero_grad()
+            backward(model, step)
+            if step != 2 or gc.rank() != 1:
+                optimizer.step()
+        optimizer.zero_grad()
+    if gc.rank() == 0:
+        (run,) = read(path)
+        assert [skipped for each in run.windows for skipped in each.skipped] == [(2, None)]
+        assert sum(each.discarded for each in run.windows) == 0
+
+
+@on_ranks(3)
 def test_plans_only_and_no_log():
     path = shared_folder() / "run.jsonl"
     for settings in ({"run_log": str(path), "run_log_every_steps": 0}, {}):
@@ -137,27 +154,30 @@ def test_controllers_log_what_they_have_measured():
             optimizer.zero_grad()
             backward(model, step)
             optimizer.step()
-    gains = path.with_name("gravac.jsonl")
-    with initialised(run_log=str(gains), run_log_every_steps=5):
-        controller = gc.GraVAC(minimum=4, maximum=16, window=6)
-        model, optimizer = make(gc.ErrorFeedback(gc.TopK(0.25)), controller=controller)
-        for step in range(24):
-            optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
+    gains = path.with_name("gravac.jsonl"), path.with_name("by-layer.jsonl")
+    for per_layer, file in enumerate(gains):
+        with initialised(run_log=str(file), run_log_every_steps=5):
+            controller = gc.GraVAC(minimum=4, maximum=16, window=6, per_layer=bool(per_layer))
+            model, optimizer = make(gc.ErrorFeedback(gc.TopK(0.25)), controller=controller)
+            for step in range(24):
+                optimizer.zero_grad()
+                backward(model, step)
+                optimizer.step()
     if gc.rank():
         return
     (run,) = read(path)
     periods = [each for each in run.samples if each.over == "period"]
     assert {run.layers[each.layer].name for each in periods} == {"0.weight", "2.weight"}
     assert all(0 < each.error < 0.5 for each in periods)
-    (run,) = read(gains)
+    (run,) = read(gains[0])
     steps = [each.step for each in run.gains]
     assert steps == sorted(set(steps))
+    assert len(steps) > 4  # in every window of the log, and at the end of every window of the controller
     last = run.gains[-1]
     assert last.row == "*"
     assert [factor.factor for factor in last.factors] == [1.0, 4.0, 8.0, 16.0]
-    assert sum(factor.steps for factor in last.factors) in (last.step, last.step + 1)
-    assert all(
-        each.prior > each.post[0] >= each.post[1] > 0 or each.post[0] > each.prior for each in run.gains
-    )
+    assert sum(factor.steps for factor in last.factors) == last.step + 1
+    assert all(each.prior > 0 and each.post[0] >= each.post[1] > 0 for each in run.gains)
+    (run,) = read(gains[1])
+    assert {each.row for each in run.gains} == {"0.weight", "2.weight"}
+    assert {each.step for each in run.gains} <= {5, 11, 17, 23}
