@@ -37,6 +37,11 @@ from typing import Any
 import hosts
 import report
 
+import gradcomp
+from gradcomp import _native
+from gradcomp.kernels import dispatch
+from gradcomp.version import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
 SIDE = ROOT / "build" / "doctor"
 NUMPY, CUPY = "2.3.5", "cupy-cuda13x>=14"
@@ -101,35 +106,30 @@ def cupy() -> Path:
 
 
 def without_avx2() -> Path:
-    """gradcomp as it is built where the compiler is not for x86-64."""
+    """The package that ranks import, with the compiled module of a build whose compiler is not for x86-64."""
     defines = {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "generic"}
     settings = [f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()]
     settings.append(f"--config-settings=build-dir={SIDE / 'cmake'}")
-    return _pip(SIDE / "baseline", "--no-build-isolation", *settings, str(ROOT))
+    built = _pip(SIDE / f"built-{dispatch.digest(ROOT)[:12]}", "--no-build-isolation", *settings, str(ROOT))
+    (module,) = (built / "gradcomp").glob("_native*.so")
+    return _copy("baseline", __version__, module)
 
 
 def old_version() -> Path:
-    """A copy of the package that ranks import, of an earlier version by its metadata."""
-    target = SIDE / "old"
+    """The package that ranks import, of an earlier version by its metadata."""
+    return _copy("old", OLD_VERSION, Path(str(_native.__file__)))
+
+
+def _copy(name: str, version: str, module: Path) -> Path:
+    target = SIDE / name
     shutil.rmtree(target, ignore_errors=True)
-    found = json.loads(
-        _python(
-            "import json, gradcomp, gradcomp._native as n; print(json.dumps([gradcomp.__path__[0], n.__file__]))"
-        )
-    )
-    shutil.copytree(found[0], target / "gradcomp", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(found[1], target / "gradcomp")
-    metadata = target / f"gradcomp-{OLD_VERSION}.dist-info" / "METADATA"
+    ignored = shutil.ignore_patterns("__pycache__", "_native*.so")
+    shutil.copytree(gradcomp.__path__[0], target / "gradcomp", ignore=ignored)
+    shutil.copy(module, target / "gradcomp")
+    metadata = target / f"gradcomp-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: gradcomp\nVersion: {OLD_VERSION}\n")
+    metadata.write_text(f"Metadata-Version: 2.1\nName: gradcomp\nVersion: {version}\n")
     return target
-
-
-def _python(code: str) -> str:
-    command = [sys.executable, "-c", f"import gradcomp.kernels.dispatch; {code}"]
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, **COMMON}
-    ).stdout
 
 
 def first_on_path(directory: Path) -> dict[str, str]:
