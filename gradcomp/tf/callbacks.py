@@ -111,12 +111,13 @@ class CompressionMetrics(keras.callbacks.Callback):
     """Add ``compression_metrics()`` of the model's optimizer to the logs, for the callbacks after this one.
 
     At the end of an epoch they are means over its steps, and History, CSVLogger, TensorBoard and WandbMetricsLogger
-    write them. With ``every_steps`` the logs of batches 0, ``every_steps``, 2 ``every_steps`` and so on have them too,
-    for callbacks that write such batches: TensorBoard by ``update_freq=``, WandbMetricsLogger by ``log_freq=``. Each
-    reading has the means since the one before. All ranks add them, so that :class:`MetricAverage` after this callback
-    makes them means over ranks. Where a model has several distributed optimizers, ``gradcomp/`` is followed by the
-    optimizer's attribute. Local. Raises ConfigError if ``every_steps`` is not positive, and if the model has no
-    distributed optimizer.
+    write them. With ``every_steps`` the logs of batches have them too, for callbacks that write some batches:
+    TensorBoard by ``update_freq=``, WandbMetricsLogger by ``log_freq=``. They are read after batches 0,
+    ``every_steps``, 2 ``every_steps`` and so on, and the logs of the batches in between have the last ones. Each
+    reading has the means since the one before, that at the end of an epoch too. All ranks add them, so that
+    :class:`MetricAverage` after this callback makes them means over ranks. Where a model has several distributed
+    optimizers, ``gradcomp/`` is followed by the optimizer's attribute. Local. Raises ConfigError if ``every_steps`` is
+    not positive, and if the model has no distributed optimizer.
     """
 
     def __init__(self, every_steps: int | None = None) -> None:
@@ -124,15 +125,20 @@ class CompressionMetrics(keras.callbacks.Callback):
         if every_steps is not None and every_steps < 1:
             raise ConfigError(f"every_steps must be at least 1, got {every_steps}")
         self.every_steps = every_steps
+        self._last: dict[str, float] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Check that the model has a distributed optimizer."""
         keras_model.require_distributed(self.model, self)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Add the metrics to the logs of every ``every_steps``-th batch."""
-        if self.every_steps and batch % self.every_steps == 0 and logs is not None:
-            logs.update(self._metrics())
+        """Add the metrics to the logs of the batch."""
+        if self.every_steps is None:
+            return
+        if batch % self.every_steps == 0:
+            self._last = self._metrics()
+        if logs is not None:
+            logs.update(self._last)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the metrics to the logs of the epoch."""

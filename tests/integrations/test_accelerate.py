@@ -27,7 +27,7 @@ criterion = torch.nn.CrossEntropyLoss()
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 """
 IMPORTED = ("gradcomp.integrations.accelerate",)
-METRICS = "\nmetrics = state.metrics()"
+METRICS = "\nmetrics = state.compression_metrics()"
 
 
 def page(resume: bool, epochs: int) -> str:

@@ -24,7 +24,7 @@ class Net(LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 
     def training_step(self, batch, index):
-        self.log_dict(self.trainer.strategy.metrics())
+        self.log_dict(self.trainer.strategy.compression_metrics())
         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
@@ -39,7 +39,7 @@ model = Net()
 saving = ModelCheckpoint("saved", filename="{epoch}", save_top_k=-1, save_last="link")
 """
 IMPORTED = ("lightning.pytorch", "gradcomp.integrations.lightning")
-METRICS = "\nmetrics = strategy.metrics()\nassert trainer.logged_metrics['gradcomp/ratio'] > 3"
+METRICS = "\nmetrics = strategy.compression_metrics()\nassert trainer.logged_metrics['gradcomp/ratio'] > 3"
 
 
 def page(last: str | None) -> str:
@@ -85,7 +85,7 @@ trainer.fit(model, loader)
 Net.test_step = Net.training_step
 trainer.save_checkpoint("weights.ckpt", weights_only=True)
 trainer.test(model, loader, ckpt_path="weights.ckpt")
-metrics = strategy.metrics()
+metrics = strategy.compression_metrics()
 """
     results(train(tmp_path, PROLOGUE, code, IMPORTED))
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [

@@ -95,13 +95,13 @@ class Reports(keras.callbacks.Callback):
             fail_once(self.config)
 
     def on_epoch_end(self, epoch, logs=None):
-        ray.train.report({**logs, **self.model.optimizer.metrics()})
+        ray.train.report({**logs, **self.model.optimizer.compression_metrics()})
 
     def on_train_end(self, logs=None):
         weights = b"".join(np.asarray(weight).tobytes() for weight in self.model.get_weights())
         keep(self.config, weights)
         if ray.train.get_context().get_world_rank() == 0:
-            Path(f"{self.config['result']}-fit.json").write_text(json.dumps(self.model.optimizer.metrics()))
+            Path(f"{self.config['result']}-fit.json").write_text(json.dumps(self.model.optimizer.compression_metrics()))
 """
 
 

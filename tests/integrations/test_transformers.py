@@ -26,7 +26,7 @@ arguments = TrainingArguments(
 last_checkpoint = get_last_checkpoint("out") if os.path.isdir("out") else None
 """
 IMPORTED = ("transformers.trainer", "gradcomp.integrations.transformers")
-METRICS = "\nmetrics = compression.metrics()"
+METRICS = "\nmetrics = compression.compression_metrics()"
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -66,6 +66,6 @@ trainer.train()
 assert all(logs["gradcomp/ratio"] > 3 for logs in Logger.seen), Logger.seen
 first = compression.compression_state
 trainer.train()
-assert compression.metrics()["gradcomp/steps"] == (6 if compression.compression_state is not first else 12)
+assert compression.compression_metrics()["gradcomp/steps"] == (6 if compression.compression_state is not first else 12)
 """
     results(train(tmp_path, PROLOGUE, code + METRICS, IMPORTED))

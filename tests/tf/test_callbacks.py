@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,39 @@ def test_progress_says_what_is_saved() -> None:
     ratio = float(said[-1].rpartition("ratio ")[2])
     assert ratio == pytest.approx(ours.optimizer.statistics().ratio, rel=0.2)
     assert ratio > 1.5
+
+
+@on_ranks(2, env=ENV)
+def test_the_pages_callbacks_write_the_metrics_of_epochs_and_batches() -> None:
+    x, y, _, _ = data(batches=20)
+    ours = compiled(gc.DistributedOptimizer(SGD(0.1), compression=compression()))
+    names = set(ours.optimizer.compression_metrics())
+    with pytest.raises(gc.ConfigError, match="every_steps must be at least 1, got 0"):
+        callbacks.CompressionMetrics(0)
+    page = (Path(__file__).resolve().parents[2] / "docs/watch.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^### Keras\n+```python\n(.*?)```", page, re.M | re.S)
+    folder = Path(shared_directory()) / str(gc.rank())
+    folder.mkdir()
+    has_tensorboard = find_spec("tensorboard") is not None  # without it, Keras cannot write these files
+    if not has_tensorboard:
+        code = re.sub(r"\n.*TensorBoard.*", "", code)
+    for file in ("history.csv", "runs"):
+        code = code.replace(f'"{file}"', f'"{folder / file}"')
+    found = {"gc": gc, "keras": keras, "model": ours, "x": x, "y": y}
+    exec(code.replace("epochs=2", "epochs=2, verbose=0"), found)
+    history = found["history"].history
+    assert names <= history.keys()
+    assert history["gradcomp/steps"] == [20, 40]
+    assert all(ratio > 1.5 for ratio in history["gradcomp/ratio"])
+    rows = (folder / "history.csv").read_text().splitlines()
+    assert names <= set(rows[0].split(","))
+    assert len(rows) == 3
+    if has_tensorboard:
+        files = map(str, (folder / "runs").rglob("events.*"))
+        events = [event for file in files for event in tf.compat.v1.train.summary_iterator(file)]
+        written = [value.tag for event in events for value in event.summary.value]
+        assert written.count("epoch_gradcomp/ratio") == 2
+        assert written.count("batch_gradcomp/ratio") == 4, "the tenth and the twentieth batch of two epochs"
 
 
 class Killed(Exception):

@@ -127,6 +127,21 @@ def test_compressed_training_is_the_same_on_all_ranks_and_learns() -> None:
     assert float(loss(y, model(x))) < before
     assert_same_on_all_ranks(model)
 
+    # A tape outside of the traced function reads what those inside of it exchange.
+    metrics = wrap(tf.GradientTape()).compression_metrics()
+    assert metrics["gradcomp/steps"] == 30
+    (exchange,) = exchanges(model.trainable_variables)
+    assert metrics["gradcomp/ratio"] == exchange.exchanger.pipeline.statistics.ratio
+    assert DistributedGradientTape(tf.GradientTape()).compression_metrics()["gradcomp/steps"] == 0
+    other = tf.Variable([1.0])
+    with wrap(tf.GradientTape()) as tape:
+        square = other * other
+    tape.gradient(square, other)
+    assert tape.compression_metrics(other)["gradcomp/steps"] == 1
+    assert tape.compression_metrics(model.trainable_variables)["gradcomp/steps"] == 30
+    with pytest.raises(StateError, match="tapes with these arguments have 2 exchanges"):
+        tape.compression_metrics()
+
 
 # ------------------------------------------------------------------------- which exchange
 

@@ -326,6 +326,12 @@ def test_statistics_and_trace():
     train(ddp, sgd(ddp), 2)
     assert state.statistics().ratio > 1.5
     assert state.statistics().exposed_seconds > 0
+    metrics = state.compression_metrics()
+    assert metrics["gradcomp/steps"] == state.statistics().steps == 2
+    assert metrics["gradcomp/sent_mb"] == pytest.approx(state.statistics().wire_bytes / 2e6)
+    assert metrics["gradcomp/ratio"] == pytest.approx(state.statistics().ratio)
+    assert metrics["gradcomp/bits"] == pytest.approx(32 / state.statistics().ratio)
+    assert metrics["gradcomp/step_ms"] > metrics["gradcomp/exposed_ms"] > 0
     assert state.reduced_statistics() is None
     assert {"ready", "compress", "send", "reduce", "decompress"} <= {
         span.name for span in state.trace_spans()

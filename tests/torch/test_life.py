@@ -18,6 +18,8 @@ import pytest
 from launching import clean_environment, plain_variables, run_ranks, run_torchrun
 from ports import free_port
 
+from gradcomp.cli import main
+
 TRAIN = """
 import sys
 import torch
@@ -76,6 +78,35 @@ def test_the_banner_is_rank_0s_alone_and_a_whole_run_leaves_timelines(under_torc
         events = json.loads((folder / f"{rank}.json").read_text())["traceEvents"]
         spans = [e["args"] for e in events if e["ph"] == "X"]
         assert {args["step"] for args in spans if "step" in args} == set(range(12))
+
+
+def test_timelines_of_ranks_whose_clocks_differ_become_one_trace(under_torchrun, tmp_path, capsys):
+    """Rank 1's clock is changed; in the trace its times are as far from the true ones as the table says, at most."""
+    _, folder = under_torchrun
+    content = json.loads((folder / "1.json").read_text())
+    head = content["traceEvents"][0]["args"]
+    head["clock"], head["zero"] = "another host", head["zero"] + 4711.5
+    changed = tmp_path / "changed.json"
+    changed.write_text(json.dumps(content))
+    spans = []
+    for number, second in enumerate((folder / "1.json", changed)):
+        out = tmp_path / f"{number}.json"
+        assert main(["trace", str(folder / "0.json"), str(second), "-o", str(out), "--json"]) == 0
+        events = json.loads(out.read_text())["traceEvents"]
+        spans.append({
+            (e["pid"], e["tid"], e["name"], e["args"]["step"], e["args"].get("round")): e["ts"] + e["dur"]
+            for e in events
+            if e["ph"] == "X" and "step" in e["args"]
+        })  # fmt: skip
+        capsys.readouterr()
+        bound = json.loads(out.read_text())["otherData"]["ranks"][1]["error_bound_ms"]
+    true, aligned = spans
+    assert true.keys() == aligned.keys()
+    assert {step for *_, step, _ in true} == set(range(12))
+    own = {key: aligned[key] - true[key] for key in true}
+    zero = own[next(key for key in own if key[0] == 0)]  # the first event may be another rank's
+    assert 0 < bound < 1000
+    assert max(abs(shift - zero) for shift in own.values()) <= 1e3 * bound + 1
 
 
 @either

@@ -157,6 +157,7 @@ def test_no_reader_communicates():
     train(model, optimizer, 1)
     if gc.rank() == 0:
         optimizer.statistics()
+        assert optimizer.compression_metrics()["gradcomp/steps"] == 1
         optimizer.reduced_statistics()
         optimizer.trace_spans()
         optimizer.state_dict()

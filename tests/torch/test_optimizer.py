@@ -490,6 +490,9 @@ def test_a_world_of_one_has_all_methods():
     assert optimizer.statistics().wire_bytes == 0
     assert optimizer.reduced_statistics() is None
     assert optimizer.trace_spans() == ()
+    metrics = optimizer.compression_metrics()
+    assert metrics.pop("gradcomp/ratio") == 1
+    assert not any(metrics.values())
     optimizer.step(lambda: loss_of(model, 1))
     assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.SGD
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})

@@ -62,6 +62,25 @@ def test_some_ranks_train_on_their_own():
 
 
 @on_ranks(2)
+def test_metrics_are_means_of_the_optimizers_steps():
+    exact = train(BLOCKS, 3, EXACT).state
+    assert exact.compression_metrics()["gradcomp/ratio"] == pytest.approx(1.0, rel=0.1), (
+        "headers alone are more"
+    )
+    trained = train(BLOCKS, 2, COARSE, reuse="codes")
+    before, counted = trained.state.compression_metrics(), trained.state.statistics()
+    assert before["gradcomp/steps"] == 2
+    sent = counted.weight_bytes + counted.gradient_bytes
+    assert before["gradcomp/sent_mb"] == pytest.approx(sent / 2e6)
+    assert before["gradcomp/ratio"] == pytest.approx(counted.dense_bytes / sent)
+    assert before["gradcomp/ratio"] > 2
+    go_on(trained, BLOCKS, range(2, 3))
+    after, now = trained.state.compression_metrics(), trained.state.statistics()
+    assert after["gradcomp/sent_mb"] == pytest.approx((now.weight_bytes + now.gradient_bytes - sent) / 1e6)
+    assert after["gradcomp/step_ms"] > after["gradcomp/exposed_ms"] > 0
+
+
+@on_ranks(2)
 def test_compiled_blocks_train_alike():
     def compiled(model: Net, mesh: DeviceMesh) -> None:
         for block in model.blocks:
