@@ -58,12 +58,12 @@ def name(link: dict[str, Any]) -> str:
     rate, nominal = link["bytes_per_second"], NOMINAL.get(link["name"])
     if nominal is not None and abs(rate / nominal - 1) <= TOLERANCE:
         return NAMES[link["name"]]
-    return f"{NAMES[link['name']]} ({rate * 8e-9:.1f} Gbit/s measured)"
+    return f"{NAMES[link['name']]} ({rate * 8e-9:.1f} measured)"
 
 
 def table(links: list[dict[str, Any]]) -> str:
-    """Milliseconds by link, with the ratio to DistributedDataParallel; the last row is what a rank sends in a step."""
-    headers = ["links", "no exchange", "DistributedDataParallel", "its fp16 hook", "gradcomp, 4 bits"]
+    """Milliseconds by link, with the ratio to DDP; the last row is what a rank sends in a step."""
+    headers = ["links", "no exchange", "DDP", "DDP, fp16 hook", "gradcomp, 4 bits"]
     cells: list[list[str]] = []
     for each in links:
         rows = each["rows"]
