@@ -53,7 +53,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found: the situation as it was measured, and by choice the estimate and the measured step.
+    """Holds the situation as it was measured, and by choice the estimate and the measured step.
 
     ``steps`` lacks the choices for which no time was left.
     """

@@ -1,4 +1,4 @@
-"""What the measured steps compute: the user's own model and loss, or work of a given length for given layers."""
+"""The work of the measured steps: the user's own model and loss, or work of a given length for given layers."""
 
 from __future__ import annotations
 

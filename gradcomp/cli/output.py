@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, tables and JSON."""
+"""Exit codes, tables and JSON, which all commands share."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _EMBEDDINGS = ("embed", "wte", "wpe")
 
 @dataclass(frozen=True)
 class Processor:
-    """What computes a rank's gradients and codes them.
+    """Describes the processor that computes a rank's gradients and codes them.
 
     ``shared``: the exchange takes turns with the computing, as on CPUs all of whose cores train. ``rates``: by choice,
     bytes of float32 that its codec encodes, and decodes, a second. ``copy``: bytes a second at which DDP copies.

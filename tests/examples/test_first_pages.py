@@ -31,7 +31,7 @@ def ends_alike(model, ratio):
     gc.shutdown()
     return flat
 
-ends_alike(names["model"], names["opt"].metrics()["gradcomp/ratio"])
+ends_alike(names["model"], names["opt"].compression_metrics()["gradcomp/ratio"])
 dist.Backend.register_backend(
     "quiet", lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size), devices=["cpu"]
 )
@@ -48,7 +48,7 @@ for backend in ("gloo", "quiet"):
         opt.zero_grad()
         names["model"](torch.randn(8, 64)).square().mean().backward()
         opt.step()
-    ended.append(ends_alike(net, names["state"].metrics()["gradcomp/ratio"]))
+    ended.append(ends_alike(net, names["state"].compression_metrics()["gradcomp/ratio"]))
     dist.destroy_process_group()
 assert torch.equal(*ended)
 """
