@@ -100,7 +100,7 @@ class Fake(Compressor):
         if _is_whole(group):
             return (yield from _EXACT.exchange(group, context))
         prefix = Prefix.of(group)
-        reply = yield Reduce(prefix.codec, prefix.sent, outputs=True)
+        reply = yield Reduce(prefix.codec, prefix.sent, prefix.rest)
         prefix.zero_the_rest()
         spend(self.codec_seconds * 4e-9 * group.elements)
         return reply.flags
@@ -123,9 +123,9 @@ class Prefix:
         rest["length"] -= counts
         #: The group of what travels, with a segment for each of the whole group's.
         self.sent = replace(group, table=sent)
-        self._group = group
-        self._rest = rest
-        self._begins = counts.astype(np.uint64) * np.where(table["dtype"] == 0, 4, 2).astype(np.uint64)
+        #: What does not travel of each segment.
+        self.rest = rest
+        self._device = group.device
         self._flags = np.zeros(len(table), dtype=np.uint8)
         self._nothing = np.zeros((1, len(table)), dtype=np.int64)
 
@@ -135,15 +135,15 @@ class Prefix:
         return group.scratch.once("prefix", lambda: cls(group))
 
     def zero_the_rest(self) -> None:
-        """Write zeros to the outputs of what did not travel; the group's table has the addresses of all outputs."""
-        rest, outputs = self._rest, self._group.table["output"]
-        rest["output"] = np.where((outputs == 0) | (rest["length"] == 0), 0, outputs + self._begins)
+        """Write zeros to the outputs of what did not travel; its table has their addresses."""
+        rest = self.rest
+        rest["output"][rest["length"] == 0] = 0  # which may lie behind the end of an array
         no_indices, no_values = np.zeros(0, dtype=np.uint32), np.zeros(0, dtype=np.float32)
         # A sparse mean of no values.
         replayed_calls.run(
             (rest["output"] != 0).tobytes(),
             (rest,),
-            lambda: self._group.device.kernels.scatter_mean(
+            lambda: self._device.kernels.scatter_mean(
                 *(rest, self._flags, self._nothing, self._nothing, no_indices, no_values),
                 divisor=1.0,
                 scale=1.0,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.kernels.codec import Codec, Group
+from gradcomp.kernels.codec import Codec, Group, Table
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[Any]
@@ -42,13 +42,13 @@ class Reduce:
     outputs. ``reply.flags`` is the result: nonzero where the mean is not finite.
 
     A compressor may send a part of its group: ``group`` is then another one, which has a segment, possibly empty, for
-    each of the whole group's. With ``outputs`` the table of the whole group has the addresses of the means when the
-    reply arrives.
+    each of the whole group's, and ``rest`` is a table of what follows each of them. It has the addresses of the means
+    when the reply arrives, and the compressor writes these itself.
     """
 
     codec: Codec
     group: Group
-    outputs: bool = False
+    rest: Table | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -158,10 +158,10 @@ class BucketProgram:
         return fused
 
     def _bind(self, messages: Mapping[int, Message], at: Round) -> None:
-        """Set the addresses of the means in the tables of groups that write some of them themselves."""
-        for g, message in messages.items():
-            if isinstance(message, Reduce) and message.outputs:
-                at.bind_outputs(g)
+        """Set the addresses of the means that compressors write themselves."""
+        for message in messages.values():
+            if isinstance(message, Reduce) and message.rest is not None:
+                at.binding.outputs(message.rest, message.group.layers)
 
     def _begin(self, context: StepContext) -> tuple[list[Exchange], dict[int, Message]]:
         """Return the groups' exchanges and their first messages."""

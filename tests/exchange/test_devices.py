@@ -87,7 +87,7 @@ COMPRESSORS |= {
         *("topk-raw", "topk-bitmap", "topk-deflate", "topk-bf16"),
         *("signum", "onebit", "terngrad", "nuqsgd-4", "nuqsgd-5-feedback", "codebook-feedback"),
         *("two-level", "two-level-minimum", "two-level-dense", "two-level-momentum", "two-level-clip"),
-        *("ef21", "ef21-quantize"),
+        *("ef21", "ef21-quantize", "fake"),
     )
 }
 
@@ -103,7 +103,7 @@ def gpu() -> Iterator[Any]:
 
 #: Of three ranks, two share a host.
 TOPOLOGY = Topology([0, 0, 1])
-REDUCED = ("4 bits", "nearest with feedback", "bits by block", "bfloat16", "sign")
+REDUCED = ("fake", "4 bits", "nearest with feedback", "bits by block", "bfloat16", "sign")
 CASES = [(name, "sra") for name in COMPRESSORS]
 CASES += [
     (name, reduction)

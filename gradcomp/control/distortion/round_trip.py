@@ -119,6 +119,8 @@ def _coded(message: Reduce, context: StepContext) -> tuple[Reply, float]:
     codec.encode(group.device, group.inputs, payload, flags, context.draw)
     seconds = perf_counter() - begin
     codec.decode(group.device, group.table, payload, flags)
+    if message.rest is not None:
+        message.rest["output"] = group.table["output"] + 4 * group.table["length"].astype(np.uint64)
     return Reply(flags), seconds
 
 
