@@ -28,7 +28,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """Holds the events that one rank recorded.
+    """The record of one rank.
 
     ``clock`` names the clock behind its times, which reads ``zero`` seconds at the time 0 of ``events``; ``began`` is
     the time of day then. ``ranks`` are those of all its exchanges.

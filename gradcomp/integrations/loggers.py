@@ -10,7 +10,7 @@ from gradcomp.job import runtime
 
 
 class HasMetrics(Protocol):
-    """The method that a wrapped optimizer, the state of a hook and the handle of ``compress_fsdp`` have."""
+    """Describes a wrapped optimizer, the state of a hook or the handle of ``compress_fsdp``."""
 
     def compression_metrics(self) -> dict[str, float]:
         """Return numbers for a logger."""

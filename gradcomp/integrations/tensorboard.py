@@ -8,7 +8,7 @@ from gradcomp.integrations.loggers import HasMetrics, MetricsLogger
 
 
 class Writer(Protocol):
-    """The method that a ``SummaryWriter`` has, that of ``torch.utils.tensorboard`` or of tensorboardX."""
+    """Describes the ``SummaryWriter`` of ``torch.utils.tensorboard`` or of tensorboardX."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
         """Write one number."""

@@ -211,9 +211,9 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """Record the phases of every exchange bucket in a file of Chrome trace JSON, for chrome://tracing or Perfetto.
 
     Rows are exchange buckets, and times are microseconds from this call on. Phases: ready (until the last gradient
-    came), queue, compress, send, reduce, decompress, feedback. Kernels that compress also write the next residual, so
-    the phase feedback contains only the rest: accepting the new residuals, and rounding them to bfloat16. The file
-    grows twice a second, and is valid JSON after every write.
+    came), queue, compress, send, reduce, decompress, wait (of the training thread), feedback. Kernels that compress
+    also write the next residual, so the phase feedback contains only the rest: accepting the new residuals. The file
+    grows twice a second, and is valid JSON after every write. ``gradcomp trace`` joins the files of all ranks.
 
     Local: ranks need not agree. ``shutdown`` ends the recording.
 
