@@ -108,6 +108,8 @@ def test_a_step_that_the_ranks_agree_to_skip_has_no_layer():
             if step != 2 or gc.rank() != 1:
                 optimizer.step()
         optimizer.zero_grad()
+        skipped = optimizer.statistics().skipped_steps
+    assert skipped == (0 if gc.rank() == 1 else 1)
     if gc.rank() == 0:
         (run,) = read(path)
         assert [skipped for each in run.windows for skipped in each.skipped] == [(2, None)]
