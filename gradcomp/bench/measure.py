@@ -99,6 +99,15 @@ def run(
             loss.
     """
     gc.init(log_level="error")
+    try:
+        return _measured(model, backward, step, seconds, progress), gc.rank()
+    finally:
+        gc.shutdown()
+
+
+def _measured(
+    model: str, backward: float | None, step: float | None, seconds: float, progress: Progress
+) -> Measured:
     if gc.size() == 1:
         raise ConfigError(
             "one rank exchanges nothing: start the command on all ranks, as torchrun ... -m gradcomp bench ..."
@@ -110,24 +119,18 @@ def run(
         device = torch.device("cuda", gc.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     workload = make_workload(model, backward, step, device)
-    rank = gc.rank()
-    found = _measure(workload, seconds, device, progress if rank == 0 else lambda _: None)
-    gc.shutdown()
-    return found, rank
-
-
-def _measure(workload: Workload, seconds: float, device: torch.device, progress: Progress) -> Measured:
-    progress("a step without exchange")
-    alone, backward, ready = _alone(workload, device)
-    progress("the network")
-    situation = _situation(workload, alone, backward, ready, device)
+    say: Progress = progress if gc.rank() == 0 else lambda _: None
+    say("a step without exchange")
+    alone, took, ready = _alone(workload, device)
+    say("the network")
+    situation = _situation(workload, alone, took, ready, device)
     estimates = estimate(situation)
     blocks: dict[str, list[float]] = {}
     counts = _from_rank_0(_steps_that_fit(estimates, seconds))
     for number in range(_ROUNDS):
         for choice in CHOICES:
             if counts[choice.key]:
-                progress(f"round {number + 1} of {_ROUNDS}: {choice.title}")
+                say(f"round {number + 1} of {_ROUNDS}: {choice.title}")
                 blocks.setdefault(choice.key, []).extend(_block(choice, workload, counts[choice.key], device))
     own = {key: statistics.median(found) for key, found in blocks.items()}
     every = _from_all(own)
