@@ -103,7 +103,7 @@ def read(path: str) -> RankTimeline:
         raise ConfigError(
             f"{path} is no timeline that GRADCOMP_TIMELINE or start_timeline() wrote: {type(error).__name__}: {error}"
         ) from error
-    if not found.rows:
+    if not found.steps():
         raise ConfigError(f"{path}: no step was recorded")
     return found
 
@@ -115,17 +115,23 @@ def _parse(path: str, content: Any) -> RankTimeline:
     ranks: set[int] = set()
     jobs: set[str] = set()
     for event in events:
-        args = event.get("args", {})
-        if event["ph"] == "M" and "exchange" in args:
-            rows[event["tid"]] = str(args["exchange"]), int(args["bucket"])
-            ranks.update(map(int, args["ranks"]))
-            jobs.add(str(args["job"]))
-        elif event["ph"] != "M" and not (math.isfinite(event["ts"]) and math.isfinite(event.get("dur", 0.0))):
+        kind, args = event["ph"], event.get("args", {})
+        if not (isinstance(event["name"], str) and type(event["tid"]) is int and isinstance(args, dict)):
+            raise ValueError("an event has no name, row or arguments")
+        if kind == "M":
+            str(args["name"])
+            if "exchange" in args:
+                rows[event["tid"]] = str(args["exchange"]), int(args["bucket"])
+                ranks.update(map(int, args["ranks"]))
+                jobs.add(str(args["job"]))
+        elif not (math.isfinite(event["ts"]) and math.isfinite(event.get("dur", 0.0))):
             raise ValueError("a time is not finite")
         if _has_step(event) and not (type(args["step"]) is int and event["tid"] in rows):
             raise ValueError("a step has no row")
-        if "round" in args:
-            int(args["round"]), [int(rank) for rank in args["from"]]
+        if "round" in args and not (
+            _has_step(event) and all(type(n) is int for n in (args["round"], *args["from"]))
+        ):
+            raise ValueError("a round has no step")
     if len(jobs) > 1:
         raise ValueError("it has steps of several jobs")
     zero, began = float(about["zero"]), float(about["began"])
@@ -164,18 +170,10 @@ def joined(
         rank = timeline.rank
         inside = [e for e in timeline.events if _has_step(e) and first <= e["args"]["step"] <= last]
         times = [timeline.seconds(event) for event in inside]
-        begin, end = (
-            min((b for b, _ in times), default=math.inf),
-            max((e for _, e in times), default=-math.inf),
-        )
-        others = [
-            event
-            for event in timeline.events
-            if event["ph"] != "M"
-            and not _has_step(event)
-            and begin <= timeline.seconds(event)[0]
-            and timeline.seconds(event)[1] <= end
-        ]
+        begin = min((since for since, _ in times), default=math.inf)
+        end = max((until for _, until in times), default=-math.inf)
+        apart = [e for e in timeline.events if e["ph"] != "M" and not _has_step(e)]
+        others = [e for e in apart if begin <= timeline.seconds(e)[0] and timeline.seconds(e)[1] <= end]
         heads += [
             _head(rank, "process_name", name=f"rank {rank}"),
             _head(rank, "process_sort_index", sort_index=rank),

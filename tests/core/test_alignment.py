@@ -243,6 +243,29 @@ def test_a_broken_file_is_named(
     assert not (tmp_path / "out.json").exists()
 
 
+def test_whatever_is_missing_in_a_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every key of every event is taken away, or made a text, in turn."""
+    (first, second), _ = exchange(tmp_path, 2, 0.0, 0.0)
+    whole = json.loads(Path(second).read_text())["traceEvents"]
+    changed, codes = tmp_path / "changed.json", set()
+    for place, event in enumerate(whole):
+        for holder, key in [(None, key) for key in event] + [("args", key) for key in event["args"]]:
+            for value in (None, "text", -1, [], {}):
+                events = json.loads(json.dumps(whole))
+                target = events[place] if holder is None else events[place][holder]
+                if value is None:
+                    del target[key]
+                else:
+                    target[key] = value
+                changed.write_text(json.dumps({"traceEvents": events}))
+                code, _, complaint = run(capsys, first, changed, "-o", tmp_path / "out.json")
+                assert complaint.count("\n") == (code != 0), (place, holder, key, value, complaint)
+                codes.add(code)
+    assert codes == {0, 2}
+
+
 def test_files_that_do_not_belong_together_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
