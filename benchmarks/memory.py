@@ -24,6 +24,7 @@ from typing import Any
 import report
 from options import positive
 from soak import launch, resident_bytes
+from step_rank import distribute
 
 DDP = ("ddp", "ddp, gradients as views", "ddp, fp16 hook", "ddp, PowerSGD hook")
 COMPRESSIONS = (
@@ -62,7 +63,6 @@ def run_rank(row: str, steps: int) -> dict[str, Any]:
     """What one rank found."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     import gradcomp.torch as gc
 
@@ -88,17 +88,12 @@ def run_rank(row: str, steps: int) -> dict[str, Any]:
     settle()
     before = resident_bytes()
     if row in DDP:
-        # With several buckets on Gloo the PowerSGD hook aborts or hangs, so it gets one.
-        module = torch.nn.parallel.DistributedDataParallel(
-            model,
-            gradient_as_bucket_view=row.endswith("views"),
-            bucket_cap_mb=1 << 12 if row.endswith("PowerSGD hook") else None,
-        )
-        if row.endswith("fp16 hook"):
-            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        if row.endswith("PowerSGD hook"):
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-            module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        if row.endswith("hook"):
+            module, _ = distribute(model, "fp16" if "fp16" in row else "powersgd")
+        else:
+            module = torch.nn.parallel.DistributedDataParallel(
+                model, gradient_as_bucket_view=row.endswith("views")
+            )
         train(module, plain, steps)
     else:
         opt = gc.DistributedOptimizer(plain, model.named_parameters(), row)

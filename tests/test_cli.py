@@ -112,6 +112,7 @@ def test_the_page_shows_what_its_example_prints(tmp_path: Path):
 
 
 def test_json_has_what_the_tables_show(log: Path):
+    assert json.loads(gradcomp("plan", "show", log, "--run", 1, "--json").stdout)["run"] == 1
     shown = json.loads(gradcomp("plan", "show", log, "--json").stdout)
     assert (shown["run"], shown["ranks"], shown["plan"]) == (2, 4, 1)
     assert [(row["name"], row["level"], row["dense_bytes"]) for row in shown["layers"]] == [

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.torch as gc
 from gradcomp.bench.workload import Workload, make_workload
+from gradcomp.control.distortion.round_trip import Rates
 from gradcomp.core.errors import ConfigError
 from gradcomp.estimate.choices import CHOICES, Choice
 from gradcomp.estimate.predict import (
     Estimate,
-    Processor,
     Situation,
     device_processor,
     estimate,
@@ -61,12 +61,6 @@ class Measured:
     situation: Situation
     estimates: Sequence[Estimate]
     steps: dict[str, float]
-
-    @property
-    def rate(self) -> float:
-        """Returns the bytes a second of the link between hosts, or between ranks where there is one host."""
-        network = self.situation.network
-        return 1 / (network.beta if len(self.situation.topology.leaders) > 1 else network.local_beta)
 
     @property
     def outcomes(self) -> list[Estimate]:
@@ -126,14 +120,14 @@ def _measured(
     situation = _situation(workload, alone, took, ready, device)
     estimates = estimate(situation)
     blocks: dict[str, list[float]] = {}
-    counts = _from_rank_0(_steps_that_fit(estimates, seconds))
+    counts = _steps_that_fit(estimates, seconds)  # the same on all ranks, as all that it is made of
     for number in range(_ROUNDS):
         for choice in CHOICES:
             if counts[choice.key]:
                 say(f"round {number + 1} of {_ROUNDS}: {choice.title}")
                 blocks.setdefault(choice.key, []).extend(_block(choice, workload, counts[choice.key], device))
     own = {key: statistics.median(found) for key, found in blocks.items()}
-    every = _from_all(own)
+    every = gc.allgather_object(own)
     return Measured(situation, estimates, {key: max(rank[key] for rank in every) for key in own})
 
 
@@ -260,7 +254,8 @@ def _alone(
                 for times, missing in zip(ready, absent, strict=True)
             ]
         )
-    return _slowest(statistics.median(steps[middle])), _slowest(backward), _slowest_of(found)
+    latest = np.max(gc.allgather_object(found.tolist()), axis=0)
+    return _slowest(statistics.median(steps[middle])), _slowest(backward), latest
 
 
 def _situation(
@@ -278,35 +273,16 @@ def _situation(
         beta = _slowest(seconds) / nbytes
     finally:
         transport.close()
-    network = replace(
-        network, beta=beta if len(job.topology.leaders) > 1 else network.beta, local_beta=network.local_beta
-    )
-    processor: Processor = (
-        device_processor(100e9) if device.type == "cuda" else host_processor(job.shares_core)
-    )
-    return Situation(
-        workload.layers, ready, backward, alone, job.topology, _from_rank_0(network), _from_rank_0(processor)
-    )
-
-
-# ------------------------------------------------------------------------------------------ between ranks
-
-
-def _from_rank_0(value: Any) -> Any:
-    given = [value]
-    dist.broadcast_object_list(given)
-    return given[0]
-
-
-def _from_all(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    if len(job.topology.leaders) > 1:
+        network = replace(network, beta=beta)
+    processor = device_processor() if device.type == "cuda" else host_processor(job.shares_core)
+    # The slowest rank counts, and all ranks go on from the same figures.
+    told = gc.allgather_object({key: [one.encode, one.decode] for key, one in processor.rates.items()})
+    rates = {key: Rates(*np.min([rank[key] for rank in told], axis=0).tolist()) for key in processor.rates}
+    shared = any(gc.allgather_object(processor.shared))
+    processor = replace(processor, rates=rates, shared=shared)
+    return Situation(workload.layers, ready, backward, alone, job.topology, network, processor)
 
 
 def _slowest(seconds: float) -> float:
-    return float(max(_from_all(seconds)))
-
-
-def _slowest_of(seconds: Any) -> Any:
-    return np.max(_from_all(seconds), axis=0)
+    return float(max(gc.allgather_object(seconds)))

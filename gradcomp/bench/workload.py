@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.layers import LayerSpec
-from gradcomp.estimate.models import call, layers_of
+from gradcomp.estimate.models import call, layers_in, layers_of
 from gradcomp.estimate.predict import work_of
 
 _ELEMENTS = 1 << 14  # of the vectors that are added to pass the time: they fit into the cache
@@ -37,15 +37,14 @@ def make_workload(model: str, backward: float | None, step: float | None, device
     Raises ConfigError if they are missing, or if the output has no loss.
     """
     module_name, colon, function = model.partition(":")
-    if colon:
-        made = call(module_name, function)
-        if isinstance(made, tuple) and len(made) > 1 and isinstance(made[0], nn.Module):
-            return _real(model, made[0].to(device), made[1:], device)
+    made = call(module_name, function) if colon else None
+    if isinstance(made, tuple) and len(made) > 1 and isinstance(made[0], nn.Module):
+        return _real(model, made[0].to(device), made[1:], device)
     if backward is None:
         raise ConfigError(
             f"{model} gives shapes only: add --backward-ms, or let package:function return (module, *inputs)"
         )
-    layers = layers_of(model)
+    layers = layers_in(model, made) if colon else layers_of(model)
     forward = 0.5 * backward if step is None else max(step - backward, 0.0)
     return _synthetic(layers, forward, backward, device)
 
@@ -62,14 +61,7 @@ def _real(model: str, module: nn.Module, inputs: Sequence[Any], device: torch.de
             )
         return found.float().mean()
 
-    layers = [
-        LayerSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    ]
-    if not layers:
-        raise ConfigError(f"{model}: the module has no parameters that need a gradient")
-    return Workload(module, loss, layers)
+    return Workload(module, loss, layers_in(model, module))
 
 
 class _Layers(nn.Module):

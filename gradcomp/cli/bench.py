@@ -86,7 +86,8 @@ def _print(found: Measured, line: str) -> None:
     elements = sum(layer.size for layer in situation.layers)
     show(
         f"{elements:,} parameters in {len(situation.layers)} layers, {ranks} ranks on {where}, "
-        f"{8e-9 * found.rate:.3g} Gbit/s; a step without exchange takes {milliseconds(situation.alone)} ms",
+        f"{8e-9 / situation.seconds_per_byte:.3g} Gbit/s; "
+        f"a step without exchange takes {milliseconds(situation.alone)} ms",
         table(heads, rows, left={0, 6}),
         line,
     )
@@ -98,7 +99,7 @@ def _as_json(found: Measured, helps: bool, line: str) -> dict[str, Any]:
         "parameters": sum(layer.size for layer in situation.layers),
         "ranks": situation.topology.world,
         "hosts": len(situation.topology.leaders),
-        "bytes_per_second": found.rate,
+        "bytes_per_second": 1 / situation.seconds_per_byte,
         "alone_seconds": situation.alone,
         "backward_seconds": situation.backward,
         "choices": [

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from gradcomp.cli.output import json_option, print_json, show, table
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.journal import Logged, Run, histogram, read
+from gradcomp.core.journal import Logged, Run, histogram, read_run
 from gradcomp.core.plan import level_text, names, readable
 
 
@@ -31,13 +31,7 @@ def show_plan(file: str, number: int | None, step: int | None, png: str | None, 
 
     FILE is the run log: what GRADCOMP_RUN_LOG named.
     """
-    runs = read(file)
-    number = len(runs) if number is None else number
-    if not runs:
-        raise ConfigError(f"{file}: no run in this file")
-    if not 1 <= number <= len(runs):
-        raise ConfigError(f"{file}: no run {number}; there are runs 1 to {len(runs)}")
-    run = runs[number - 1]
+    run, number, runs = read_run(file, number)
     shown = run.in_force(step)
     if shown is None:
         begin = f": the first begins at step {run.plans[0].step}" if run.plans else ""
@@ -51,7 +45,7 @@ def show_plan(file: str, number: int | None, step: int | None, png: str | None, 
         print_json(_as_json(run, number, shown))
         return
     parts: list[str | Table] = [
-        _head(run, number, len(runs)),
+        _head(run, number, runs),
         f"plan {shown.plan.version}, from step {shown.step}",
         _layers(run, shown),
         "history, in bytes that one rank sends a step; ratio: to an uncompressed exchange",
@@ -104,7 +98,7 @@ def _history(run: Run, shown: Logged) -> Table:
 
 def _as_json(run: Run, number: int, shown: Logged) -> dict[str, Any]:
     layers = []
-    for number, layer in enumerate(run.layers):
+    for place, layer in enumerate(run.layers):
         a = shown.plan.by_layer[layer.name]
         layers.append(
             {
@@ -114,7 +108,7 @@ def _as_json(run: Run, number: int, shown: Logged) -> dict[str, Any]:
                 "compressor": a.compressor,
                 "level": a.level,
                 "dense_bytes": layer.nbytes,
-                "predicted_bytes": None if shown.layer_bytes is None else shown.layer_bytes[number],
+                "predicted_bytes": None if shown.layer_bytes is None else shown.layer_bytes[place],
             }
         )
     history = [

@@ -9,7 +9,7 @@ import click
 
 from gradcomp.cli.output import json_option, print_json, show
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.journal import read
+from gradcomp.core.journal import read_run
 from gradcomp.report.summary import summarise
 
 
@@ -51,10 +51,4 @@ def _title(file: str) -> str:
 
 
 def _summary(file: str, number: int | None) -> dict[str, Any]:
-    runs = read(file)
-    if not runs:
-        raise ConfigError(f"{file}: no run in this file")
-    number = len(runs) if number is None else number
-    if not 1 <= number <= len(runs):
-        raise ConfigError(f"{file}: no run {number}; there are runs 1 to {len(runs)}")
-    return summarise(runs[number - 1])
+    return summarise(read_run(file, number)[0])

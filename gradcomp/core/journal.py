@@ -197,6 +197,20 @@ def read(path: str | os.PathLike[str]) -> list[Run]:
     return [run.complete() for run in runs]
 
 
+def read_run(path: str | os.PathLike[str], number: int | None = None) -> tuple[Run, int, int]:
+    """Returns the run of this number in a log, from 1, or the last one; its number; and the number of runs.
+
+    Raises ConfigError as :func:`read` does, and if there is no such run.
+    """
+    runs = read(path)
+    number = len(runs) if number is None else number
+    if not runs:
+        raise ConfigError(f"{path}: no run in this file")
+    if not 1 <= number <= len(runs):
+        raise ConfigError(f"{path}: no run {number}; there are runs 1 to {len(runs)}")
+    return runs[number - 1], number, len(runs)
+
+
 def _parse(line: bytes) -> Any:
     """Returns the value of a line; None if it is not JSON (or is null, which no line may be either)."""
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.core.journal import read
+from gradcomp.core.journal import read_run
 from gradcomp.core.layers import ITEM_BYTES, LayerSpec, check_unique
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
@@ -45,15 +45,14 @@ def layers_of(model: str) -> list[LayerSpec]:
     if model.endswith(".safetensors"):
         return _check(model, _from_safetensors(model))
     if Path(model).is_file():
-        runs = read(model)
-        return _check(model, list(runs[-1].layers) if runs else [])
+        return _check(model, list(read_run(model)[0].layers))
     module, colon, function = model.partition(":")
     if not colon:
         raise ConfigError(
             f"there is no model and no file {model!r}: name one of {', '.join(MODELS)}, a number as "
             "300M, package:function, a safetensors file or a run log"
         )
-    return _check(model, _from_object(model, call(module, function)))
+    return layers_in(model, call(module, function))
 
 
 def call(module: str, function: str) -> Any:
@@ -68,13 +67,9 @@ def call(module: str, function: str) -> Any:
     return found()
 
 
-def model_in(made: Any) -> Any:
-    """Returns the model of what the user's function returned: the object itself, or the first of a tuple."""
-    return made[0] if isinstance(made, tuple) and made else made
-
-
-def _from_object(model: str, made: Any) -> list[LayerSpec]:
-    made = model_in(made)
+def layers_in(model: str, made: Any) -> list[LayerSpec]:
+    """Returns the layers of what the user's function returned: a model, or a tuple that begins with one."""
+    made = made[0] if isinstance(made, tuple) and made else made
     if hasattr(made, "named_parameters"):
         named = [(name, p) for name, p in made.named_parameters() if p.requires_grad]
     elif hasattr(made, "trainable_variables"):
@@ -85,7 +80,7 @@ def _from_object(model: str, made: Any) -> list[LayerSpec]:
     for name, values in named:
         dtype = str(values.dtype).rpartition(".")[2]
         layers.append(LayerSpec(name, tuple(map(int, values.shape)), dtype))
-    return layers
+    return _check(model, layers)
 
 
 def _from_safetensors(path: str) -> list[LayerSpec]:

@@ -16,7 +16,7 @@ from gradcomp.control.base import Doubles, Environment
 from gradcomp.control.distortion.round_trip import Rates, measure_rates
 from gradcomp.control.forecast import Job, assignment, completion, plan_trips
 from gradcomp.control.step_time import Round, Trip, simulate
-from gradcomp.core.config import DEVICE_SLICE
+from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
 from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
@@ -24,6 +24,7 @@ from gradcomp.estimate.choices import CHOICES, DDP, Choice
 from gradcomp.exchange.slices import PEER_SECONDS, ROUND_SECONDS, elements_for
 from gradcomp.reduce.costs import cost
 from gradcomp.reduce.model import Load, Network
+from gradcomp.transport.base import GLOO_BYTE_SECONDS
 
 #: DDP's first bucket and the others, in bytes: each takes gradients until it has so many.
 _DDP_BUCKETS = (1 << 20, 25 << 20)
@@ -39,14 +40,16 @@ _EMBEDDINGS = ("embed", "wte", "wpe")
 class Processor:
     """Describes the processor that computes a rank's gradients and codes them.
 
-    ``shared``: the exchange takes turns with the computing, as on CPUs all of whose cores train. ``rates``: by choice,
-    bytes of float32 that its codec encodes, and decodes, a second. ``copy``: bytes a second at which DDP copies.
+    ``on_device``: a GPU computes. ``shared``: the exchange takes turns with the computing, as on CPUs all of whose
+    cores train. ``rates``: by choice, bytes of float32 that its codec encodes, and decodes, a second. ``copy``: bytes a
+    second at which DDP copies.
     ``byte_seconds``: seconds for a byte sent and one received; ``round_seconds``: those of a collective;
     ``peer_seconds``: those for each rank that it sends to. ``half_seconds``: what a value costs DDP's fp16 hook beside
     the copies, ``powersgd_seconds`` what it costs DDP's PowerSGD hook. ``skew``: the part of a step without exchange by
     which the slowest rank of each step is later than the median rank.
     """
 
+    on_device: bool
     shared: bool
     rates: dict[str, Rates]
     copy: float
@@ -61,13 +64,38 @@ class Processor:
 def host_processor(shared: bool = True) -> Processor:
     """Returns this machine's processor: codecs are measured, the rest was measured with Gloo (``docs/estimate.md``)."""
     rates = {c.key: measure_rates(resolve(c.how)) for c in CHOICES if c.kind == "gradcomp"}
-    return Processor(shared, rates, 5e9, 1e-9, ROUND_SECONDS, PEER_SECONDS, 2.5e-9, 9e-9, 0.05)
+    return Processor(
+        on_device=False,
+        shared=shared,
+        rates=rates,
+        copy=5e9,
+        byte_seconds=GLOO_BYTE_SECONDS,
+        round_seconds=ROUND_SECONDS,
+        peer_seconds=PEER_SECONDS,
+        half_seconds=2.5e-9,
+        powersgd_seconds=9e-9,
+        skew=0.05,
+    )
 
 
-def device_processor(codec_rate: float) -> Processor:
-    """Returns a GPU whose codecs encode and decode ``codec_rate`` bytes of float32 a second: assumed, not measured."""
+def device_processor(codec_rate: float = 100e9) -> Processor:
+    """Returns a GPU whose codecs encode and decode ``codec_rate`` bytes of float32 a second: assumed, not measured.
+
+    PyTorch's PowerSGD hook is taken to read and write as much as ten codings of 4 bytes a value.
+    """
     rates = {c.key: Rates(codec_rate, codec_rate) for c in CHOICES if c.kind == "gradcomp"}
-    return Processor(False, rates, codec_rate, 0.0, 0.05e-3, 0.0, 0.0, 40 / codec_rate, 0.02)
+    return Processor(
+        on_device=True,
+        shared=False,
+        rates=rates,
+        copy=codec_rate,
+        byte_seconds=0.0,
+        round_seconds=0.05e-3,
+        peer_seconds=0.0,
+        half_seconds=0.0,
+        powersgd_seconds=40 / codec_rate,
+        skew=0.02,
+    )
 
 
 @dataclass(frozen=True)
@@ -85,6 +113,11 @@ class Situation:
     topology: Topology
     network: Network
     processor: Processor
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Returns those of the link between hosts, or between ranks where there is one host."""
+        return self.network.beta if len(self.topology.leaders) > 1 else self.network.local_beta
 
 
 @dataclass(frozen=True)
@@ -188,7 +221,7 @@ def _gradcomp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
     peers = topology.world - 1
     network = replace(situation.network, overhead=processor.round_seconds + processor.peer_seconds * peers)
     job = Job(environment, order, situation.ready)
-    if processor.byte_seconds:  # gradients on the host: buckets by the link, as ranks choose them
+    if not processor.on_device:  # buckets by the link, as ranks choose them
         trips = plan_trips(job, compressor, processor.rates[choice.key], network)
         elements = sum(layers[i].size for i in order)
         coded = any(
@@ -198,7 +231,9 @@ def _gradcomp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
         busy = sum(one.busy for trip in trips for one in trip.rounds)
         rounds = max(len(trip.rounds) for trip in trips)
         size = (
-            elements_for(busy / elements, rounds, peers) if coded and len(topology.leaders) > 1 else 1 << 20
+            elements_for(busy / elements, rounds, peers)
+            if coded and len(topology.leaders) > 1
+            else HOST_SLICE
         )
         job = replace(job, environment=replace(environment, slice_elements=size))
     trips = plan_trips(job, compressor, processor.rates[choice.key], network)
@@ -206,9 +241,7 @@ def _gradcomp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:
 
 
 def _sent(trips: Sequence[Trip], situation: Situation) -> float:
-    network = situation.network
-    beta = network.beta if len(situation.topology.leaders) > 1 else network.local_beta
-    return sum(one.busy for trip in trips for one in trip.rounds) / beta
+    return sum(one.busy for trip in trips for one in trip.rounds) / situation.seconds_per_byte
 
 
 def _ddp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:

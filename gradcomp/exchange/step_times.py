@@ -39,9 +39,8 @@ class StepTimes:
         self._every, self._statistics, self._transport = every, statistics, transport
         self._opened_at = self._ended_at = 0.0
         self._exchanges = 0  # begun so far
-        self._firsts: list[
-            int
-        ] = []  # the first step of the window that is recorded, and of the one that is gathered
+        #: The first step of the window that is gathered, if one is, and of the one that is recorded.
+        self._firsts: list[int] = []
         self._row = np.full(_PARTS * every + _TOTALS, np.nan)
         self._reached = self._before = (0.0, 0.0, float(transport.bytes_sent))
         self._table: Doubles | None = None

@@ -12,9 +12,7 @@ from gradcomp.job import runtime
 class HasMetrics(Protocol):
     """Describes a wrapped optimizer, the state of a hook or the handle of ``compress_fsdp``."""
 
-    def compression_metrics(self) -> dict[str, float]:
-        """Return numbers for a logger."""
-        ...
+    def compression_metrics(self) -> dict[str, float]: ...
 
 
 class MetricsLogger(ABC):

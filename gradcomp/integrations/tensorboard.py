@@ -10,9 +10,7 @@ from gradcomp.integrations.loggers import HasMetrics, MetricsLogger
 class Writer(Protocol):
     """Describes the ``SummaryWriter`` of ``torch.utils.tensorboard`` or of tensorboardX."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
-        """Write one number."""
-        ...
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any: ...
 
 
 class CompressionLogger(MetricsLogger):

@@ -66,6 +66,11 @@ Start = Callable[[], Handle]
 Messages = Sequence[tuple[int, Bytes]]
 
 
+#: The processor's seconds for a byte over Gloo: steps of an LSTM and a GPT on links without a limit, and Gloo's thread
+#: with 1 Gbit/s, took 0.8 to 1.1 ns.
+GLOO_BYTE_SECONDS = 1e-9
+
+
 class Transport(ABC):
     """Runs non-blocking collectives over one communicator, which belongs to one exchanger.
 

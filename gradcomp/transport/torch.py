@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.base import Bytes, Transport, parts_of
+from gradcomp.transport.base import GLOO_BYTE_SECONDS, Bytes, Transport, parts_of
 from gradcomp.transport.control import ControlChannel, StoreSilentError, cut, hung_up, open_sockets
 
 logger = logging.getLogger("gradcomp")
@@ -97,8 +97,7 @@ class TorchTransport(Transport):
     ``attempt`` is the number of the job's start, because the store may outlive a restart.
     """
 
-    # What steps of an LSTM and a GPT took on links without a limit, and Gloo's thread with 1 Gbit/s: 0.8 to 1.1 ns.
-    byte_seconds = 1e-9
+    byte_seconds = GLOO_BYTE_SECONDS
 
     def __init__(self, ranks: Sequence[int], timeout_seconds: float, attempt: str = "0") -> None:
         # new_group() names a group after the number of groups that the process has. Ranks in several process sets have
