@@ -1,7 +1,7 @@
-"""Measures the steps of all choices in turn, A B C A B C, in the job's own processes.
+"""Measures the steps of all choices, then of the fastest ones in turn, A B A B, in the job's own processes.
 
 A block of a choice wraps a copy of the module, takes a few steps that do not count and some that do, and leaves
-nothing behind. Rank 0 decides how many steps fit the given time, from what the steps are predicted to take.
+nothing behind. All ranks compute the same numbers of steps, from predictions and from what all ranks measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from gradcomp.job import runtime
 
 #: Steps of a block that do not count: exchange buckets are re-ordered, and memory is allocated.
 _WARMUP = 3
-_ROUNDS = 2
+#: The first round, of all choices, may take this share of the time. The rest goes to the choices of gradcomp whose step
+#: is at most this many times the fastest one's.
+_FIRST_ROUND, _CLOSE = 0.5, 1.25
+_ROUNDS = 4  # of those, which alternate
 _ALONE_STEPS = 20  # without exchange
 _MOST_STEPS = 20  # of a block
 #: The probe of the link sends messages that take about so long, of at most so many bytes.
@@ -119,35 +122,44 @@ def _measured(
     say("the network")
     situation = _situation(workload, alone, took, ready, device)
     estimates = estimate(situation)
-    blocks: dict[str, list[float]] = {}
-    counts = _steps_that_fit(estimates, seconds)  # the same on all ranks, as all that it is made of
-    for number in range(_ROUNDS):
-        for choice in CHOICES:
-            if counts[choice.key]:
-                say(f"round {number + 1} of {_ROUNDS}: {choice.title}")
-                blocks.setdefault(choice.key, []).extend(_block(choice, workload, counts[choice.key], device))
-    own = {key: statistics.median(found) for key, found in blocks.items()}
-    every = gc.allgather_object(own)
-    return Measured(situation, estimates, {key: max(rank[key] for rank in every) for key in own})
+    blocks: dict[str, list[float]] = {one.choice.key: [] for one in estimates}
+
+    def measure_in_turn(expected: dict[str, float], rounds: int, budget: float) -> dict[str, float]:
+        """Returns the median step of the slowest rank by choice, as far as a choice was ever measured."""
+        counts = _steps_that_fit(expected, rounds, budget)
+        for _ in range(rounds):
+            for choice in CHOICES:
+                if counts.get(choice.key):
+                    say(choice.title)
+                    blocks[choice.key].extend(_block(choice, workload, counts[choice.key], device))
+        own = {key: statistics.median(times) for key, times in blocks.items() if times}
+        every = gc.allgather_object(own)
+        return {key: max(rank[key] for rank in every) for key in own}
+
+    steps = measure_in_turn({one.choice.key: one.step for one in estimates}, 1, _FIRST_ROUND * seconds)
+    own = {
+        choice.key: steps[choice.key]
+        for choice in CHOICES
+        if choice.kind == "gradcomp" and choice.key in steps
+    }
+    close = {key: step for key, step in own.items() if step <= _CLOSE * min(own.values())}
+    if len(close) > 1:
+        steps = measure_in_turn(close, _ROUNDS, (1 - _FIRST_ROUND) * seconds)
+    return Measured(situation, estimates, steps)
 
 
-def _steps_that_fit(estimates: Sequence[Estimate], seconds: float) -> dict[str, int]:
+def _steps_that_fit(expected: dict[str, float], rounds: int, seconds: float) -> dict[str, int]:
     """Returns the steps of a block by choice: all take equally long, and too long ones are left out (0)."""
-    share = seconds / _ROUNDS / len(estimates) - _BLOCK_SECONDS
-    counts = {}
-    for one in estimates:
-        fits = int(share / one.step) - _WARMUP
-        counts[one.choice.key] = min(max(fits, 0), _MOST_STEPS)
+    share = seconds / rounds / len(expected) - _BLOCK_SECONDS
+    counts = {key: min(max(int(share / step) - _WARMUP, 0), _MOST_STEPS) for key, step in expected.items()}
     # What the short ones leave is enough for one step of some that are too long.
-    left = seconds - _ROUNDS * sum(
-        _BLOCK_SECONDS + (count + _WARMUP) * one.step
-        for one, count in zip(estimates, counts.values(), strict=True)
-        if count
+    left = seconds - rounds * sum(
+        _BLOCK_SECONDS + (count + _WARMUP) * expected[key] for key, count in counts.items() if count
     )
-    for one in sorted(estimates, key=lambda one: one.step):
-        needs = _ROUNDS * (_BLOCK_SECONDS + (1 + _WARMUP) * one.step)
-        if not counts[one.choice.key] and needs <= left:
-            counts[one.choice.key], left = 1, left - needs
+    for key, step in sorted(expected.items(), key=lambda item: item[1]):
+        needs = rounds * (_BLOCK_SECONDS + (1 + _WARMUP) * step)
+        if not counts[key] and needs <= left:
+            counts[key], left = 1, left - needs
     return counts
 
 

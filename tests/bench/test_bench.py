@@ -15,7 +15,6 @@ from gradcomp.bench.measure import _steps_that_fit
 from gradcomp.bench.workload import make_workload
 from gradcomp.cli import main
 from gradcomp.estimate.choices import CHOICES
-from gradcomp.estimate.predict import Estimate
 
 MODEL = """
 import torch
@@ -57,20 +56,16 @@ def test_every_choice_is_measured_and_the_ranks_end_together(tmp_path: Path, mod
         assert found["alone_seconds"] > 0.0029
 
 
-def estimates(steps: dict[str, float]) -> list[Estimate]:
-    return [Estimate(choice, 1.0, steps.get(choice.key, 0.01), 0.0, 0.0) for choice in CHOICES]
-
-
-def test_every_choice_gets_the_same_time_and_what_does_not_fit_is_left_out():
-    fast = _steps_that_fit(estimates({}), 100.0)
-    assert set(fast.values()) == {20}
-    some = _steps_that_fit(estimates({"ddp": 0.6, "none": 4.0, "bf16": 200.0}), 100.0)
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_every_choice_gets_the_same_time_and_what_does_not_fit_is_left_out(rounds: int):
+    seconds, usual = 50.0 * rounds, dict.fromkeys((choice.key for choice in CHOICES), 0.01)
+    assert set(_steps_that_fit(usual, rounds, seconds).values()) == {20}
+    expected = usual | {"ddp": 0.6, "none": 4.0, "bf16": 200.0}
+    some = _steps_that_fit(expected, rounds, seconds)
     assert 0 < some["ddp"] < 20
     assert some["none"] == 1  # the others leave enough for it
     assert some["bf16"] == 0
-    taken = {one.choice.key: one.step for one in estimates({"ddp": 0.6, "none": 4.0})}
-    spent = sum(2 * (0.5 + (count + 3) * taken[key]) for key, count in some.items() if count)
-    assert spent <= 100.0
+    assert rounds * sum(0.5 + (count + 3) * expected[key] for key, count in some.items() if count) <= seconds
 
 
 def test_shapes_compute_for_as_long_as_they_are_told():
