@@ -8,7 +8,7 @@ from typing import Any
 from gradcomp.doctor.facts import Cores, Disk, Facts, Gpus, Interface, Kernels, Limits, Network, Place
 
 GIB = 1 << 30
-TRANSPORTS = ("torch", "mpi", "shm", "shm+torch", "shm+mpi", "horovod", "nccl")
+TRANSPORTS = ("torch", "mpi", "shm", "shm+torch", "shm+mpi", "horovod", "nccl", "nccl+torch", "nccl+mpi")
 
 
 def healthy(rank: int = 0, size: int = 2, per_host: int = 1, **changes: Any) -> Facts:

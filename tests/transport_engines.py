@@ -167,8 +167,11 @@ def shm(r: Rank, ranks: Sequence[int]) -> Transport:
     return ShmTransport(ranks.index(r.rank), len(ranks), lambda message: r.meet(message, ranks))
 
 
-def over(remote: Callable[[Rank, Sequence[int]], Transport]) -> Callable[[Rank, Sequence[int]], Transport]:
-    """Two levels, on hosts of two ranks: shared memory inside them, ``remote`` between them."""
+Make = Callable[[Rank, Sequence[int]], Transport]
+
+
+def over(remote: Make, inside: Make = shm, back: Make = shm) -> Make:
+    """Two levels, on hosts of two ranks: ``inside`` them shared memory, ``remote`` between them."""
 
     def make(r: Rank, ranks: Sequence[int]) -> Transport:
         from gradcomp.core.topology import Topology
@@ -178,9 +181,9 @@ def over(remote: Callable[[Rank, Sequence[int]], Transport]) -> Callable[[Rank, 
         own = ranks.index(r.rank)
         members = [ranks[place] for place in topology.members(own)]
         leaders = [ranks[place] for place in topology.leaders]
-        local, whole = shm(r, members), remote(r, ranks)
+        local, whole = inside(r, members), remote(r, ranks)
         return TwoLevelTransport(
-            local, whole, topology, remote(r, leaders) if r.rank in leaders else None, shm(r, members)
+            local, whole, topology, remote(r, leaders) if r.rank in leaders else None, back(r, members)
         )
 
     return make
@@ -250,6 +253,12 @@ def leave_nccl(r: Rank) -> None:
     r.shared["nccl", r.rank, tuple(range(r.size))][-1].kill(r.rank)
 
 
+def leave_both(r: Rank) -> None:
+    leave_world(r)
+    members = tuple(rank for rank in range(r.size) if rank // 2 == r.rank // 2)
+    r.shared["nccl", r.rank, members][-1].kill(r.rank)
+
+
 def nccl(r: Rank, ranks: Sequence[int]) -> Transport:
     import cupy
 
@@ -295,6 +304,14 @@ ENGINES = [
         "horovod", horovod, under_horovodrun, worlds=(3,), begin=begin_horovod, leave=None, missing=no_horovod
     ),
     Engine("nccl's stand-in", nccl_stand_in, launch=None, leave=leave_nccl),
+    Engine(
+        "nccl's stand-in+inprocess",
+        over(inprocess, nccl_stand_in, inprocess),
+        launch=None,
+        worlds=(3, 4),
+        leave=leave_both,
+        flat=False,
+    ),
 ]
 
 #: What only tests/gpu runs.

@@ -34,7 +34,18 @@ _REMOVED = {
 }
 
 #: Names of transports; a plus joins two levels.
-TRANSPORTS = (AUTO, "torch", "mpi", "shm", "horovod", "nccl", "shm+torch", "shm+mpi")
+TRANSPORTS = (
+    AUTO,
+    "torch",
+    "mpi",
+    "shm",
+    "horovod",
+    "nccl",
+    "shm+torch",
+    "shm+mpi",
+    "nccl+torch",
+    "nccl+mpi",
+)
 
 
 def _setting(
@@ -129,7 +140,7 @@ class Config:
     transport: str = _setting(
         AUTO,
         "Transport of gradients: torch.distributed, MPI, shared memory on one host, Horovod, NCCL, or shared memory "
-        "on each host and another between them; auto: the one that the ranks' rendezvous used.",
+        "or NCCL on each host and another between them; auto: the one that the ranks' rendezvous used.",
         lambda v: v in TRANSPORTS,
         f"one of {', '.join(TRANSPORTS)}",
     )

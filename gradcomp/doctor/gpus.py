@@ -79,7 +79,7 @@ def lacks(launch: Launch, found: Gpus) -> dict[str, str]:
         "torch": "" if is_there("torch") else "PyTorch: pip install 'gradcomp[torch]'",
         "mpi": _mpi(launch),
     }
-    shared = _shared_memory()
+    shared, nccl = _shared_memory(), _nccl(found)
     several = f"all {launch.size} ranks on one host" if launch.size > 1 and not launch.one_host else ""
     return {
         **between,
@@ -87,7 +87,9 @@ def lacks(launch: Launch, found: Gpus) -> dict[str, str]:
         "shm+torch": shared or between["torch"],
         "shm+mpi": shared or between["mpi"],
         "horovod": _horovod(launch),
-        "nccl": _nccl(found),
+        "nccl": nccl,
+        "nccl+torch": nccl or shared or between["torch"],
+        "nccl+mpi": nccl or shared or between["mpi"],
     }
 
 

@@ -127,7 +127,7 @@ def make_transport(state: Runtime, ranks: Ranks) -> Transport:
     """
     inside, _, between = state.config.transport.rpartition("+")
     if inside:
-        return _two_levels(state, ranks, between)
+        return _two_levels(state, ranks, inside, between)
     return _flat(state, ranks, between)
 
 
@@ -190,7 +190,7 @@ def _meeting(state: Runtime, ranks: Ranks) -> Iterator[Transport]:
         group.close()
 
 
-def _two_levels(state: Runtime, ranks: Ranks, between: str) -> Transport:
+def _two_levels(state: Runtime, ranks: Ranks, inside: str, between: str) -> Transport:
     from gradcomp.transport.two_level import TwoLevelTransport
 
     topology = state.topology.among(ranks)
@@ -198,9 +198,11 @@ def _two_levels(state: Runtime, ranks: Ranks, between: str) -> Transport:
     members = tuple(ranks[i] for i in topology.members(place))
     leaders = tuple(ranks[i] for i in topology.leaders)
     return TwoLevelTransport(
-        _shared_memory(state, members),
+        _flat(state, members, inside),
         _flat(state, ranks, between),
         topology,
         _flat(state, leaders, between) if state.rank in leaders else None,
+        # Not over NCCL: the order of operations on two communicators differs between ranks, and one stream runs them
+        # in order, so that ranks would wait for each other.
         _shared_memory(state, members),
     )

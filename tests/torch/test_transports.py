@@ -114,6 +114,10 @@ REFUSED = {
         "transport=shm serves one host, and these ranks are on 2; take shm+torch",
     ),
     "NCCL without a GPU": (lambda: variables("nccl", 2), "ConfigError: rank 0: the nccl transport needs"),
+    "NCCL inside hosts, without a GPU": (
+        lambda: variables("nccl+torch", 2, hosts=2),
+        "ConfigError: rank 0: the nccl transport needs",
+    ),
     "different transports": (lambda: different("torch", "shm"), "rank 0 has transport=torch, rank 1 has shm"),
 }
 
@@ -125,7 +129,7 @@ def different(*transports: str):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_on_every_rank(case: str):
-    if case == "NCCL without a GPU" and gpu.problem() is None:
+    if case.endswith("without a GPU") and gpu.problem() is None:
         pytest.skip("there is a GPU, and NCCL may work")
     of, says = REFUSED[case]
     for end in run_ranks(train, 2, env=of(), arguments=("none",), imported=preloaded.TORCH):
