@@ -131,6 +131,7 @@ def arms(
             "lgreco-time": f"lgreco:every_steps={every},objective=time",
             "lgreco-position": f"lgreco:every_steps={every},objective=position",
             "kmeans": f"kmeans:every_steps={every}",
+            "kmeans-plain": f"kmeans:every_steps={every},points=plain,alpha=none",
             "linear": f"linear:every_steps={every}",
             "bayes": f"bayes:every_steps={every}",
             "adaqs": f"adaqs:{ends}",

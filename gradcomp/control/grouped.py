@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gradcomp.compress.checks import check_positive, check_whole
+from gradcomp.compress.checks import check_positive, check_whole, check_word
 from gradcomp.control.base import Doubles, Numbers
 from gradcomp.control.candidates import CandidateLevels, Candidates, check_levels
 from gradcomp.control.observations import Decision, PeriodObservations
@@ -22,6 +22,9 @@ logger = logging.getLogger("gradcomp")
 
 #: The cost of an assignment over the budget is at most this many times the largest number of bytes.
 _FAR = 1e6
+
+#: The coordinates in which layers are clustered.
+LOG, PLAIN = "log", "plain"
 
 #: Number of k-means' starts, of which the best is taken, and the most steps of each.
 _STARTS, _STEPS = 20, 300
@@ -113,10 +116,12 @@ class KMeans(Grouped):
 
     With G_l the gradient of layer l summed over a period, every layer is a point
 
-        (log size_l, log ||G_l||),    each coordinate standardised over the layers.
+        (log size_l, log ||G_l||),    each coordinate standardised over the layers,
 
-    k-means puts them into k clusters with centroids C. Clusters are sorted by norm(C) - size(C), ascending: the first
-    gets the most compression, the last the least, and those in between evenly spaced levels. The budget is
+    or with ``points="plain"`` (size_l, ||G_l||), where sizes outweigh norms, so that the largest layers get the most
+    compression. k-means puts them into k clusters with centroids C. Clusters are sorted by norm(C) - size(C),
+    ascending: the first gets the most compression, the last the least, and those in between evenly spaced levels. The
+    budget is
 
         Σ_l ||G_l - decompress(compress(G_l))||  <=  alpha · (the same sum at the reference)
 
@@ -131,6 +136,7 @@ class KMeans(Grouped):
             vary several settings: ``[Quantize(2, bucket_size=1024), Quantize(4, bucket_size=512)]``.
         alpha: the budget, relative to the reference; above 0. With None there is no budget, only Algorithm 3.1.
         clusters: k; by default the number of levels. It is never more than there are different layers.
+        points: ``"log"`` or ``"plain"``. Algorithm 3.1 as it is printed is ``points="plain", alpha=None``.
         window: sums gradients over only the last this many steps of a period; by default over all of them.
         samples: measures this many single steps of a period instead; see :class:`Periodic`.
         memory_bytes: limit on the memory that every rank uses for these sums.
@@ -139,28 +145,31 @@ class KMeans(Grouped):
 
     State: a flag that the warning was given; the sums of :class:`Periodic`.
 
-    Errors: ConfigError if ``levels`` is empty or has a level that layers cannot take, if alpha is not above 0, or if
-    clusters is not at least 1.
+    Errors: ConfigError if ``levels`` is empty or has a level that layers cannot take, if alpha is not above 0, if
+    clusters is not at least 1, or for other points.
 
     Source: Markov 2024, Algorithm 3.1 and section 3.6 (CGX).
-    Differences: logarithms, standardised, are clustered, since sizes and norms have no common scale; the norm is that
-    of all of G and not of its largest values; the paper leaves open how the budget is met (without moving levels on,
-    sensitive layers would keep the least compression, whatever it costs); a single cluster begins at the reference.
+    Differences: by default logarithms, standardised, are clustered, since sizes and norms have no common scale; the
+    norm is that of all of G and not of its largest values; the paper leaves open how the budget is met (without moving
+    levels on, sensitive layers would keep the least compression, whatever it costs) and how large alpha is; a single
+    cluster begins at the reference.
     """
 
     name: ClassVar[str] = "kmeans"
 
     alpha: float | None = 1.0
     clusters: int | None = None
+    points: str = LOG
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("clusters", self.clusters, or_none=True)
+        check_word("points", self.points, (LOG, PLAIN))
 
     def groups(self, observed: PeriodObservations) -> Sequence[Numbers]:
         """Returns the clusters of Algorithm 3.1 in their order."""
         k = self.clusters or observed.candidates.width
-        return clusters_of(observed, np.flatnonzero(~observed.silent), k)
+        return clusters_of(observed, np.flatnonzero(~observed.silent), k, self.points)
 
 
 @dataclass(frozen=True)
@@ -380,12 +389,14 @@ def fallback(observed: PeriodObservations, name: str, alpha: float) -> Decision:
 # --- clusters -----------------------------------------------------------------------------------------------
 
 
-def clusters_of(observed: PeriodObservations, rows: Numbers, k: int) -> list[Numbers]:
+def clusters_of(observed: PeriodObservations, rows: Numbers, k: int, points: str = LOG) -> list[Numbers]:
     """Returns the rows in at most k clusters, the one with the largest norm(C) - size(C) first."""
     if not len(rows):
         return []
-    sizes = np.array([observed.candidates.specs[row].size for row in rows], dtype=np.float64)
-    size, norm = _standardised(np.log(sizes)), _standardised(np.log(observed.norm[rows]))
+    size = np.array([observed.candidates.specs[row].size for row in rows], dtype=np.float64)
+    norm = observed.norm[rows]
+    if points == LOG:
+        size, norm = _standardised(np.log(size)), _standardised(np.log(norm))
     labels = kmeans(np.stack([size, norm], axis=1), k)
     order = np.argsort([-(norm - size)[labels == j].mean() for j in range(labels.max() + 1)], kind="stable")
     return [rows[labels == j] for j in order]

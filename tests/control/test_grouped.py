@@ -118,6 +118,14 @@ def test_large_quiet_layers_are_compressed_most():
     assert taken(two_four_eight(KMeans), [64, 64, 6400, 6400, 640, 640], norms) == [8, 8, 2, 2, 4, 4]
 
 
+def test_plain_points_are_clustered_by_size():
+    norms = [0.1, 9.0, 9.0, 0.11, 1.0, 1.1]
+    rule = KMeans(5, levels=[2, 4, 8], alpha=None, points="plain")
+    assert taken(rule, [64, 64, 6400, 6400, 640, 640], norms) == [8, 8, 2, 2, 4, 4]
+    with pytest.raises(ConfigError, match="points must be one of log, plain"):
+        KMeans(5, points="raw")
+
+
 @pytest.mark.parametrize(
     ("alpha", "expected"),
     [
