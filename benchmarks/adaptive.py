@@ -21,8 +21,11 @@ Columns
     overhead    processor time of error tables and program over training time, the larger of the ranks'; the bar is 1%.
     adding      the same of adding gradients up, which the papers do not count; window= makes it less
     plans       changes of plan in the run, of the first seed
-    factors     GraVAC: share of the steps that sent each factor, 1 being dense; "floats" is the paper's volume, without
-                indices. GraVAC is compared with uncompressed training; --controllers gravac-energy has its printed gain
+    factors     GraVAC: share of the steps that sent each factor, 1 being dense, in the mean over seeds; "floats" is the
+                paper's volume, without indices. GraVAC is compared with uncompressed training; --controllers
+                gravac-energy has its printed gain, gravac-released that of the authors' code, gravac-random-0.7 one row
+    to loss     steps until rank 0's training loss, over a tenth of the run, is what uncompressed training of the seed
+                has after 80% of the steps, in percent of the run, by seed; then in how many times fewer bytes than that
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ from options import add_training, check_training
 Run = dict[str, Any]
 
 BAR = 0.01
+#: The share of the steps after which uncompressed training has the loss that others are to reach.
+REACHED = 0.8
 
 
 def collect(task: str, arm: Arm, found: Sequence[dict[str, Any]]) -> list[Run]:
@@ -134,7 +139,8 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         if run["task"] == task:
             by_row.setdefault(run["row"], {})[run["seed"]] = run
-    known = {arm.key: arm for arm in arms(task, [f.key for f in FAMILIES], _every_controller())}
+    every = [*_every_controller(), *(arm.key for arm in gravac_arms(task))]
+    known = {arm.key: arm for arm in arms(task, [f.key for f in FAMILIES], every)}
     rows = []
     for key in sorted(by_row, key=list(known).index):
         arm, own = known[key], by_row[key]
@@ -163,8 +169,9 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "overhead": max(own[s]["overhead"] for s in seeds),
                 "adding": max(own[s]["adding"] for s in seeds),
                 "plans": None if "factors" in own[seeds[0]] else len(own[seeds[0]].get("plans", [])),
-                "factors": own[seeds[0]].get("factors"),
-                "fewer_floats": own[seeds[0]].get("fewer_floats"),
+                "factors": _factors_of([own[s] for s in seeds]),
+                "fewer_floats": _mean(own, seeds, "fewer_floats"),
+                "reached": [reached(base[s], own[s]) for s in seeds],
             }
         )
     return rows
@@ -179,6 +186,31 @@ def _mean(runs: dict[int, Run], seeds: Sequence[int], key: str) -> float | None:
 def _mean_ratio(base: dict[int, Run], own: dict[int, Run], seeds: Sequence[int], key: str) -> float | None:
     pairs = [(base[s].get(key), own[s].get(key)) for s in seeds]
     return None if any(not a or not b for a, b in pairs) else statistics.mean(a / b for a, b in pairs)
+
+
+def _factors_of(runs: Sequence[Run]) -> dict[str, float] | None:
+    """The mean number of steps by factor; None for other controllers than GraVAC."""
+    if any("factors" not in run for run in runs):
+        return None
+    factors = sorted({factor for run in runs for factor in run["factors"]}, key=float)
+    return {factor: statistics.mean(run["factors"].get(factor, 0) for run in runs) for factor in factors}
+
+
+def reached(base: Run, own: Run) -> tuple[float, float] | None:
+    """The share of the steps until the base's loss of ``REACHED`` is reached, and by how many times fewer bytes.
+
+    None if it never is, or if a run has no losses.
+    """
+    if "loss_over_time" not in base or "loss_over_time" not in own:
+        return None
+    smooth = max(len(base["loss_over_time"]) // 10, 1)
+    at = round(REACHED * len(base["loss_over_time"]))
+    target = statistics.mean(base["loss_over_time"][at - smooth : at])
+    for end in range(smooth, len(own["loss_over_time"]) + 1):
+        if statistics.mean(own["loss_over_time"][end - smooth : end]) <= target:
+            fewer = sum(base["bytes_over_time"][:at]) / sum(own["bytes_over_time"][:end])
+            return end / len(own["loss_over_time"]), fewer
+    return None
 
 
 def _every_controller() -> list[str]:
@@ -199,6 +231,7 @@ def _every_controller() -> list[str]:
         "lgreco-position",
         "adaqs",
         "gravac-energy",
+        "gravac-released",
         SWEEP,
     ]
     return [*names, UNIFORM]
@@ -228,13 +261,14 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                     f"{100 * row['adding']:.2f}" if adaptive else None,
                     row["plans"] if adaptive else None,
                     _factors(row),
+                    _reached(row) if adaptive else None,
                 ]
             )
         headers = [
             f"{task}: row", f"{METRICS[task][0]} by seed", "worse by %", "bytes per step", "fewer (second half)",
             "compressible", "fewer", "bar", "overhead %",
             "adding %",
-            "plans", "steps by factor",
+            "plans", "steps by factor", "to loss",
         ]  # fmt: skip
         tables.append(report.table(headers, cells))
     return "\n\n".join(tables)
@@ -247,6 +281,13 @@ def _fewer(row: dict[str, Any]) -> str:
 
 def _factor(number: float | None) -> str | None:
     return None if number is None else f"{number:.2f}"
+
+
+def _reached(row: dict[str, Any]) -> str:
+    found = row["reached"]
+    fewer = [one[1] for one in found if one]
+    steps = ", ".join("never" if one is None else f"{one[0]:.0%}" for one in found)
+    return steps + (f"; {statistics.mean(fewer):.1f}x fewer" if fewer else "")
 
 
 def _factors(row: dict[str, Any]) -> str | None:

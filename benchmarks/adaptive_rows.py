@@ -70,27 +70,38 @@ class Arm:
     exact: str = "float32"
 
 
-#: GraVAC's compressors; the density that they come with is not used. Only the last one has momentum, and the optimizer
-#: has none then.
-GRAVAC = {"topk": "topk", "dgc": "dgc:momentum_factor=0", "redsync": "redsync", "momentum": "dgc"}
-EPSILONS = (0.7, 0.9)
+#: GraVAC's compressors; the density that they come with is not used. Only "momentum" has momentum, and the optimizer
+#: has none then. Random-k begins at 1.5 x, as in Figure 11 of Tyagi and Swany 2023.
+RANDOM = "random"
+GRAVAC = {
+    "topk": "topk",
+    "dgc": "dgc:momentum_factor=0",
+    "redsync": "redsync",
+    "momentum": "dgc",
+    RANDOM: "random_k",
+}
+EPSILONS = (0.5, 0.7, 0.9, 0.99)
+#: Those of the paper, which the name of a form alone asks for.
+USUAL_EPSILONS = (0.7, 0.9)
 
-#: The two forms of its gain, and what begins the keys of their rows.
-GAINS = {"norm": "gravac", "energy": "gravac-energy"}
+#: The forms of its gain, and what begins the keys of their rows.
+GAINS = {"norm": "gravac", "energy": "gravac-energy", "released": "gravac-released"}
 
 
-def gravac_arms(task: str) -> list[Arm]:
+def gravac_arms(task: str, every_steps: int | None = None) -> list[Arm]:
     """GraVAC over its compressors; the paper's candidates, with windows for runs that are ten times shorter."""
-    window = _of(100, 156)[task]
+    window = every_steps or _of(100, 156)[task]
+    usual, random = "minimum=10,maximum=1000", "minimum=1.5,maximum=1000,policy=geometric"
     return [
         Arm(
             f"{begin}-{name}-{epsilon:g}",
             f"GraVAC by {gain}, {name}, epsilon {epsilon:g}",
             form,
-            f"gravac:minimum=10,maximum=1000,epsilon={epsilon:g},window={window},gain={gain}",
+            f"gravac:{random if name == RANDOM else usual},epsilon={epsilon:g},window={window},gain={gain}",
         )
         for gain, begin in GAINS.items()
         for name, form in GRAVAC.items()
+        if (gain, name) != ("energy", RANDOM)
         for epsilon in EPSILONS
     ]
 
@@ -155,8 +166,10 @@ def arms(
             if name in controllers or (name == UNIFORM and set(controllers) != {SWEEP})
         ]
         rows += sweep_arms(task, family) if SWEEP in controllers else []
-    asked = set(controllers)  # all of a gain's rows, or one of them by its key
-    return rows + [arm for arm in gravac_arms(task) if asked & {arm.key, arm.key.rsplit("-", 2)[0]}]
+    asked = set(controllers)  # a gain's rows of the usual epsilons, or one row by its key
+    for form in asked & set(GAINS.values()):
+        asked |= {f"{form}-{name}-{epsilon:g}" for name in GRAVAC for epsilon in USUAL_EPSILONS}
+    return rows + [arm for arm in gravac_arms(task, every_steps) if arm.key in asked]
 
 
 #: What a run without ``--controllers`` compares.

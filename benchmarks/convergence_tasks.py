@@ -187,6 +187,7 @@ def train(
         cycle_momentum=False,
     )  # fmt: skip
     counted = []
+    losses = []
     step_seconds = []
     began = time.perf_counter()
     job.model.train()
@@ -205,6 +206,7 @@ def train(
             plans.append((len(counted) + 1, plan))
         sent = optimizer.statistics()
         counted.append((sent.wire_bytes, sent.dense_bytes))
+        losses.append(loss.item())
         if watch is not None:
             watch.step(loss.item(), step_seconds[-1], sent)
     seconds = time.perf_counter() - began
@@ -220,6 +222,7 @@ def train(
     adaptive: dict[str, Any] = {
         "run_bytes_per_step": counted[-1][0] / job.steps,
         "bytes_over_time": [(sent_by[b] - sent_by[a]) / max(b - a, 1) for a, b in itertools.pairwise(ends)],
+        "loss_over_time": [statistics.fmean(losses[a:b] or losses[:1]) for a, b in itertools.pairwise(ends)],
     }
     exchanger = optimizer._exchanger_or_none()
     running = None if exchanger is None else exchanger.pipeline.controller
@@ -235,6 +238,8 @@ def train(
         if isinstance(running, GraVACRun):
             adaptive["factors"] = {f"{factor:g}": count for factor, count in running.steps_by_factor.items()}
             adaptive["fewer_floats"] = running.dense_floats / max(running.floats_sent, 1)
+            gains = zip(running.search.factors, running.search.gains[0].tolist(), strict=True)
+            adaptive["gains"] = {f"{factor:g}": gain for factor, gain in gains if not math.isnan(gain)}
             plans = plans[-1:]  # they go back and forth
         adaptive["plans"] = [
             [step, [[a.layer, a.compressor, a.level] for a in plan.assignments]] for step, plan in plans

@@ -127,6 +127,10 @@ ROWS = {
     ),
     "two-level-dense": Row(TwoLevelSelection(gc.TopK(0.1), 0.02, "dense"), error=1e-6, everything=True),
     "two-level-redsync": Row(TwoLevelSelection(gc.RedSync(0.2), 0.1), **SPARSE),
+    "two-level-random": Row(TwoLevelSelection(gc.RandomK(0.3), 0.1), constants=False, draws=True),
+    "two-level-random-minimum": Row(
+        TwoLevelSelection(gc.RandomBlock(0.2), 0.1, "minimum"), constants=False, draws=True
+    ),
     "two-level-momentum": Row(
         gc.MomentumCorrection(TwoLevelSelection(gc.TopK(0.1), 0.02, "dense"), 0.5),
         error=1e-6,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,12 +15,16 @@ import gradcomp as gc
 from gradcomp.cli import main
 from gradcomp.core.journal import Journal
 from gradcomp.core.run_lines import PERIOD, Factor, Gains, Sample, Window
+from gradcomp.report import charts
 
 LAYERS = [
     gc.LayerSpec("conv.weight", (16, 30)),
     gc.LayerSpec("fc.weight", (100, 64)),
     gc.LayerSpec("bias", (16,)),
 ]
+
+FACTORS = Factor(1.0, 1.0, None, 4), Factor(10.0, 0.5, 2.0, 7)
+GAINS = Gains(30, "*", 0.7, 10.0, 20.0, 3.0, (2.0, 1.5), FACTORS, 4.5)
 
 needs_library = pytest.mark.skipif(find_spec("vl_convert") is None, reason="needs the extra report")
 
@@ -66,9 +71,7 @@ def log(tmp_path: Path) -> Path:
         Sample(5, 0, 2.0, 0.5, 0.25),
         Sample(25, 0, 4.0, 2.0, 0.125),
         Sample(20, 1, 3.0, None, 0.0625, PERIOD),
-        Gains(
-            30, "*", 0.7, 10.0, 20.0, 3.0, (2.0, 1.5), (Factor(1.0, 1.0, None, 4), Factor(10.0, 0.5, 2.0, 7))
-        ),
+        GAINS,
     ):
         journal.line(line)
     journal.choice(20, "error 0.9 of the budget")
@@ -117,6 +120,15 @@ def test_ranks_layers_plans_and_skips_are_those_of_the_log(log: Path, capsys):
     assert found["discarded"] == 2
     assert [row["median"] for row in found["residuals"]] == [0.375]
     assert found["gains"]["factors"][1] == {"factor": 10.0, "gain": 0.5, "throughput": 2.0, "steps": 7.0}
+    (point,) = found["gains"]["along"]
+    assert (point["prior"], point["post"], point["corrected"]) == (3.0, [2.0, 1.5], 4.5)
+    norms, gains = charts.norms_along(found["gains"]), charts.gains_along(found["gains"])
+    assert {row["name"]: row["value"] for row in norms["data"]["values"]} == {
+        "before compression": 3.0, "at the minimum factor": 2.0, "at the candidate": 1.5, "with the residual": 4.5
+    }  # fmt: skip
+    assert {row["name"]: row["value"] for row in gains["data"]["values"]} == {"1x": 1.0, "10x": 0.5}
+    older = json.dumps({key: value for key, value in GAINS.record().items() if key != "corrected"})
+    assert Gains.parse(json.loads(older), 2, 3) == replace(GAINS, corrected=None)
 
 
 def test_a_log_of_plans_only(log: Path, capsys):

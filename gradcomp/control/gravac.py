@@ -24,6 +24,16 @@ from gradcomp.compress.policy import assign
 from gradcomp.compress.sparse import two_level_selection as selection
 from gradcomp.compress.sparse.base import elements_at
 from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Numbers, Step
+from gradcomp.control.gravac_gains import (
+    FORMS,
+    GRADIENT,
+    KEPT,
+    KEPT_BY_CANDIDATE,
+    NORM,
+    SHARED,
+    TOTAL,
+    UNBOUNDED,
+)
 from gradcomp.control.gravac_search import Search, SearchState
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Assignment, Plan
@@ -32,9 +42,6 @@ from gradcomp.core.vectors import Floats
 from gradcomp.kernels.step import Observations
 
 logger = logging.getLogger("gradcomp")
-
-#: The two forms of a gain.
-NORM, ENERGY = "norm", "energy"
 
 #: The name of the only row where the whole model has one.
 MODEL = "*"
@@ -53,7 +60,7 @@ Choice = tuple[int, int, int]
 class GraVACState:
     """The saved state. ``untimed``: the factors by row of the last two iterations. ``layers``: the controlled layers.
 
-    ``gain``: the form of the search's gains; absent for energy, the only form in older checkpoints.
+    ``gain``: the form of the search's gains as :class:`gradcomp.control.gravac_gains.Form` names it.
     """
 
     search: SearchState
@@ -70,9 +77,17 @@ class GraVACRun(ControllerRun):
     two latest iterations are not timed yet. ``search`` holds gains, factors and their throughputs.
     """
 
-    def __init__(self, name: str, environment: Environment, search: Search, per_layer: bool) -> None:
+    def __init__(
+        self, name: str, environment: Environment, search: Search, per_layer: bool, gain: str
+    ) -> None:
         super().__init__(name, environment)
         self.search = search
+        self._gain = gain
+        self.form = FORMS[gain]
+        for layer in environment.controlled:
+            compressor = environment.compressors[layer]
+            assert compressor is not None, "the layer is up for choice"
+            self.form.check(compressor, environment.layers[layer].name)
         self._layers = np.array(environment.controlled, dtype=np.int64)
         names = self._layer_names = [environment.layers[i].name for i in self._layers.tolist()]
         self._names = names if per_layer else [MODEL]
@@ -85,7 +100,7 @@ class GraVACRun(ControllerRun):
         self._untimed: list[Numbers | None] = []
         self._vector: Doubles = np.zeros(0)
         self._number = 0
-        self._summed: Doubles = np.zeros((3, len(self._names)))  # the norms of that step
+        self._summed: Doubles = np.zeros((len(SHARED), len(self._names)))  # the norms of that step
         self._accounted = 0  # steps that counted when the account was given
         self._choose()  # raises ConfigError for layers with another compressor
 
@@ -98,16 +113,11 @@ class GraVACRun(ControllerRun):
 
     def observe(self, observations: Observations) -> None:
         """Sums the norms, or the squared norms, of the layers of every row."""
-        by_norm = self.search.by_norm
-        total = selection.GRADIENT if by_norm else selection.TOTAL
-        names = total, selection.KEPT, selection.KEPT_BY_CANDIDATE
-        noted = [observations.of(name)[self._layers] for name in names]
-        parts = [np.sqrt(squares) for squares in noted] if by_norm else noted
-        sums = [np.bincount(self._row_of, part, len(self._names)).astype(np.float64) for part in parts]
-        self._vector = np.concatenate([[self._seconds, float(self._seconds > 0)], *sums])
+        sums = self.form.sums(observations, self._layers, self._row_of, len(self._names))
+        self._vector = np.concatenate([[self._seconds, float(self._seconds > 0)], sums.reshape(-1)])
 
     def contribution(self, step: int) -> Doubles | None:
-        """Returns the seconds, 1 if they are known, and three numbers per row."""
+        """Returns the seconds, 1 if they are known, and four numbers per row."""
         return self._vector
 
     def finish(self, step: Step) -> bool:
@@ -122,8 +132,8 @@ class GraVACRun(ControllerRun):
         self._untimed = [*self._untimed, self.search.sent if self.search.taken else None][-2:]
         least, candidate = self.search.minimum.copy(), self.search.candidate.copy()
         before = self.search.sent
-        sums = step.sums[_TIMES:].reshape(3, -1)
-        self._ended = self.search.step(*sums)
+        sums = step.sums[_TIMES:].reshape(len(SHARED), -1)
+        self._ended = self.search.step(*self.form.compared(sums))
         if np.isfinite(sums).all():
             self._number, self._summed = step.number, sums
         if self._ended:
@@ -190,14 +200,27 @@ class GraVACRun(ControllerRun):
         gains, epsilon = search.gains, search.epsilon
         found = []
         for row, name in enumerate(self._names):
-            prior, *post = (float(f"{norm:.5g}") for norm in self._summed[:, row].tolist())
+            norms = [float(f"{norm:.5g}") for norm in self._summed[:, row].tolist()]
             columns = (gains[row], search.throughput[row], search.steps[row])
             factors = tuple(
                 Factor(factor, _finite(gain), _finite(speed), int(steps))
                 for factor, gain, speed, steps in zip(search.factors, *columns, strict=True)
             )
             least, candidate = (search.factors[k[row]] for k in (search.minimum, search.candidate))
-            found.append(Gains(self._number, name, epsilon, least, candidate, prior, tuple(post), factors))
+            post = norms[KEPT], norms[KEPT_BY_CANDIDATE]
+            found.append(
+                Gains(
+                    self._number,
+                    name,
+                    epsilon,
+                    least,
+                    candidate,
+                    norms[GRADIENT],
+                    post,
+                    factors,
+                    norms[TOTAL],
+                )
+            )
         return found
 
     @property
@@ -233,8 +256,8 @@ class GraVACRun(ControllerRun):
             None if sent is None else {n: factors[k] for n, k in zip(self._names, sent.tolist(), strict=True)}
             for sent in self._untimed
         ]
-        gain = NORM if self.search.by_norm else None
-        return GraVACState(self.search.state(self._names), untimed, self._in_force, self._layer_names, gain)
+        found = self.search.state(self._names)
+        return GraVACState(found, untimed, self._in_force, self._layer_names, self.form.saved)
 
     def own_state(self) -> dict[str, dict[str, Floats]]:
         """Returns the seconds of the last iteration but one."""
@@ -243,17 +266,25 @@ class GraVACRun(ControllerRun):
     def adopt(self, saved: GraVACState, own: Mapping[str, Mapping[str, Any]]) -> None:
         """Continues the saved search.
 
-        New rows start anew, as do gains of another form, together with their throughputs.
+        New rows start anew, as do gains of another form, together with their throughputs. But a run that was saved when
+        ``gain="norm"`` named the unbounded form goes on with that one: nothing that the user chose has changed.
 
         If the number of ranks changed, the seconds may be those of another rank.
         """
-        here = NORM if self.search.by_norm else ENERGY
-        search, there = saved.search, saved.gain or ENERGY
-        if there != here:
-            if self.environment.rank == 0:
-                text = "%s: the checkpoint's gains are by %s, but gain=%r is set: gains begin anew"
-                logger.warning(text, self.name, there, here)
+        search, there, warning = saved.search, saved.gain, ""
+        of_before = there == UNBOUNDED.saved and self._gain == NORM
+        self.form = UNBOUNDED if of_before else FORMS[self._gain]
+        self.search.of_averages = self.form.of_averages
+        if of_before:
+            warning = (
+                "it was saved when gain='norm' had no residual below the line: the run goes on with that form"
+            )
+        elif there != self.form.saved:
+            names = {form.saved: name for name, form in FORMS.items()}
+            warning = f"its gains are by {names.get(there, there)}, but gain={self._gain!r} is set: gains begin anew"
             search = replace(search, rows={name: row.without_gains() for name, row in search.rows.items()})
+        if warning and self.environment.rank == 0:
+            logger.warning("%s: of the checkpoint: %s", self.name, warning)
         try:
             self.search.restore(self._names, search)
         except ValueError as error:
@@ -282,8 +313,10 @@ class GraVAC(Controller):
     """Compresses as much as the gradients allow: each step sends the candidate factor, the minimum, or all values.
 
     p = g + e;  g_min = C(p, theta_min);  g_c = C(g_min, theta_c / theta_min), both in every step
-    delta(theta) = EWMA of sum ||g_theta|| / EWMA of sum ||g||      with ``gain="norm"``, as in the authors' code
-                 = EWMA of (sum ||g_theta||^2 / sum ||p||^2)        with ``gain="energy"``, as printed
+    delta(theta) = EWMA of (sum ||g_theta|| / sum ||p||)        with ``gain="norm"``
+                 = EWMA of (sum ||g_theta||^2 / sum ||p||^2)    with ``gain="energy"``, as printed
+                 = EWMA of sum ||g_min|| / EWMA of sum ||g||    with ``gain="released"``, as in the authors' code, for
+                                                                the candidate too
     sums over ranks and layers, averages per factor
     the next step sends g_c if delta(theta_c) >= epsilon, else g_min if delta(theta_min) >= epsilon, else p
     T(theta) = delta(theta) x the median of N / iteration seconds over the window's steps that sent theta; delta(1) = 1
@@ -295,13 +328,12 @@ class GraVAC(Controller):
     A factor theta is a density of 1 / theta; a factor of 1 is dense. Candidates end at ``maximum``; they are
     ``minimum`` x 2^(0, 1, 2, 4, 8, ...) with ``policy="exponential"`` (10, 20, 40, 160, 1000), and
     ``minimum`` x 2^(0, 1, 2, 3, ...) with ``"geometric"`` (10, 20, ..., 1280, 2000 for a ``maximum`` of 2000, for
-    which the paper's window is 2000). The selection of p may have a larger norm than g, so a gain by norm may exceed 1.
-    A gain by energy cannot; it is about 0.5 at 10x on a ResNet-20, below any useful threshold, so nothing is ever
-    compressed with it.
+    which the paper's window is 2000). A gain by norm or energy lies in [0, 1]. One of the released form may be any
+    number, since p has the residual and g has not.
 
-    The compressor must select by density on every rank: TopK, DGC, RedSync, SIDCo, also inside of ErrorFeedback,
-    MomentumCorrection and LocalClip. Its own density is not used. RandomK cannot work: its selection from p depends on
-    theta alone, whatever the gradients are.
+    The compressor must select by density on every rank: TopK, DGC, RedSync, SIDCo, and RandomK and RandomBlock unless
+    they are ``scaled``; also inside of ErrorFeedback, MomentumCorrection and LocalClip. Its own density is not used. A
+    random selection's gain by norm is 1 / sqrt(theta) in the mean, so with an epsilon of 0.7 no theta above 2 is sent.
 
     Args:
         minimum: the lowest compression factor, at least 1.
@@ -311,22 +343,24 @@ class GraVAC(Controller):
         omega: relative difference below which two gains, or two throughputs, count as equal.
         policy: ``"exponential"`` or ``"geometric"``.
         per_layer: decides for every layer separately, with the iteration time of the model.
-        gain: ``"norm"`` or ``"energy"``.
+        gain: ``"norm"``, ``"energy"`` or ``"released"``.
 
-    Wire: as :class:`gradcomp.compress.TwoLevelSelection`, and one sum of 5 float64 a step with the last exchange
-    bucket (2 + 3 per layer with ``per_layer``).
+    Wire: as :class:`gradcomp.compress.TwoLevelSelection`, and one sum of 6 float64 a step with the last exchange
+    bucket (2 + 4 per layer with ``per_layer``).
 
     State: two averages, T and a count per factor, and a window of seconds.
 
     Errors: ConfigError for a minimum below 1, a maximum below the minimum, an epsilon outside (0, 1], a window below 1,
-    a negative omega, an unknown policy or gain; if a layer uses another compressor, or no layer is controlled.
+    a negative omega, an unknown policy or gain; if a layer uses another compressor, or a random selection by energy; or
+    if no layer is controlled.
 
     Source: Tyagi and Swany 2023, Algorithm 1, sections III-C, IV-B, IV-C.
     Differences: the decision for a step uses gains up to the step before, so that no round is added; theta_min is
     promoted before theta_c is scaled; medians over a window are compared, since omega is below the noise of single
-    steps; gains and times are those of all ranks. The authors' code keeps one residual per factor and one average of
-    ||g||; here there is one residual, and the average is of the steps in which the factor was measured. The first step
-    is dense, because no gain is known then.
+    steps; gains and times are those of all ranks. The default gain is the printed one without the squares: a tenth of
+    the elements of a ResNet-20's gradient has half of its energy, so that no useful epsilon would ever be met. The
+    authors' code keeps one residual per factor and one average of ||g||; here there is one residual, and the average is
+    of the steps in which the factor was measured. The first step is dense, because no gain is known then.
     """
 
     name: ClassVar[str] = "gravac"
@@ -352,7 +386,7 @@ class GraVAC(Controller):
         if not is_number(self.omega) or not 0 <= self.omega < math.inf:
             raise ConfigError(f"omega must be a finite number of at least 0, got {self.omega!r}")
         check_word("policy", self.policy, ("exponential", "geometric"))
-        check_word("gain", self.gain, (NORM, ENERGY))
+        check_word("gain", self.gain, tuple(FORMS))
         check_flag("per_layer", self.per_layer)
 
     @property
@@ -371,10 +405,10 @@ class GraVAC(Controller):
     def search(self, world: int, rows: int) -> Search:
         """Returns a new search over the candidates, for ``rows`` rows."""
         factors = (1.0, *(factor for factor in self.candidates if factor > 1))
-        first, by_norm = factors.index(float(self.minimum)), self.gain == NORM
-        return Search(factors, first, world, rows, self.epsilon, self.window, self.omega, by_norm)
+        first, of_averages = factors.index(float(self.minimum)), FORMS[self.gain].of_averages
+        return Search(factors, first, world, rows, self.epsilon, self.window, self.omega, of_averages)
 
     def begin(self, environment: Environment) -> ControllerRun:
         rows = len(environment.controlled) if self.per_layer else 1
         search = self.search(environment.world, rows)
-        return GraVACRun(self.name, environment, search, self.per_layer)
+        return GraVACRun(self.name, environment, search, self.per_layer, self.gain)

@@ -51,9 +51,9 @@ class Search:
     """Independent searches, one per row: a row is the model, or one of its layers.
 
     ``factors``: ascending, 1 first; rows hold indices of factors. ``first``: the index of the minimum factor.
-    ``by_norm``: gains are quotients of two averages, otherwise averages of quotients. Attributes: ``minimum`` and
-    ``candidate`` are theta_min and theta_c; ``sent`` is the factor that the next step sends; ``steps[row, k]`` counts
-    the steps that sent factor k; ``throughput[row, k]`` is T, NaN if not known.
+    ``of_averages``: gains are quotients of two averages, otherwise averages of quotients of at most 1. Attributes:
+    ``minimum`` and ``candidate`` are theta_min and theta_c; ``sent`` is the factor that the next step sends;
+    ``steps[row, k]`` counts the steps that sent factor k; ``throughput[row, k]`` is T, NaN if not known.
     """
 
     factors: tuple[float, ...]
@@ -63,7 +63,7 @@ class Search:
     epsilon: float
     window: int
     omega: float
-    by_norm: bool
+    of_averages: bool
 
     def __post_init__(self, first: int, rows: int) -> None:
         self.minimum: Numbers = np.full(rows, first, dtype=np.int64)
@@ -73,9 +73,9 @@ class Search:
         self.steps: Numbers = np.zeros(shape, dtype=np.int64)
         self.throughput: Doubles = np.full(shape, np.nan)
         self.taken = 0  # steps that counted
-        # delta = sums / weights; both decay, so that the mean of few samples has no bias towards its initial 0. By
-        # norm, weights are the norms of gradients in only those steps in which the factor was measured, since norms
-        # fall in training.
+        # delta = sums / weights; both decay, so that the mean of few samples has no bias towards its initial 0. Of
+        # averages, weights are the norms of only those steps in which the factor was measured, since norms fall in
+        # training.
         self._sums: Doubles = np.zeros(shape)
         self._weights: Doubles = np.zeros(shape)
         self._seconds: list[float] = []  # seconds of the window's iterations
@@ -97,18 +97,21 @@ class Search:
     def step(self, total: Doubles, kept: Doubles, kept_by_candidate: Doubles) -> bool:
         """Ends a step (lines 6 to 9, 27). Returns true if a window ended.
 
-        The arguments are sums over ranks by row: norms of gradients and of both selections, or without ``by_norm``
-        squared norms, of p instead of gradients. Afterwards ``sent`` has the factors of the next step (lines 11 to 25).
+        The arguments are sums over ranks by row, as the form of the gain compares them: of what stands below the line,
+        and of both selections above it. Afterwards ``sent`` has the factors of the next step (lines 11 to 25).
         Nothing happens unless all are finite; a row whose sums are 0 has no gain.
         """
         if not all(np.isfinite(part).all() for part in (total, kept, kept_by_candidate)) or not total.any():
             return False
         rows = np.flatnonzero(total > 0)
         apart = rows[self.minimum[rows] != self.candidate[rows]]
-        weights = total if self.by_norm else np.ones_like(total)
-        share = 1.0 if self.by_norm else np.where(total > 0, total, 1)
-        self._average(rows, self.minimum, kept / share, weights)
-        self._average(apart, self.candidate, kept_by_candidate / share, weights)
+        weights = total
+        if not self.of_averages:
+            weights, whole = np.ones_like(total), np.where(total > 0, total, 1)
+            # A sum over all elements, and one over those that are not 0, may differ in the last bit.
+            kept, kept_by_candidate = (np.minimum(part / whole, 1) for part in (kept, kept_by_candidate))
+        self._average(rows, self.minimum, kept, weights)
+        self._average(apart, self.candidate, kept_by_candidate, weights)
         self.steps[np.arange(len(self.sent)), self.sent] += 1
         self.taken += 1
         ended = self.taken % self.window == 0

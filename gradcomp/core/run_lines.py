@@ -180,8 +180,9 @@ class Factor:
 class Gains:
     """Tells of GraVAC's search after a step, for the model (row ``*``) or one layer.
 
-    ``prior`` is the sum over ranks and layers of the norms of gradients, and ``post`` that of what the minimum factor
-    and the candidate select of them; squared norms with ``gain="energy"``.
+    ``prior`` is the sum over ranks and layers of the norms of gradients, ``corrected`` that of gradients with
+    residuals, None in older logs, and ``post`` that of what the minimum factor and the candidate select of these;
+    squared norms with ``gain="energy"``.
     """
 
     KIND: ClassVar[str] = "gains"
@@ -194,6 +195,7 @@ class Gains:
     prior: float
     post: tuple[float, ...]
     factors: tuple[Factor, ...]
+    corrected: float | None = None
 
     def record(self) -> dict[str, Any]:
         factors = [[f.factor, f.gain, f.throughput, f.steps] for f in self.factors]
@@ -218,6 +220,7 @@ class Gains:
             number(record, "prior"),
             rows(record, "post", lambda value: _number("post", value), 2),
             rows(record, "factors", factor),
+            number_or_none(record, "corrected"),
         )
 
 

@@ -319,14 +319,15 @@ def gains_along(gains: dict[str, Any]) -> Spec:
 
 def norms_along(gains: dict[str, Any]) -> Spec:
     """Returns gradients before and after compression: panels a and b of Figures 4, 5 and 6."""
-    names = ["before compression", "at the minimum factor", "at the candidate"]
+    names = ["before compression", "at the minimum factor", "at the candidate", "with the residual"]
     rows = [
         {"step": point["step"], "name": name, "value": value}
         for point in gains["along"]
-        for name, value in zip(names, (point["prior"], *point["post"]), strict=True)
-        if value > 0
+        for name, value in zip(names, (point["prior"], *point["post"], point["corrected"]), strict=True)
+        if value
     ]
-    return _lines(rows, "sum of norms", names, log=True)
+    known = [name for name in names if any(row["name"] == name for row in rows)]
+    return _lines(rows, "sum of norms", known, log=True)
 
 
 def factors_along(gains: dict[str, Any]) -> Spec:

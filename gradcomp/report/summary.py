@@ -272,6 +272,7 @@ def _gains(gains: Sequence[Gains]) -> dict[str, Any] | None:
                 "step": rows[0].step,
                 "prior": sum(row.prior for row in rows),
                 "post": [sum(row.post[k] for row in rows) for k in range(2)],
+                "corrected": sum(row.corrected or 0.0 for row in rows),
                 "minimum": float(np.median([row.minimum for row in rows])),
                 "candidate": float(np.median([row.candidate for row in rows])),
                 "gains": _by_factor(rows, "gain"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from adaptive import evaluate
+from adaptive import evaluate, reached
 from adaptive_rows import DEFAULT, FAMILIES, TASKS, arms
 
 from gradcomp.compress import from_string
@@ -11,7 +11,7 @@ from gradcomp.control import controller_from_string
 
 EVERYTHING = [
     *DEFAULT, "lgreco-window", "lgreco-norm", "lgreco-adam", "lgreco-8", "lgreco-narrow", "hybrid-window",
-    "uniform-bf16", "lgreco-bf16", "lgreco-time", "lgreco-position", "adaqs", "gravac-energy",
+    "uniform-bf16", "lgreco-bf16", "lgreco-time", "lgreco-position", "adaqs", "gravac-energy", "gravac-released",
 ]  # fmt: skip
 FAMILY_KEYS = [family.key for family in FAMILIES]
 
@@ -21,7 +21,7 @@ def test_every_row_is_one_of_its_own_and_can_be_run(task):
     rows = arms(task, FAMILY_KEYS, EVERYTHING)
     keys = [arm.key for arm in rows]
     assert len(set(keys)) == len(keys)
-    assert len(rows) == 1 + 3 * (len(EVERYTHING) - 1) + 16
+    assert len(rows) == 1 + 3 * (len(EVERYTHING) - 2) + 28
     for arm in rows:
         from_string(arm.compression)
         if arm.controller:
@@ -49,6 +49,19 @@ def test_a_sweep_compares_each_level_with_itself_as_reference(task):
     ]
     if task == "resnet":
         assert [row["fewer"] for row in evaluate(task, runs)] == [1.0, 2.5]
+
+
+def test_a_loss_is_reached_where_its_mean_over_a_tenth_is_no_more_than_the_bases_after_80_percent():
+    base = {"loss_over_time": [float(20 - part) for part in range(20)], "bytes_over_time": [8.0] * 20}
+    slower = {
+        **base,
+        "loss_over_time": [loss + 2 for loss in base["loss_over_time"]],
+        "bytes_over_time": [2.0] * 20,
+    }
+    assert reached(base, base) == (0.8, 1.0)
+    assert reached(base, slower) == (0.9, 16 * 8 / (18 * 2))
+    assert reached(base, {**slower, "loss_over_time": [9.0] * 20}) is None
+    assert reached({}, slower) is None
 
 
 def run(row: str, seed: int, metric: float, sent: float, **more):

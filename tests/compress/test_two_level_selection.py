@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from compress.selecting import largest, select
@@ -27,6 +29,7 @@ LAYERS = [
     gc.LayerSpec("one", (1,)),
 ]
 INNER = [gc.TopK(0.2), gc.DGC(0.2, momentum_factor=0.0, sample=0.5), gc.RedSync(0.2), gc.SIDCo(0.2)]
+DRAWN = [gc.RandomK(0.2), gc.RandomBlock(0.2)]
 by_send = pytest.mark.parametrize("send", ["candidate", "minimum", "dense"])
 by_name = pytest.mark.parametrize("inner", INNER, ids=lambda c: c.name)
 
@@ -59,7 +62,11 @@ SAME = {
         TwoLevelSelection(gc.TopK(0.2, values=gc.Quantize(4, 32)), 0.03),
     ),
     "candidate beyond the density": (gc.TopK(0.05), TwoLevelSelection(gc.TopK(0.05), 0.5)),
-    **{f"minimum of {inner.name}": (inner, TwoLevelSelection(inner, 0.03, "minimum")) for inner in INNER},
+    **{
+        f"minimum of {inner.name}": (inner, TwoLevelSelection(inner, 0.03, "minimum"))
+        for inner in INNER + DRAWN
+    },
+    "candidate beyond a draw": (gc.RandomK(0.05), TwoLevelSelection(gc.RandomK(0.05), 0.5)),
 }
 
 
@@ -118,6 +125,30 @@ def test_the_candidate_is_the_largest_of_what_was_selected(inner):
         assert mean[sent].tobytes() == p[sent].tobytes()
         left = np.where(mean != 0, 0, p)
         assert ranks.pipelines[0].residuals.first.value(0).tobytes() == left.tobytes()
+
+
+@pytest.mark.parametrize("inner", DRAWN, ids=lambda c: c.name)
+def test_the_candidate_of_a_draw_is_a_draw_within_it(inner):
+    """Every element is sent in k of n steps, also those that the first draw finds by the first of its numbers."""
+    spec, steps = [gc.LayerSpec("w", (60,))], 300
+    ones = [[np.ones(60, np.float32)] for _ in range(2)]
+    inner, counts = replace(inner, feedback=False), np.zeros(60)
+    twice, once = (Simulation(spec, c, 2) for c in (TwoLevelSelection(inner, 0.1), inner))
+    seen = watched(twice)
+    for _ in range(steps):
+        sent = twice.step(ones).mean(0) != 0
+        assert sent.sum() == 6
+        assert not (sent & (once.step(ones).mean(0) == 0)).any()
+        counts += sent
+    for rank in seen:
+        noted = [rank.of(name)[0] for name in (TOTAL, KEPT, KEPT_BY_CANDIDATE)]
+        assert noted == [60 * steps, 12 * steps, 6 * steps]
+    assert np.abs(counts - steps / 10).max() < 25, "5 standard errors"
+
+
+def test_values_that_are_weighted_are_refused():
+    with pytest.raises(gc.ConfigError, match=r"sends values as they are, got random_k.*scaled=true"):
+        TwoLevelSelection(gc.RandomK(0.1, scaled=True))
 
 
 def test_fewer_than_the_candidate_wants_may_be_selected():
@@ -204,6 +235,8 @@ def test_bytes_are_those_of_what_is_sent():
     assert sent(TwoLevelSelection(gc.TopK(0.2), 0.03)) == sent(gc.TopK(0.03))
     assert sent(TwoLevelSelection(gc.TopK(0.2), 0.03, "minimum")) == sent(gc.TopK(0.2))
     assert sent(TwoLevelSelection(gc.TopK(0.2), 0.03, "dense")) == [4 * 520]
+    assert sent(TwoLevelSelection(gc.RandomK(0.2), 0.03)) == sent(gc.RandomK(0.03)) == [4 * 16]
+    assert sent(TwoLevelSelection(gc.RandomK(0.2), 0.03, "minimum")) == sent(gc.RandomK(0.2))
 
 
 def test_it_goes_inside_of_wrappers():

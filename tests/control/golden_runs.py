@@ -25,6 +25,7 @@ from gradcomp import LayerSpec, Quantize, TopK
 from gradcomp.compress.policy import Automatic
 from gradcomp.control import auto, controller_from_string
 from gradcomp.control.distortion.round_trip import Rates
+from gradcomp.control.gravac_gains import UNBOUNDED
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.snapshot import Snapshot, snapshot
 from gradcomp.reduce.model import Network
@@ -54,6 +55,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+OF_BEFORE = "gravac_norm"
+"""A run of when ``gain="norm"`` named the unbounded form: its checkpoints go on with it, and a whole run is made so."""
 AUTO = {"layers": MODEL, "options": {"topology": Topology(tuple(range(WORLD)))}}
 CASES = {
     "accordion": Case("accordion:low=8,high=2,eta=3.0,every_steps=7"),
@@ -69,7 +72,9 @@ CASES = {
     "gravac_layers": Case(
         "gravac:minimum=2,maximum=16,window=6,epsilon=0.5,gain=energy,per_layer=true", TopK(0.1)
     ),
-    "gravac_norm": Case("gravac:minimum=2,maximum=16,window=6", TopK(0.1)),
+    OF_BEFORE: Case("gravac:minimum=2,maximum=16,window=6", TopK(0.1)),
+    "gravac_bounded": Case("gravac:minimum=2,maximum=16,window=6", TopK(0.1)),
+    "gravac_released": Case("gravac:minimum=2,maximum=16,window=6,gain=released", TopK(0.1)),
     "auto": Case("auto:warmup_steps=4,check_every=10", Automatic(), **AUTO),
 }
 
@@ -132,6 +137,8 @@ class Run:
         self.runs = [p.controller for p in self.ranks.pipelines]
         for run in self.runs:
             _fix_clock(run)
+            if name == OF_BEFORE:
+                run.form, run.search.of_averages = UNBOUNDED, True
 
     def step(self, number: int) -> None:
         """One exchange, as an exchanger does it."""

@@ -13,7 +13,7 @@ from gradcomp.control import auto
 
 SAVED = json.loads(GOLDEN.read_text(encoding="utf-8"))
 HERE = [name for name in CASES if name != "bayes" or importlib.util.find_spec("optuna") is not None]
-ONE_OF_EACH_KIND = {"accordion", "lgreco", "schedule", "gravac", "auto"}
+ONE_OF_EACH_KIND = {"accordion", "lgreco", "schedule", "gravac", "gravac_norm", "auto"}
 """Of the states that controllers keep: of windows, tables, plans by step, a search, and measured links."""
 ADDED = {"overhead"}
 """What states have today and had not when the file was written: it gets its default value."""

@@ -179,7 +179,10 @@ def test_controllers_log_what_they_have_measured():
     assert last.row == "*"
     assert [factor.factor for factor in last.factors] == [1.0, 4.0, 8.0, 16.0]
     assert sum(factor.steps for factor in last.factors) == last.step + 1
-    assert all(each.prior > 0 and each.post[0] >= each.post[1] > 0 for each in run.gains)
+    assert all(each.prior > 0 and each.corrected >= each.post[0] >= each.post[1] > 0 for each in run.gains)
+    known = [factor.gain for each in run.gains for factor in each.factors if factor.gain is not None]
+    assert max(known) == 1  # of the dense factor
+    assert min(known) > 0
     (run,) = read(gains[1])
     assert {each.row for each in run.gains} == {"0.weight", "2.weight"}
     assert {each.step for each in run.gains} <= {5, 11, 17, 23}

@@ -13,6 +13,7 @@ from gradcomp.compress.identity import Identity
 from gradcomp.compress.messages import Bytes, Exchange, Floats, Gather, Sum
 from gradcomp.compress.registry import register
 from gradcomp.compress.sparse.base import ByDensity, Sparse, elements_at, keep_errors, scatter_payloads
+from gradcomp.compress.sparse.drawn import Drawn
 from gradcomp.compress.sparse.payload import Selection, SparseFormat
 from gradcomp.compress.sparse.topk import TopK
 from gradcomp.compress.wrappers.base import Wrapper
@@ -28,6 +29,10 @@ Addresses = npt.NDArray[np.uint64]
 #: ``send`` is one of these.
 CANDIDATE, MINIMUM, DENSE = "candidate", "minimum", "dense"
 
+#: The second draw of random elements has the seed with these bits changed: with the same numbers as in the first one
+#: some elements would never be in both.
+_SECOND_DRAW = 0x9E3779B97F4A7C15
+
 #: Observations of every layer: squared norms of scale g, of p, of p in the first selection and in the candidate's.
 GRADIENT, TOTAL = "two_level_selection.gradient", "two_level_selection.total"
 KEPT, KEPT_BY_CANDIDATE = "two_level_selection.minimum", "two_level_selection.candidate"
@@ -39,7 +44,8 @@ class TwoLevelSelection(Wrapper):
     """Select at two densities, the second among what the first selected; send one of the two, or everything.
 
     p = scale g + decay e;  S_min = ``inner``'s selection at its density;  S_c = the k_c = round(``candidate`` n)
-    largest elements of S_min, ties to the lower index, at most as many as S_min has. ``send="candidate"`` sends p on
+    largest elements of S_min, ties to the lower index, at most as many as S_min has. Under RandomK and RandomBlock S_c
+    is such a draw too: of k_c elements of S_min, with random numbers of its own. ``send="candidate"`` sends p on
     S_c and ``"minimum"`` on S_min, with e' = p outside, as ``inner`` has it; ``"dense"`` sends p, with e' = 0. The
     level is ``inner``'s density.
 
@@ -56,8 +62,8 @@ class TwoLevelSelection(Wrapper):
     Wire: as ``inner`` at the density that is sent; dense: one Sum of 4 bytes per element, 2 d (N-1)/N bytes per rank
     for d bytes, added by the transport's own allreduce.
     State: as ``inner``.
-    Errors: ConfigError for an ``inner`` that does not select elements by density on every rank, a candidate outside (0,
-    1], and any other ``send``.
+    Errors: ConfigError for an ``inner`` that does not select elements by density on every rank, for one that is
+    ``scaled``, a candidate outside (0, 1], and any other ``send``.
     Source: Tyagi and Swany 2023, section IV-C (multi-level compression) and Algorithm 1, lines 6 to 8, 13, 18 and 23.
     """
 
@@ -66,11 +72,15 @@ class TwoLevelSelection(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.inner, ByDensity) and isinstance(self.inner, Sparse)):
+        inner = self.inner
+        drawn, selected = isinstance(inner, Drawn), isinstance(inner, ByDensity) and isinstance(inner, Sparse)
+        if not drawn and not selected:
             raise ConfigError(
                 "two_level_selection takes a compressor that selects a share of each layer on every rank (topk, dgc, "
-                f"redsync, sidco), got {self.inner.to_string()}; wrappers go around two_level_selection"
+                f"redsync, sidco, random_k), got {inner.to_string()}; wrappers go around two_level_selection"
             )
+        if isinstance(inner, Drawn) and inner.scaled:
+            raise ConfigError(f"two_level_selection sends values as they are, got {inner.to_string()}")
         check_number("density", self.candidate, "(0, 1]")
         if self.send not in (CANDIDATE, MINIMUM, DENSE):
             raise ConfigError(f"send must be candidate, minimum or dense, got {self.send!r}")
@@ -79,23 +89,45 @@ class TwoLevelSelection(Wrapper):
         return self.inner.dense(exact)
 
     def bare(self) -> Compressor:
-        """Return the compressor that is applied. The candidate is a top-k: it sends the largest selected elements."""
+        """Return the compressor that is applied. Of what was not drawn, the candidate sends the largest: a top-k."""
         if self.send == DENSE:
             return Identity()
-        inner = self._inner
-        return inner.bare() if self.send == MINIMUM else TopK(self.candidate, values=inner.values)
+        if self.send == MINIMUM:
+            return self.inner.bare()
+        if isinstance(self.inner, Drawn):
+            return self.inner.with_level(self.candidate)
+        return TopK(self.candidate, values=self._sparse.values)
 
     def wire_bytes(self, group: Group) -> Sizes:
         if self.send == DENSE:
             return 4 * group.table["length"].astype(np.int64)
+        if isinstance(self.inner, Drawn):
+            return 4 * (self.inner.limits(group.table) if self.send == MINIMUM else self.wanted(group.table))
         form = self._format(group.table)
         return form.wire_bytes(form.limits)
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
-        """Request one Gather, or one Sum if ``send`` is ``"dense"``."""
-        return self._dense(group, context) if self.send == DENSE else self._sparse(group, context)
+        """Request one Gather, or one Sum if ``send`` is ``"dense"`` or all ranks draw the same elements."""
+        if self.send == DENSE:
+            return self._everything(group, context)
+        if isinstance(self.inner, Drawn):
+            return self._summed(self.inner, group, context)
+        return self._gathered(group, context)
 
-    def _sparse(self, group: Group, context: StepContext) -> Exchange:
+    def _summed(self, inner: Drawn, group: Group, context: StepContext) -> Exchange:
+        levels = self._levels(group)
+        chosen = levels.second if self.send == CANDIDATE else levels.minimum
+
+        def prepare() -> Bytes:
+            flags = np.zeros(len(group.table), dtype=np.uint8)
+            self._select(levels, group.inputs["next_residual"], group, context, flags)
+            if self.send == CANDIDATE:
+                levels.candidate()
+            return flags
+
+        return (yield from inner.sum_at(group, context, chosen, prepare))
+
+    def _gathered(self, group: Group, context: StepContext) -> Exchange:
         form = group.scratch.once("format", lambda: self._format(group.table))
 
         def write(view: Bytes) -> tuple[Bytes, int]:
@@ -110,7 +142,7 @@ class TwoLevelSelection(Wrapper):
         reply = yield Gather(form.max_bytes, write, form.fixed)
         return scatter_payloads(form, group, context, reply.data, reply.flags)
 
-    def _dense(self, group: Group, context: StepContext) -> Exchange:
+    def _everything(self, group: Group, context: StepContext) -> Exchange:
         lengths = group.table["length"].astype(np.int64)
         # The buffer of a Sum holds the segments in this way, one after the other.
         group.table["payload"] = 4 * (np.cumsum(lengths) - lengths)
@@ -140,7 +172,7 @@ class TwoLevelSelection(Wrapper):
 
     def _format(self, table: Table) -> SparseFormat:
         """Return the payload format of what is sent."""
-        inner = self._inner
+        inner = self._sparse
         if self.send == MINIMUM:
             return inner.format(table)
         return SparseFormat(table, self.wanted(table), inner.fixed, inner.indices, inner.values)
@@ -152,13 +184,15 @@ class TwoLevelSelection(Wrapper):
         return wanted
 
     @property
-    def _inner(self) -> Sparse:
+    def _sparse(self) -> Sparse:
         assert isinstance(self.inner, Sparse), "checked"
         return self.inner
 
     def _levels(self, group: Group) -> Levels:
         """Return the group's working memory, which is made once."""
-        return group.scratch.once("levels", lambda: Levels(group, self._inner, self.wanted(group.table)))
+        inner = self.inner
+        assert isinstance(inner, Sparse | Drawn), "checked"
+        return group.scratch.once("levels", lambda: Levels(group, inner, self.wanted(group.table)))
 
     def _select(
         self, levels: Levels, places: Addresses, group: Group, context: StepContext, flags: Bytes
@@ -173,9 +207,9 @@ class TwoLevelSelection(Wrapper):
             if watcher is not None:
                 levels.note_everything(watcher, context.scale)
             return
-        self._inner.select(levels.group, context, levels.minimum, flags)
+        levels.select(context, flags)
         if watcher is not None or self.send == CANDIDATE:
-            levels.refine()
+            levels.refine(context)
         if watcher is not None:
             levels.note(watcher, context.scale)
 
@@ -183,21 +217,42 @@ class TwoLevelSelection(Wrapper):
 class Levels:
     """Hold both selections of a group, and what is needed to make the second from the first."""
 
-    def __init__(self, group: Group, inner: Sparse, wanted: Sizes) -> None:
+    def __init__(self, group: Group, inner: Sparse | Drawn, wanted: Sizes) -> None:
         self.group = replace(group, compressor=inner, table=group.table.copy(), scratch=Scratch(group.device))
-        self.minimum = Selection.allocate(inner.limits(group.table))
+        limits = inner.limits(group.table)
+        self.minimum = Selection.allocate(limits)
         self.everything = bool((wanted == group.table["length"]).all())
-        self._wanted = wanted
+        self._inner, self._wanted = inner, wanted
         self._top = Selection.allocate(wanted)  # its indices count within the first selection
-        self._indices = np.zeros_like(self._top.indices)
+        #: The second selection, with indices that count within layers, once :meth:`candidate` has written them.
+        self.second = replace(self._top, indices=np.zeros_like(self._top.indices))
         rows = len(group.table)
         self._ones = np.ones(rows, dtype=np.float32)
         self._values = np.zeros(rows, dtype=SEGMENT)
         self._values["dtype"] = FLOAT32
+        # A second draw, in which the elements of the first are the layer.
+        self._within = group.table.copy()
+        self._within["length"], self._within["level"] = limits, wanted
 
-    def refine(self) -> None:
-        """Select the largest of the selected values, in one call."""
+    def select(self, context: StepContext, flags: Bytes) -> None:
+        """Write p, and make the first selection."""
+        first, inner, table = self.minimum, self._inner, self.group.inputs
+        if isinstance(inner, Sparse):
+            inner.select(self.group, context, first, flags)
+            return
+        factors = context.factors(len(table))
+        self.group.device.kernels.contribute(table, flags, factors, decay=context.decay)
+        first.indices[:] = inner.draw(table, context.draw)
+        self.group.device.kernels.take(table, first.offsets, first.counts, first.indices, first.values)
+
+    def refine(self, context: StepContext) -> None:
+        """Select the largest of the selected values in one call, or draw among them."""
         first, top, table = self.minimum, self._top, self._values
+        if isinstance(self._inner, Drawn):
+            own = replace(context.draw, seed=context.draw.seed ^ _SECOND_DRAW)
+            top.indices[:] = self._inner.draw(self._within, own)
+            top.values[:] = first.values[np.repeat(first.offsets, top.counts) + top.indices]
+            return
         np.minimum(self._wanted, first.counts, out=top.counts)
         _point_to(table, "gradient", first.values, first)
         table["next_residual"] = table["gradient"]  # the kernel writes the values back in place
@@ -210,9 +265,9 @@ class Levels:
         first, top, table = self.minimum, self._top, self._values
         _point_to(table, "next_residual", first.indices, first)
         # The kernel that gathers 4-byte values gathers indices just as well.
-        gathered = self._indices.view(np.float32)
+        gathered = self.second.indices.view(np.float32)
         HOST.kernels.take(table, top.offsets, top.counts, top.indices, gathered)
-        return Selection(top.offsets, top.counts, self._indices, top.values)
+        return self.second
 
     def note(self, watcher: Observations, scale: float) -> None:
         """Record the squared norms of scale g, of p and of both selections."""
