@@ -84,6 +84,9 @@ EPSILONS = (0.5, 0.7, 0.9, 0.99)
 #: Those of the paper, which the name of a form alone asks for.
 USUAL_EPSILONS = (0.7, 0.9)
 
+#: Factors that rows named "gravac-fixed" send in every step but the first, whatever their gain is: for figures of gains.
+FIXED = {"topk": ("10", "1000"), RANDOM: ("1.5", "12", "48")}
+
 #: The forms of its gain, and what begins the keys of their rows.
 GAINS = {"norm": "gravac", "energy": "gravac-energy", "released": "gravac-released"}
 
@@ -92,7 +95,17 @@ def gravac_arms(task: str, every_steps: int | None = None) -> list[Arm]:
     """GraVAC over its compressors; the paper's candidates, with windows for runs that are ten times shorter."""
     window = every_steps or _of(100, 156)[task]
     usual, random = "minimum=10,maximum=1000", "minimum=1.5,maximum=1000,policy=geometric"
-    return [
+    fixed = [
+        Arm(
+            f"gravac-fixed-{name}-{factor}",
+            f"GraVAC, {name}, always {factor} x",
+            GRAVAC[name],
+            f"gravac:minimum={factor},maximum={factor},epsilon=0.000001,window={window}",
+        )
+        for name, factors in FIXED.items()
+        for factor in factors
+    ]
+    return fixed + [
         Arm(
             f"{begin}-{name}-{epsilon:g}",
             f"GraVAC by {gain}, {name}, epsilon {epsilon:g}",

@@ -152,7 +152,7 @@ BAD = [
     ("two_level_selection[topk]:send=", ("all", "none", "1"), "send must be candidate, minimum or dense"),
     ("two_level_selection[", ("quantize]", "threshold]", "global_topk]", "none]", "error_feedback[topk]]"),
      "two_level_selection takes"),
-    ("two_level_selection[random_", ("k:scaled=true]", "block:scaled=true]"), "two_level_selection sends values as they are"),
+    ("two_level_selection[random_", ("k:scaled=true]", "block:scaled=true]"), "sends values as they are"),
     ("graded[topk:density=0.1]", ("",), "'graded' is called 'two_level_selection' now"),
     # Wrappers.
     ("warmup", ("", ":steps=3"), "wraps another compressor"),
