@@ -23,8 +23,8 @@ Columns
     plans       changes of plan in the run, of the first seed
     factors     GraVAC: share of the steps that sent each factor, 1 being dense, in the mean over seeds; "floats" is the
                 paper's volume, without indices. GraVAC is compared with uncompressed training; --controllers
-                gravac-energy has its printed gain, gravac-released that of the authors' code, gravac-random-0.7 one row,
-                gravac-fixed-topk-10 one whose factor stays
+                gravac-energy has its printed gain, gravac-released that of the authors' code; gravac-random-0.7 is one
+                row, and gravac-fixed-topk-10 one whose factor stays
     to loss     steps until rank 0's training loss, over a tenth of the run, is what uncompressed training of the seed
                 has after 80% of the steps, in percent of the run, by seed; then in how many times fewer bytes than that
 """

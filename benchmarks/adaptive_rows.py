@@ -84,7 +84,7 @@ EPSILONS = (0.5, 0.7, 0.9, 0.99)
 #: Those of the paper, which the name of a form alone asks for.
 USUAL_EPSILONS = (0.7, 0.9)
 
-#: Factors that rows named "gravac-fixed" send in every step but the first, whatever their gain is: for figures of gains.
+#: Factors that rows named "gravac-fixed" send in every step but the first, whatever their gain: for figures of gains.
 FIXED = {"topk": ("10", "1000"), RANDOM: ("1.5", "12", "48")}
 
 #: The forms of its gain, and what begins the keys of their rows.

@@ -168,8 +168,8 @@ class Work:
     def multilevel(self) -> Selection:
         """Both factors, the second from the first."""
         levels = self.levels
-        levels.group.compressor.select(levels.group, self.context, levels.minimum, self.flags)
-        levels.refine()
+        levels.select(self.context, self.flags)
+        levels.refine(self.context)
         return levels.candidate()
 
     def norms(self) -> None:

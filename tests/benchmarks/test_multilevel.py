@@ -16,7 +16,7 @@ def test_an_exact_selection_is_the_same_both_ways(network):
     work = bench.Work(*network, "TopK", (10, 1000))
     assert work.is_right()
     work.gradients[3][:5] = 1e3  # the second selection would have to see these
-    work.levels.refine()
+    work.levels.refine(work.context)
     assert not (work.levels.candidate().values == 1e3).any()
     assert work.is_right(), "which selects anew"
 
