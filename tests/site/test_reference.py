@@ -1,9 +1,10 @@
-"""The API reference has every public name."""
+"""The API reference has every public name, pages the arguments of compressors, the index of decisions every record."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import runpy
 from pathlib import Path
@@ -15,10 +16,11 @@ import gradcomp.torch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-#: Names without a docstring of their own: operations, the set of all ranks, another name of GradcompError, the version.
+#: Names without a docstring of their own: operations, the set of all ranks, another name of GradcompError, the version,
+#: a module.
 WITHOUT = {
     *("Average", "Sum", "Min", "Max", "Product", "Adasum"),
-    *("global_process_set", "HorovodInternalError", "__version__"),
+    *("global_process_set", "HorovodInternalError", "__version__", "callbacks"),
 }
 
 
@@ -33,11 +35,35 @@ def documented(*pages: str) -> set[str]:
     return {name for text in texts for name in re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("module", [gradcomp, gradcomp.torch], ids=["gradcomp", "torch"])
-def test_every_public_name_is_in_the_reference(module):
+@pytest.mark.parametrize("module", ["gradcomp", "gradcomp.torch", "gradcomp.tf"])
+def test_every_public_name_is_in_the_reference(module: str):
     there = documented("torch.md", "compressors.md", "controllers.md", "errors.md")
-    assert set(module.__all__) - WITHOUT <= there
     assert all(hasattr(gradcomp.torch, name) for name in there)
+    if module == "gradcomp.tf":
+        there |= documented("tensorflow.md")
+    assert set(importlib.import_module(module).__all__) - WITHOUT <= there
+
+
+def signatures() -> list[tuple[str, str]]:
+    """Class and arguments of each signature on the compressors' pages: alone on its line, or in a table of wrappers."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "compressors").glob("*.md")))
+    return re.findall(r"^`([A-Z]\w+)\(([^`]*)\)`$", text, re.M) + re.findall(r"^\| `(\w+)\((inner.*?)\)`", text, re.M)
+
+
+@pytest.mark.parametrize(("name", "arguments"), signatures())
+def test_signatures_on_the_pages_are_those_of_the_classes(name: str, arguments: str):
+    exec(f"def written({arguments}): ...", found := {})
+    own = inspect.signature(getattr(gradcomp, name)).parameters
+    for argument in inspect.signature(found["written"]).parameters.values():
+        assert (argument.default, argument.kind) == (own[argument.name].default, own[argument.name].kind)
+
+
+def test_the_index_has_every_decision_with_its_title():
+    records = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+    titles = [(path.name, path.read_text(encoding="utf-8").splitlines()[0]) for path in records]
+    rows = [f"{int(name[:4])}. [{title.split('. ', 1)[1]}]({name})" for name, title in titles]
+    index = (DOCS / "decisions/index.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in index if re.match(r"\d", line)] == rows
 
 
 def test_the_table_of_compressors_has_each_public_one():
