@@ -88,9 +88,6 @@ MAX_ELEMENTS: Final = 1 << 35
 OWNER_RANK: Final = 0xFFFFFFFF
 """The rank in the random counter when a chunk's owner encodes the mean."""
 
-RESIDUAL_BIT: Final = 0x80000000
-"""Flipped in the random counter's rank for draws that round a residual, which must not be those of its code."""
-
 SEGMENT: Final = np.dtype(
     [
         ("gradient", "<u8"),  # address of the first gradient element; 0: absent, the gradient is zero
