@@ -47,7 +47,9 @@ def test_every_public_name_is_in_the_reference(module: str):
 def signatures() -> list[tuple[str, str]]:
     """Class and arguments of each signature on the compressors' pages: alone on its line, or in a table of wrappers."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "compressors").glob("*.md")))
-    return re.findall(r"^`([A-Z]\w+)\(([^`]*)\)`$", text, re.M) + re.findall(r"^\| `(\w+)\((inner.*?)\)`", text, re.M)
+    return re.findall(r"^`([A-Z]\w+)\(([^`]*)\)`$", text, re.M) + re.findall(
+        r"^\| `(\w+)\((inner.*?)\)`", text, re.M
+    )
 
 
 @pytest.mark.parametrize(("name", "arguments"), signatures())
