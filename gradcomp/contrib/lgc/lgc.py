@@ -99,7 +99,7 @@ class LGC(CLTk):
     StateError for a number of weights that no number of ranks has.
     Source: Abrahamyan et al. 2021, sections IV to V and VI-A, Algorithms 1 (server) and 2 (ring). Differs: S is the
     leader's on all ranks, as in section V-A for the ring (the algorithms select locally); weights are trained on all
-    ranks instead of sent by one; the last layer's leader is that of :class:`CLTk`; see docs/decisions/0040 and 0041.
+    ranks instead of sent by one; the last layer's leader is that of :class:`CLTk`; see docs/decisions/0040 and 0042.
     """
 
     density: float = 0.001
