@@ -58,7 +58,7 @@ def name(link: dict[str, Any]) -> str:
     rate, nominal = link["bytes_per_second"], NOMINAL.get(link["name"])
     if nominal is not None and abs(rate / nominal - 1) <= TOLERANCE:
         return NAMES[link["name"]]
-    return f"{NAMES[link['name']]} ({rate * 8e-9:.1f} measured)"
+    return f"{NAMES[link['name']]} ({rate * 8e-9:.1f} Gbit/s measured)"
 
 
 def table(links: list[dict[str, Any]]) -> str:

@@ -26,7 +26,7 @@ def test_the_table_has_ratios_and_the_rates_that_are_not_those_of_the_names():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
     assert rows == [
         ["1 Gbit/s", "50 ms", "400 ms", "200 ms (0.50)", "100 ms (0.25)"],
-        ["10 Gbit/s (8.0 measured)", "50 ms", "100 ms", "50 ms (0.50)", "25 ms (0.25)"],
+        ["10 Gbit/s (8.0 Gbit/s measured)", "50 ms", "100 ms", "50 ms (0.50)", "25 ms (0.25)"],
         ["sent per step and rank", "–", "0.4 MB", "0.4 MB", "0.4 MB"],
     ]
 
