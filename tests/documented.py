@@ -61,8 +61,9 @@ class Result(NamedTuple):
 def block(heading: str, number: int = 0) -> str:
     """The code of a section of the page of integrations, at a compression that keeps residuals."""
     code = [code for title, code in blocks(INTEGRATIONS) if title == heading][number]
-    assert "quantize:bits=4" in code
-    return code.replace("quantize:bits=4", COMPRESSION)
+    code, replaced = re.subn(r"quantize:bits=[48]", COMPRESSION, code)
+    assert replaced
+    return code
 
 
 def results(ended: list[Finished]) -> list[Result]:
