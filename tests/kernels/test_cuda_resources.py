@@ -26,8 +26,8 @@ BOUNDS = [
 ]
 
 
-#: An encoder, a reduction, a decoder: the others have most of their code in common with these.
-BRIEFLY = (BOUNDS[1], BOUNDS[3], BOUNDS[8])
+#: An encoder, a reduction by a codebook, a decoder: the others have most of their code in common with these.
+BRIEFLY = (BOUNDS[1], BOUNDS[-2], BOUNDS[-1])
 
 
 @pytest.mark.parametrize(
