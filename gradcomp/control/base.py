@@ -22,6 +22,7 @@ from gradcomp.core.plan import Plan
 from gradcomp.core.run_lines import Account
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
+from gradcomp.core.vectors import Floats
 from gradcomp.kernels.codec import Table
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.kernels.step import Observations
@@ -34,6 +35,9 @@ Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 #: Runs long work on another thread and returns a future of its result.
 Background = Callable[[Callable[[], Any]], "Future[Any]"]
+#: Returns by how much the training loss changes if an error, in units of the gradient, is missing from the steps of a
+#: layer; for each of these layers, by number, and errors alone.
+Probe = Callable[[Sequence[tuple[int, Floats]]], Sequence[float]]
 
 
 def to_plain(value: Any) -> Any:
@@ -219,6 +223,12 @@ class ControllerRun:
         It may change the table.
         """
 
+    def probe(self, losses: Probe) -> None:
+        """Measures changes of the training loss if the controller decides by them.
+
+        Called on the training thread, between two steps, after the optimizer has stepped.
+        """
+
     def observe(self, observations: Observations) -> None:
         """Receives the observations that compressors made while they encoded this step."""
 
@@ -288,6 +298,11 @@ class Controller(ABC):
     @property
     def by_times(self) -> bool:
         """Returns true if decisions depend on measured times, which differ from run to run."""
+        return False
+
+    @property
+    def needs_losses(self) -> bool:
+        """Returns true if decisions need changes of the training loss, which :meth:`ControllerRun.probe` measures."""
         return False
 
     @abstractmethod

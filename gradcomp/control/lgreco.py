@@ -38,6 +38,9 @@ _PULL = 0.1
 #: Steps of a period whose errors are averaged, unless the user says otherwise.
 _SAMPLES = 4
 
+#: Steps whose gradients are summed before losses are measured: those of the paper's runs (section 3).
+_LOSS_STEPS = 50
+
 _MOST_BUCKETS = 10**6
 
 #: Least steps of the budget per row if layers are divided into blocks, since each row's error is rounded up to a step.
@@ -60,7 +63,14 @@ class LGreCo(Periodic):
         error(l, c) = mean over t of ||g_{l,t} - C_c(g_{l,t})||^2 / rms(l),
 
     where rms(l), the root of the mean square of the layer's elements, stands for the root of Adam's second moment: the
-    squared error in the norm of that preconditioner.
+    squared error in the norm of that preconditioner. ``"loss"`` measures
+
+        error(l, c) = |L(w + s (G_l - C_c(G_l))) - L(w)|,
+
+    with L the training loss on a batch that the frontend's ``sensitivity`` gives, w the current parameters, and G_l the
+    gradient summed over a window of 50 steps. s is the optimizer's step for a gradient: L(w + ...) is the loss if this
+    sum had been applied as it is compressed. The owner of a layer measures it, ``probes_per_step`` choices after a
+    step, each with a forward pass, and one more for L(w).
 
     ``blocks=B`` divides a matrix under ``Quantize`` into up to B blocks of consecutive rows, nearly equal, of four
     quantisation buckets or more on average. Each block is an item of the program with its own level, if all choices of
@@ -80,8 +90,8 @@ class LGreCo(Periodic):
         objective: ``"bytes"``, w = 1. ``"time"``, w = T(l), seconds per further byte of the layer's exchange buckets,
             fitted with a common latency to the wire times of past periods, each weighted half as much as the next.
             ``"position"``, w = the position of the layer's last exchange bucket, from 1 (Markov 2024, appendix B.1).
-        metric: ``"squared"``, ``"norm"`` or ``"adam"``; by default ``"squared"`` with samples, ``"norm"`` with a
-            window.
+        metric: ``"squared"``, ``"norm"``, ``"adam"`` or ``"loss"``; by default ``"squared"`` with samples, ``"norm"``
+            with a window. ``"loss"`` has a window, and needs ``sensitivity=`` of the wrapper.
         samples: steps of a period that are sampled, 4 by default.
         window: instead, as in the paper, error(l, c) = ||G_l - C_c(G_l)||, with G_l the gradient summed over the last
             ``window`` steps of the period. An embedding's gradient is sparse in a single step but dense in such a sum.
@@ -92,19 +102,23 @@ class LGreCo(Periodic):
             become [D/4, 4 D] for ranks and [D/100, 10 D] for densities, once, and the log says so. Bits keep their
             range, and so do block floats, whose range is of formats: 8 and 4 bits.
         blocks: the most blocks of a layer, up to 256.
+        probes_per_step: losses that a rank measures after a step, with ``metric="loss"``.
         memory_bytes: see :class:`Periodic`.
 
     Wire, State: see :class:`Periodic`.
 
     Errors: ConfigError for empty or impossible ``levels``, a reference that is outside of them or has levels by block,
-    ``alpha``, ``buckets`` or ``blocks`` that are not positive, unknown words.
+    ``alpha``, ``buckets``, ``blocks`` or ``probes_per_step`` that are not positive, unknown words; ``metric="loss"``
+    with ``samples`` or ``blocks``, or without a loss.
 
-    Source: Markov et al. 2024, Algorithm 1 and section 4; Markov 2024, chapter 4 and appendix B.
+    Source: Markov et al. 2024, Algorithm 1 and sections 3, 4 and 5.4; Markov 2024, chapter 4 and appendix B.
     Differences: errors are those of single steps by default (the authors' published hook takes the last 10 steps, after
     the residual was added); layers are measured by the ranks that own them instead of by one worker, each on its own
     gradients; the budget is the sum of the rounded errors (otherwise the reference itself would not fit); of equal
     costs the smaller error is taken; bytes are those on the wire, with scales and indices, and for TopK without zeros
-    those of the average number of nonzero elements in the sampled steps; all families can be mixed.
+    those of the average number of nonzero elements in the sampled steps; all families can be mixed. The paper's losses
+    are those at the end of runs of 50 steps from a checkpoint, a run for each layer and choice, in which every step's
+    gradient of the layer is compressed; here the sum of 50 steps is compressed, while training goes on.
     """
 
     name: ClassVar[str] = "lgreco"
@@ -119,6 +133,7 @@ class LGreCo(Periodic):
     accordion: Accordion | None = field(default=None, kw_only=True)
     widen: bool = field(default=True, kw_only=True)
     blocks: int = field(default=1, kw_only=True)
+    probes_per_step: int = field(default=4, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,16 +143,32 @@ class LGreCo(Periodic):
         check_whole("blocks", self.blocks, most=MOST_BLOCKS)
         check_word("objective", self.objective, ("bytes", "time", "position"))
         if self.metric is not None:
-            check_word("metric", self.metric, ("norm", "squared", "adam"))
+            check_word("metric", self.metric, ("norm", "squared", "adam", "loss"))
         if self.accordion is not None and not isinstance(self.accordion, Accordion):
             raise ConfigError(f"accordion must be an Accordion, got {self.accordion!r}")
         check_flag("widen", self.widen)
+        check_whole("probes_per_step", self.probes_per_step)
+        if self.needs_losses and self.samples is not None:
+            raise ConfigError(
+                f'metric="loss" sums gradients: give window= in place of samples={self.samples}'
+            )
+        if self.needs_losses and self.blocks > 1:
+            raise ConfigError(f'metric="loss" measures whole layers: leave blocks={self.blocks} away')
 
     @property
     def sampled(self) -> int:
         """Returns 4 by default, unless gradients are summed."""
-        adds_up = self.window is not None or self.accordion is not None
+        adds_up = self.window is not None or self.accordion is not None or self.needs_losses
         return super().sampled or (0 if adds_up else _SAMPLES)
+
+    @property
+    def summed(self) -> int:
+        """Returns the steps whose gradients are summed: 50 by default if losses are measured."""
+        return min(_LOSS_STEPS, self.every_steps) if self.needs_losses and not self.window else super().summed
+
+    @property
+    def needs_losses(self) -> bool:
+        return self.metric == "loss"
 
     @property
     def squared(self) -> bool:
@@ -221,6 +252,8 @@ class LGreCo(Periodic):
     def _budgeted(self, observed: PeriodObservations) -> Doubles:
         """Returns the budgeted errors by row and choice; those of rows without a gradient are meaningless."""
         assert observed.errors is not None, "asked for"
+        if observed.losses is not None:
+            return observed.losses
         if not self.squared:
             return observed.errors
         squares: Doubles = observed.errors**2

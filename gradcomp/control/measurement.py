@@ -145,6 +145,8 @@ class Gathering(ABC):
 
     def __init__(self, share: Share, nbytes: int) -> None:
         self.share = share
+        #: Sums of gradients of the closed period, by layer, until they are shared; empty if single steps are measured.
+        self.taken: dict[int, Vector] = {}
         self._own = np.array([size > 0 for size in share.sizes], dtype=np.bool_)
         #: The bytes that measuring may take besides the gathered values, or None if there is no limit.
         self.left = None if share.memory_bytes is None else max(share.memory_bytes - nbytes, 0)
@@ -211,7 +213,6 @@ class Windowed(Gathering):
     def __init__(self, share: Share, every: int, window: int) -> None:
         self._first, self._end = max(every - window, 0), every
         self._sums = DoubleBuffer(share.sizes, share.environment.device.zeros)
-        self._taken: dict[int, Vector] = {}  # sums of the closed period
         super().__init__(share, self._sums.nbytes)
 
     def open(self, step: int) -> None:
@@ -231,33 +232,33 @@ class Windowed(Gathering):
 
     def close(self) -> None:
         """Takes the sums; those of the next period begin at zero."""
-        self._taken = {layer: self._sums.vector(layer) for layer in self.share.own.values()}
+        self.taken = {layer: self._sums.vector(layer) for layer in self.share.own.values()}
         self._sums = DoubleBuffer(self.share.sizes, self.share.environment.device.zeros)
 
     def measuring(self) -> Callable[[], Doubles]:
-        taken = self._taken
+        taken = self.taken
         return lambda: self.share.measure(taken, self.left)
 
     def drop(self) -> None:
-        self._taken = {}
+        self.taken = {}
 
     def state(self) -> dict[str, dict[str, Floats]]:
         """Returns the current sums, and those of the closed period."""
         own = self.share.own.items()
         sums = {name: self._sums.value(i).copy() for name, i in own}
-        taken = {name: self._taken[i].read().copy() for name, i in own if i in self._taken}
+        taken = {name: self.taken[i].read().copy() for name, i in own if i in self.taken}
         return {"sums": sums, **({"taken": taken} if taken else {})}
 
     def resume(self, held: Held) -> bool:
-        self._taken = {}
+        self.taken = {}
         for name, layer in self.share.own.items():
             size = self.share.sizes[layer]
             if (value := fitting(held, "sums", name, size)) is not None:
                 self._sums.set(layer, value)
             if (value := fitting(held, "taken", name, size)) is not None:
-                self._taken[layer] = vector = self.share.environment.device.zeros(size)
+                self.taken[layer] = vector = self.share.environment.device.zeros(size)
                 vector.write(value)
-        return self._taken.keys() == set(self.share.own.values())
+        return self.taken.keys() == set(self.share.own.values())
 
 
 def fitting(held: Held, kind: str, name: str, size: int) -> Floats | None:

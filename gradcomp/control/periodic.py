@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from gradcomp.compress.checks import check_whole
-from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Mask, Numbers, Step
+from gradcomp.control.base import Controller, ControllerRun, Doubles, Environment, Mask, Numbers, Probe, Step
 from gradcomp.control.candidates import CandidateLevels, Candidates, crowded_ends, goes_on, make_candidates
 from gradcomp.control.measurement import (
     COLUMNS,
@@ -27,6 +27,7 @@ from gradcomp.control.measurement import (
 )
 from gradcomp.control.observations import Decision, PeriodObservations
 from gradcomp.control.phased import Phase, PhasedRun, PhasedState
+from gradcomp.control.sensitivity import ENDLESS, LossTable
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.plan import Level
 from gradcomp.core.run_lines import PERIOD, Account, Sample
@@ -49,6 +50,7 @@ class SavedObservations:
     step: int
     table: Doubles
     rate_fall: float | None = None
+    losses: Doubles | None = None
 
 
 @dataclass
@@ -57,7 +59,7 @@ class PeriodicState(PhasedState):
 
     ``sent``: bytes of this period, in the order of ``choices``. ``rate``: the learning rate of the last step;
     ``rate_before``: its mean over ranks when tables were last shared. ``wide``: ranges have been widened. ``columns``:
-    of the rows that ranks hold of single steps; None if they hold sums.
+    of the rows that ranks hold of single steps or of losses; None if they hold sums only.
     """
 
     choices: dict[str, tuple[str, Level]]
@@ -85,9 +87,11 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         self.current = candidates.reference.copy()
         self.choose()
         self.choices = {}  # the plan does not change until the first decision
+        #: The changes of loss of this rank's layers, if the controller needs them.
+        self._losses: LossTable | None = None
         self._gathering = self._gather()
-        #: Processor seconds of this rank: summing gradients, measuring, deciding.
-        self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0}
+        #: Processor seconds of this rank: summing gradients, measuring, deciding, computing losses.
+        self.spent = {"add": 0.0, "measure": 0.0, "decide": 0.0, "probe": 0.0}
         self._wire = np.zeros(len(self._numbers), dtype=np.float32)  # float32, as checkpoints store it
         self._said: set[tuple[str, bool, bool]] = set()
         self._account: Account = ()
@@ -95,7 +99,10 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     def _gather(self) -> Gathering:
         environment, controller, candidates = self.environment, self.controller, self.candidates
         sizes = {i: environment.layers[i].size for i in candidates.items}
-        owners = share_out(sizes, environment.world)
+        weights = sizes
+        if controller.needs_losses:  # a forward pass for each choice takes longer than anything else
+            weights = {i: len(candidates.choices[rows.start]) for i, rows in candidates.items.items()}
+        owners = share_out(weights, environment.world)
         kind, cap = Sampled if controller.sampled else Windowed, controller.memory_bytes
         loads = [0] * environment.world
         for layer, rank in owners.items():
@@ -109,11 +116,16 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         gathers = set(own.values())
         sizes_here = [sizes[i] if i in gathers else 0 for i in range(len(environment.layers))]
         share = Share(environment, own, sizes_here, self._measure, cap)
-        every = controller.every_steps
-        gathering = kind(share, every, controller.sampled or controller.window or every)
+        gathering = kind(share, controller.every_steps, controller.sampled or controller.summed)
+        self._own = own
+        if controller.needs_losses:
+            self._losses = LossTable(candidates, own, environment.seed)
         gathering.range_over(candidates, self._width)
-        self._state.columns = gathering.columns
+        self._state.columns = self._columns(gathering)
         return gathering
+
+    def _columns(self, gathering: Gathering) -> int | None:
+        return gathering.columns if self._losses is None else self.candidates.width
 
     @property
     def _width(self) -> int:
@@ -129,6 +141,8 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         state = self._state
         if state.phase is Phase.GATHER and step - state.begun >= self.controller.every_steps:
             self._gathering.close()
+            if self._losses is not None:
+                self._losses.clear()
             state.begun, state.phase = step, Phase.MEASURE
         self._gathering.open(step - state.begun)
         super().begin(step)
@@ -176,6 +190,18 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         # Tables are shared in the one step between measuring and deciding.
         return self._step >= self._state.begun + (lag if self.phase is Phase.MEASURE else 2 * lag + 1)
 
+    @property
+    def ready(self) -> bool:
+        """Returns true if this rank's work of the phase is done, and all its losses are measured."""
+        waits = self.phase is Phase.MEASURE and self._losses is not None and not self._losses.complete
+        return not waits and super().ready
+
+    def probe(self, losses: Probe) -> None:
+        """Measures the next losses of the closed period; the same number on every rank that has some left."""
+        if self._losses is not None and self.phase is Phase.MEASURE:
+            table, taken, count = self._losses, self._gathering.taken, self.controller.probes_per_step
+            self._timed("probe", lambda: table.measure(taken, losses, count))
+
     def measuring(self) -> Callable[[], Doubles]:
         return self._gathering.measuring()
 
@@ -190,8 +216,9 @@ class PeriodicRun(PhasedRun[PeriodicState]):
 
     def row(self, measured: Doubles) -> Doubles:
         """Returns this rank's rows, and its parts of the mean seconds on the wire and of the mean learning rate."""
+        changes = np.zeros(0) if self._losses is None else self._losses.table().reshape(-1)
         means = np.append(self._wire, self._state.rate or 0.0) / self.environment.world
-        return np.concatenate([measured.reshape(-1), means])
+        return np.concatenate([measured.reshape(-1), changes, means])
 
     def receive(self, step: Step, sums: Doubles) -> bool:
         """Stores the table. If it has a NaN, the period is skipped."""
@@ -203,7 +230,7 @@ class PeriodicRun(PhasedRun[PeriodicState]):
                 logger.warning("%s: statistics are not finite, this period is skipped", self.controller.name)
             state.phase = Phase.GATHER
             return False
-        wire, sent = sums[table.size : -1][layer_of], state.sent[layer_of]
+        wire, sent = sums[-1 - len(self._wire) : -1][layer_of], state.sent[layer_of]
         about = np.stack([wire, sent, step.position[layers].astype(np.float64)], axis=1)
         losses = np.minimum(table[:, COLUMNS:], _ENDLESS)
         if self.controller.needs_errors:
@@ -212,7 +239,11 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         fall = max(1.0 - rate / before, 0.0) if rate and before else 0.0
         state.rate_before = rate or None
         saved = np.concatenate([table[:, :COLUMNS], about, losses], axis=1)
-        state.seen = SavedObservations(step.number, saved, fall or None)
+        changes = None
+        if self._losses is not None:
+            costs = self.candidates.costs
+            changes = sums[table.size : table.size + costs.size].reshape(costs.shape)
+        state.seen = SavedObservations(step.number, saved, fall or None, changes)
         self._wire, state.sent = np.zeros_like(self._wire), np.zeros_like(state.sent)
         return True
 
@@ -232,7 +263,12 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             nonzero = seen.table[:, -1] ** 2 if seen.table.shape[1] > _SAVED + width else None
         moments = norm, mean, deviation, losses, wire, sent, position.astype(np.int64)
         fall, memory = seen.rate_fall or 0.0, self._state.memory
-        return PeriodObservations(seen.step, self.candidates, *moments, self.current, memory, fall, nonzero)
+        changes = seen.losses
+        if changes is not None:
+            changes = np.where(np.isinf(self.candidates.costs) | (changes >= ENDLESS), np.inf, changes)
+        return PeriodObservations(
+            seen.step, self.candidates, *moments, self.current, memory, fall, nonzero, changes
+        )
 
     def deciding(self) -> Callable[[], Decision]:
         """Returns the work that applies the controller's rule."""
@@ -312,7 +348,9 @@ class PeriodicRun(PhasedRun[PeriodicState]):
         for row, k in enumerate(before):
             self._keep(row, choices[row][k].family_string(), choices[row][k].level)
         self._gathering.range_over(self.candidates, self._width)
-        self._state.columns = self._gathering.columns
+        if self._losses is not None:
+            self._losses = LossTable(self.candidates, self._own, self.environment.seed)
+        self._state.columns = self._columns(self._gathering)
 
     def _keep(self, row: int, family: str, level: Level) -> None:
         """Makes this the current choice of a row if it is one of its choices, else the reference."""
@@ -332,7 +370,8 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     def own_state(self) -> dict[str, dict[str, Floats]]:
         """Returns the gathered gradients, and the seconds on the wire."""
         wire = {name: self._wire[row : row + 1].copy() for row, name in enumerate(self._numbers)}
-        return {**self._gathering.state(), "wire": wire}
+        losses = {} if self._losses is None else {"losses": self._losses.state()}
+        return {**self._gathering.state(), "wire": wire, **losses}
 
     def resume(self, saved: PeriodicState, own: Held) -> bool:
         """Restores the state; layers that are new, or whose choice is not offered, use their reference."""
@@ -359,10 +398,17 @@ class PeriodicRun(PhasedRun[PeriodicState]):
             self._wire[at] = own.get("wire", {}).get(name, self._wire[at : at + 1]).reshape(-1)[0]
         self.choose()
         gathered = self._gathering.resume(own)
+        if self._losses is not None:
+            self._losses.resume(own.get("losses", {}))
+            # Losses that do not fit are measured again; a table that is about to be shared must have all of them.
+            gathered &= saved.phase is Phase.MEASURE or self._losses.complete
         whole = same and saved.choices.keys() == names.keys()
         if saved.phase in (Phase.DECIDE, Phase.ANNOUNCE):
             shape = (len(self.current), _SAVED + self._width - COLUMNS)
-            whole &= saved.seen is not None and saved.seen.table.shape == shape
+            seen = saved.seen
+            whole &= seen is not None and seen.table.shape == shape
+            if seen is not None and self._losses is not None:
+                whole &= seen.losses is not None and seen.losses.shape == self.candidates.costs.shape
         else:
             # Columns are compared too, so that all ranks agree: a rank without layers has nothing that might not fit.
             whole &= saved.phase is Phase.GATHER or (gathered and saved.columns == self._state.columns)
@@ -417,6 +463,16 @@ class Periodic(Controller):
     def sampled(self) -> int:
         """Returns the number of single steps that are measured in a period; 0 if gradients are summed."""
         return self.samples or 0
+
+    @property
+    def summed(self) -> int:
+        """Returns the number of last steps of a period whose gradients are summed, unless steps are sampled."""
+        return self.window or self.every_steps
+
+    @property
+    def probes_per_step(self) -> int:
+        """Returns the number of losses that a rank measures after a step, if any are needed."""
+        return 1
 
     @property
     def lag(self) -> int:

@@ -106,13 +106,16 @@ def propose(
     step: int = 0,
     controller: Controller | str | None = None,
     what_if: str = "",
+    *,
+    measures_losses: bool = False,
 ) -> Proposal:
     """Return the plan for these layers at a step; ConfigError for what cannot be exchanged.
 
     ``what_if`` has the ratios of a what-if run, which replaces policy and controller once they were checked.
+    ``measures_losses`` is true if the frontend can measure the training loss.
     """
     if what_if:
-        propose(policy, layers, step, controller)
+        propose(policy, layers, step, controller, measures_losses=measures_losses)
         policy, controller = _FAKE, WhatIf(ratios_of(what_if).gradients)
     if isinstance(policy, Automatic):
         if controller is not None:
@@ -129,6 +132,14 @@ def propose(
         )
     if controller is not None and any(c.traits.learns for c in policy.compressors):
         raise ConfigError(f"{policy.title} learns what it sends: no controller can choose its levels")
+    if controller is not None and controller.needs_losses and not measures_losses:
+        raise ConfigError(
+            f"{controller.name} measures the training loss, which it does not know: give "
+            "sensitivity=gradcomp.torch.Sensitivity(model, loss) to gradcomp.torch.DistributedOptimizer. Communication "
+            "hooks, Keras optimizers and tapes cannot measure it: choose another metric there"
+        )
+    if measures_losses and not what_if and (controller is None or not controller.needs_losses):
+        raise ConfigError('sensitivity= is for controller=LGreCo(metric="loss"): give that, or leave it away')
     if not layers:
         raise ConfigError("there is no trainable parameter")
     return Proposal(policy, layers, policy.plan(layers, step=step), controller)

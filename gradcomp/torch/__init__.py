@@ -46,6 +46,7 @@ from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.optimizer import DistributedOptimizer
 from gradcomp.torch.runtime import gloo_built, init, join
 from gradcomp.torch.saving import load, save
+from gradcomp.torch.sensitivity import Sensitivity
 from gradcomp.torch.sharded import ShardedCompression, compress_fsdp
 from gradcomp.torch.sync_batch_norm import SyncBatchNorm
 
@@ -62,8 +63,8 @@ _INSTEAD = {
 __getattr__ = names.refusing(__name__, _INSTEAD)
 
 __all__ = [
-    "DistributedOptimizer", "Handle", "PostMomentumSGD", "ReduceOp", "ShardedCompression", "SyncBatchNorm",
-    "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
+    "DistributedOptimizer", "Handle", "PostMomentumSGD", "ReduceOp", "Sensitivity", "ShardedCompression",
+    "SyncBatchNorm", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
     "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
     "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
     "broadcast_parameters", "compress_fsdp", "ddp_comm_hook", "gloo_built", "grouped_allgather",

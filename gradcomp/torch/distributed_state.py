@@ -26,8 +26,9 @@ from gradcomp.torch.layers import Named, name_parameters, specs
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import opaque
 from gradcomp.torch.optimizers import warn_if_it_averages
+from gradcomp.torch.sensitivity import Sensitivity
 
-_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip")
+_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip", "sensitivity")
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
@@ -125,12 +126,17 @@ class Arguments(settings.Arguments):
     groups: Any = None
     finish: Finish = "backward"
     loss_scale: LossScale = field(default_factory=lambda: LossScale(None))
+    sensitivity: Sensitivity | None = None
 
     def check(self) -> Policy:
         check_groups(self.groups)
         self.loss_scale.check()
         if self.finish not in ("backward", "step"):
             raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
+        if self.sensitivity is not None and not isinstance(self.sensitivity, Sensitivity):
+            raise ConfigError(
+                f"sensitivity must be a gradcomp.torch.Sensitivity(model, loss), got {self.sensitivity!r:.80}"
+            )
         # Adasum comes here in a world of one only, where the Adasum of the step is the step itself.
         return super(Arguments, replace(self, op=Average) if self.op is Adasum else self).check()
 
@@ -173,7 +179,10 @@ def build(
             0 if before is None else before.checkpoint_manager.step,
             arguments.controller,
             state.what_if(ranks),
+            measures_losses=arguments.sensitivity is not None,
         )
+        if arguments.sensitivity is not None:
+            arguments.sensitivity.check(named, optimizer)
         # In a world of one nothing is exchanged, so gradients may be on any device.
         device = device_of(named) if len(ranks) > 1 else HOST
         return named, frozen, proposal, device

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from gradcomp.core.registry import contributed
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.job import runtime
 from gradcomp.job.process_sets import Members, ProcessSet, ranks_of
-from gradcomp.job.reduce_op import Adasum, Average, ReduceOp
+from gradcomp.job.reduce_op import Adasum, Average, ReduceOp, Sum
 from gradcomp.job.settings import OnSkip
 from gradcomp.job.start import set_compression
 from gradcomp.torch.distributed_state import (
@@ -37,6 +38,7 @@ from gradcomp.torch.layers import name_parameters, refuse_thawed, specs
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import refuse_inside_backward
 from gradcomp.torch.optimizers import warn_if_it_averages
+from gradcomp.torch.sensitivity import Sensitivity
 from gradcomp.torch.tensors import CompressionState
 
 _SYNCHRONIZED = (
@@ -63,6 +65,7 @@ def DistributedOptimizer(
     controller: Controller | str | None = None,
     on_skip: OnSkip = "raise",
     residuals: str | None = None,
+    sensitivity: Sensitivity | None = None,
 ) -> DistributedTorchOptimizer:
     """Make ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -83,7 +86,7 @@ def DistributedOptimizer(
         op: ``Average`` or ``Sum`` over ranks of the gradients, or ``Adasum`` of the steps, see
             :mod:`gradcomp.contrib.adasum_steps`: gradients stay a rank's own, and ``step()`` combines the steps of all
             ranks. Adasum needs a power of two of ranks, and ``compression`` none, fp16 or bf16; it refuses
-            ``finish``, ``reduction``, ``controller`` and ``on_skip``, and ignores ``grad_scaler``.
+            ``finish``, ``reduction``, ``controller``, ``on_skip`` and ``sensitivity``, and ignores ``grad_scaler``.
         gradient_predivide_factor: gradients are divided by it before the exchange, and the mean is multiplied by it
             after.
         num_groups: Horovod's older spelling of ``groups``.
@@ -106,6 +109,7 @@ def DistributedOptimizer(
             ``except OutOfMemoryError: opt.zero_grad(); continue``. ``"raise"``: a StateError on all ranks in the next
             exchange. ``"agree"``: all ranks vote before each step, and all skip it if one of them skips it.
         residuals: removed; anything but None raises a ConfigError that says what to do instead.
+        sensitivity: the training loss on a batch, for ``controller=LGreCo(metric="loss")``, which needs it.
 
     Collective. Wire: see the compressor; uncompressed, 2 d (N-1)/N bytes per rank; with ``on_skip="agree"`` also one
     number in a round trip of its own before each step (``statistics().vote_seconds``). State: residuals where the
@@ -127,6 +131,7 @@ def DistributedOptimizer(
         groups=groups_of(num_groups, groups),
         finish=finish,
         loss_scale=LossScale(grad_scaler),
+        sensitivity=sensitivity,
     )
     # Before init() wrong arguments raise their own errors, and not the StateError about init().
     if not runtime.is_initialized():
@@ -162,6 +167,7 @@ class Distributed(CompressionState, Adopted):
         "_take_means",
         "_drain",
         "_finish_exchange",
+        "_measure_losses",
         "synchronize",
         "set_compression",
         "compression_state",
@@ -182,9 +188,23 @@ class Distributed(CompressionState, Adopted):
         elif not self._accepts():
             return None
         try:
-            return super().step() if closure is None else super().step(closure)  # type: ignore[misc]
+            result = super().step() if closure is None else super().step(closure)  # type: ignore[misc]
         finally:
             self._gradcomp.momenta.give_back()
+        if self._gradcomp.arguments.sensitivity is not None:
+            self._measure_losses()
+        return result
+
+    def _measure_losses(self) -> None:
+        """Let the controller measure losses that it decides by, now that the parameters have their new values."""
+        exchange = self._gradcomp
+        sensitivity, driver = exchange.arguments.sensitivity, exchange.driver
+        controller = driver.exchanger.pipeline.controller if driver.attached else None
+        if sensitivity is not None and controller is not None:
+            with driver.telling():
+                ranks = controller.environment.world
+                summands = ranks if exchange.arguments.op is Sum else 1
+                controller.probe(partial(sensitivity.changes, exchange.named, self, summands))  # type: ignore[arg-type]
 
     def _accepts(self) -> bool:
         """Accept the means and return True; return False if the ranks agreed to skip the step."""
@@ -323,7 +343,9 @@ class Distributed(CompressionState, Adopted):
         policy, exchanger = as_policy(compression), self._exchanger_or_none()
         check_rate(self, policy)  # type: ignore[arg-type]
         set_compression(exchange.checkpoint_manager, exchanger, specs(exchange.named), policy)
-        exchange.arguments = replace(exchange.arguments, compression=policy, controller=None)
+        exchange.arguments = replace(
+            exchange.arguments, compression=policy, controller=None, sensitivity=None
+        )
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:
             warn_if_it_averages(self, policy)  # type: ignore[arg-type]
 

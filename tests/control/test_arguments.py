@@ -58,6 +58,7 @@ VALUES: dict[Any, dict[str, tuple[Any, ...]]] = {
         "samples": (0, 1.5),
         "memory_bytes": (-1,),
         "widen": (1,),
+        "probes_per_step": (0, 1.5, True, None),
         "blocks": (0, -1, 257, 2.0, True, "8", None),
     },
 }
