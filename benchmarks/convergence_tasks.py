@@ -151,6 +151,14 @@ def share_work(job: Job, compressor: Compressor, rate: float) -> None:
         job.clip = None
 
 
+def held_loss(job: Job) -> Any:
+    """The loss of this rank's first batch, which is not trained on."""
+    import gradcomp.torch as gc
+
+    inputs, targets = next(job.batches)
+    return gc.Sensitivity(job.model, lambda model: job.loss(model, inputs, targets))
+
+
 def train(
     job: Job,
     compression: str,
@@ -180,6 +188,7 @@ def train(
         named_parameters=job.model.named_parameters(),
         compression=(policy := Policy(compressor, exact=exact)),
         controller=controller or None,
+        sensitivity=held_loss(job) if "metric=loss" in controller else None,
     )
     plans: list[tuple[int, Any]] = []
     schedule = torch.optim.lr_scheduler.OneCycleLR(

@@ -252,7 +252,8 @@ class LGreCo(Periodic):
     def _budgeted(self, observed: PeriodObservations) -> Doubles:
         """Returns the budgeted errors by row and choice; those of rows without a gradient are meaningless."""
         assert observed.errors is not None, "asked for"
-        if observed.losses is not None:
+        if self.needs_losses:
+            assert observed.losses is not None, "asked for"
             return observed.losses
         if not self.squared:
             return observed.errors

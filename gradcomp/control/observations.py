@@ -15,14 +15,15 @@ from gradcomp.control.candidates import CandidateLevels
 class PeriodObservations:
     """Measurements of a period, equal on all ranks. A row is a controlled layer, or a block of one.
 
-    ``norm``: L2 norm of the accumulated gradient; ``mean``, ``deviation``: mean and standard deviation of its elements.
-    ``errors[i, k]``: L2 error of choice k of row i on that gradient, inf if there is no choice k; None unless the
-    controller ``needs_errors``. ``losses[i, k]``: absolute change of the training loss under choice k of row i, inf
-    where it is not finite; None unless the controller ``needs_losses``. ``wire``: seconds that the layer's exchange
-    buckets spent on the wire in the period, averaged over ranks; ``sent``: bytes that a rank sent for them, by formula.
-    ``nonzero``: average number of nonzero elements, for rows with choices that leave zeros out; None if there is no such choice. ``position``: the last
-    exchange bucket that the layer is in. ``current``: the current choice. ``memory``: what the previous decision
-    stored. ``rate_fall``: the relative fall of the learning rate since the previous period.
+    ``norm``: L2 norm of the accumulated gradient; ``mean``, ``deviation``: mean and standard deviation of its
+    elements. ``errors[i, k]``: L2 error of choice k of row i on that gradient, inf if there is no choice k; None
+    unless the controller ``needs_errors``. ``losses[i, k]``: absolute change of the training loss under choice k of
+    row i, inf where it is not finite; None unless the controller ``needs_losses``. ``wire``: seconds that the layer's
+    exchange buckets spent on the wire in the period, averaged over ranks; ``sent``: bytes that a rank sent for them,
+    by formula. ``nonzero``: average number of nonzero elements, for rows with choices that leave zeros out; None if
+    there is no such choice. ``position``: the last exchange bucket that the layer is in. ``current``: the current
+    choice. ``memory``: what the previous decision stored. ``rate_fall``: the relative fall of the learning rate since
+    the previous period.
     """
 
     step: int

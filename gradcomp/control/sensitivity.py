@@ -61,7 +61,7 @@ class LossTable:
                 self._changes[layer][k] = 0
         if cells:
             for (layer, k), change in zip(cells, probe(errors), strict=True):
-                self._changes[layer][k] = min(abs(change), ENDLESS) if np.isfinite(change) else ENDLESS
+                self._changes[layer][k] = ENDLESS if not abs(change) < ENDLESS else abs(change)
 
     def _missing(self) -> list[tuple[int, int]]:
         found = self._changes.items()
@@ -102,7 +102,7 @@ def lost(choice: Compressor, spec: LayerSpec, values: Floats, seed: int) -> Floa
     if not rank:
         return np.zeros_like(values)
     matrix = values.reshape(matrix_shape(spec.shape))
-    q = initial_q(matrix.shape[1], rank, seed=seed, layer=spec.hash).reshape(rank, -1).T
+    q, p = initial_q(matrix.shape[1], rank, seed=seed, layer=spec.hash).T, matrix
     for _ in range(POWER_STEPS):
         p = np.linalg.qr(matrix @ q)[0]
         q = matrix.T @ p
