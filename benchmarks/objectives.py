@@ -3,15 +3,16 @@
     python benchmarks/objectives.py --link 1gbit --json objectives.json
     python benchmarks/objectives.py --settings 12 --steps 20
 
-ResNet-18 (11.2 M parameters) under 4 bits, two ranks, one core each. Three parts, in the same processes:
+The LSTM of step.py (10.6 M parameters) or --model resnet18 (11.2 M) under 4 bits, two ranks, one core each. Three
+parts, in the same processes:
 
 1.  Regression (Markov et al. 2024, section 5.5). In each setting every layer gets a level drawn from 2 to 8 bits, for
     50 steps after 5 warm-up steps. The synchronisation time of a step is that from the start of its first exchange
     bucket's first round to the end of the last round, on the slower rank; the median over a setting's steps is one
-    sample. It is regressed, by least squares, on all bytes, and on the bytes of each bucket (T(b), with no more buckets
-    than half of the settings); R^2 is that of the fit, and of settings that were left out one at a time.
-2.  Plans. L-GreCo(objective="time") decides four times. Its last table, with its fitted T(l), is then given to all
-    three objectives.
+    sample. It is regressed, by least squares, on all bytes, and on the bytes of each bucket, T(b), if there are more
+    settings than buckets; R^2 is that of the fit, and of settings that were left out one at a time.
+2.  Plans. L-GreCo(objective="time") decides --decisions times. Its last table, with its fitted T(l), is then given to
+    all three objectives.
 3.  Steps. Uniform 4 bits and the three plans alternate in blocks. A step is the median over its steps.
 """
 
@@ -24,7 +25,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ import hosts
 import numpy as np
 import report
 from options import positive
-from step_rank import BATCH, LENGTH, Task, make_model
+from step_rank import BATCH, LENGTH, MODELS, Task, make_model
 
 OBJECTIVES = ("bytes", "time", "position")
 LEVELS = (2, 3, 4, 5, 6, 7, 8)
-EVERY, DECISIONS = 20, 4
+EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Work:
     blocks: int
     block_steps: int
     seed: int
+    model: str
+    decisions: int
 
 
 class Recorder:
@@ -73,7 +76,7 @@ class Training:
         import gradcomp.torch as gc
 
         torch.manual_seed(work.seed)
-        task = Task((), 1, 1, 0, work.seed, None, {}, False, None, "resnet18")
+        task = Task((), 1, 1, 0, work.seed, None, {}, False, None, work.model)
         self.model, source = make_model(task)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.optimizer: Any = gc.DistributedOptimizer(
@@ -120,7 +123,7 @@ def run_rank(text: str, out: Path) -> None:
     chooser = Training(gc.LGreCo(EVERY, levels=list(LEVELS), objective="time"), work)
     observed = None
     decisions = 0
-    while decisions < DECISIONS:
+    while decisions < work.decisions:
         chooser.run(1)
         now = chooser.pipeline.controller.observations
         if now is not None and (observed is None or now.step > observed.step):
@@ -155,11 +158,13 @@ def decide(observed: Any) -> tuple[list[str], dict[str, list[int]], list[float]]
         seen = observed
         if objective != "time":
             seen = replace(observed, memory=controller.begin_memory(observed.candidates))
-        chosen = controller.decide(seen).choices.tolist()
-        options = zip(observed.candidates.choices, chosen, strict=True)
+        decision = controller.decide(seen)
+        options = zip(observed.candidates.choices, decision.choices.tolist(), strict=True)
         plans[objective] = [int(choices[k].level) for choices, k in options]
+        if objective == "time":
+            memory = decision.memory
     rows = len(names)
-    slopes = seconds_per_byte(observed.memory[rows : 6 * rows].reshape(5, rows))
+    slopes = seconds_per_byte(memory[rows : 6 * rows].reshape(5, rows))
     return names, plans, [] if slopes is None else slopes.tolist()
 
 
@@ -195,7 +200,7 @@ def regress(x: Any, y: Any) -> dict[str, Any]:
 def evaluate(work: Work, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     x, y = samples([rank["drawn"] for rank in ranks], work.warmup + work.steps, work.warmup, work.settings)
     total = regress(x.sum(axis=1, keepdims=True), y)
-    by_bucket = regress(x, y) if x.shape[1] <= work.settings // 2 else None
+    by_bucket = regress(x, y) if x.shape[1] < work.settings - 1 else None
     arms, each = ranks[0]["arms"], work.warmup + work.block_steps
     sizes, synchronised = samples(
         [rank["compared"] for rank in ranks], each, work.warmup, len(arms) * work.blocks
@@ -259,11 +264,20 @@ def main() -> int:
     parser.add_argument("--warmup", type=positive, default=5, help="untimed steps before them (default: 5)")
     parser.add_argument("--blocks", type=positive, default=6, help="of each plan (default: 6)")
     parser.add_argument("--block-steps", type=positive, default=15)
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
+    parser.add_argument("--decisions", type=positive, default=4, help="of the objective time (default: 4)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = hosts.parse(parser, run_rank)
     work = Work(
-        options.settings, options.steps, options.warmup, options.blocks, options.block_steps, options.seed
+        options.settings,
+        options.steps,
+        options.warmup,
+        options.blocks,
+        options.block_steps,
+        options.seed,
+        options.model,
+        options.decisions,
     )
     machine = report.machine()
     print(report.describe(machine))
@@ -271,7 +285,7 @@ def main() -> int:
     ranks = hosts.run_task(hosts.Hosts(2, options.link), __file__, work)
     found = evaluate(work, ranks)
     names, weights = ranks[0]["names"], ranks[0]["weights"]
-    about = {"benchmark": "objectives", "machine": machine, "link": options.link, "seed": options.seed}
+    about = {"benchmark": "objectives", "machine": machine, "link": options.link, "work": asdict(work)}
     report.write_json(options.json, {**about, "names": names, "weights": weights, **found})
     print(f"{time.monotonic() - began:.0f} s, {options.link}")
     print(show(found, names, weights))

@@ -44,8 +44,9 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_the_change_of_a_quadratic_loss_is_that_of_its_formula(kind):
+def test_the_change_of_a_quadratic_loss_is_that_of_its_formula(kind, double):
     model = Quadratic()
     optimizer = OPTIMIZERS[kind](model.parameters())
     for _ in range(3):
@@ -53,7 +54,7 @@ def test_the_change_of_a_quadratic_loss_is_that_of_its_formula(kind):
         model().backward()
         optimizer.step()
     named = list(model.named_parameters())
-    sensitivity = gc.Sensitivity(model, lambda model: model())
+    sensitivity = gc.Sensitivity(model, lambda model: model(), double=double)
     sensitivity.check(named, optimizer)
     draw = torch.Generator().manual_seed(1)
     errors = [(layer, 0.1 * torch.randn(named[layer][1].numel(), generator=draw)) for layer in (1, 0, 1)]
@@ -61,7 +62,7 @@ def test_the_change_of_a_quadratic_loss_is_that_of_its_formula(kind):
     for (layer, error), change in zip(errors, found, strict=True):
         w, h = named[layer][1].detach(), (3.0, 5.0)[layer]
         s = steps_of(kind, w, optimizer.state[named[layer][1]], error.view_as(w))
-        moved = (w + s).double() - w.double()
+        moved = s.double() if double else (w + s).double() - w.double()
         assert change == pytest.approx(h * float((w.double() * moved + moved.square() / 2).sum()), rel=1e-6)
 
 
@@ -88,6 +89,20 @@ def rude(model: torch.nn.Module) -> torch.Tensor:
     model[3].eval()
     model[1].running_mean += 1
     return loss_of(model) + torch.rand(()) * 1e-3
+
+
+def test_changes_that_float32_would_round_away_are_measured():
+    model = noisy()
+    named, optimizer = list(model.named_parameters()), torch.optim.SGD(model.parameters(), lr=1.0)
+    tiny = np.full(named[0][1].numel(), 1e-11, np.float32)
+    changes = {}
+    for double in (True, False):
+        sensitivity = gc.Sensitivity(model, loss_of, double=double)
+        sensitivity.check(named, optimizer)
+        changes[double] = sensitivity.changes(named, optimizer, 1, [(0, tiny), (0, 2 * tiny)])
+    assert changes[False] == [0, 0]
+    assert changes[True][0] != 0
+    assert changes[True][1] == pytest.approx(2 * changes[True][0], rel=1e-2)
 
 
 @pytest.mark.parametrize("fails", [False, True])
