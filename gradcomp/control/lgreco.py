@@ -103,7 +103,7 @@ class LGreCo(Periodic):
             range, and so do block floats, whose range is of formats: 8 and 4 bits.
         blocks: the most blocks of a layer, up to 256.
         probes_per_step: losses that a rank measures after a step, with ``metric="loss"``.
-        memory_bytes: see :class:`Periodic`.
+        memory_bytes: see :class:`Periodic`; the computation of losses is not counted.
 
     Wire, State: see :class:`Periodic`.
 
