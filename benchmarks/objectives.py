@@ -182,17 +182,27 @@ def samples(ranks: list[dict[str, Any]], each: int, warmup: int, count: int) -> 
 
 
 def regress(x: Any, y: Any) -> dict[str, Any]:
-    """Least squares with a constant: coefficients, R^2, and R^2 of samples that were left out one at a time."""
-    full = np.column_stack([np.ones(len(y)), x])
-    solve = lambda rows: np.linalg.lstsq(full[rows], y[rows], rcond=None)[0]  # noqa: E731
+    """Least squares with a constant: coefficients, R^2, and R^2 of samples that were left out one at a time.
+
+    Buckets that always have as many bytes, those of one layer, share their coefficient.
+    """
+
+    def fit(rows: Any) -> tuple[float, Any]:
+        middle, height = x[rows].mean(axis=0), float(y[rows].mean())
+        slopes = np.linalg.lstsq(x[rows] - middle, y[rows] - height, rcond=1e-10)[0]
+        return height - float(middle @ slopes), slopes
+
     everything = np.arange(len(y))
-    beta = solve(everything)
+    constant, slopes = fit(everything)
     around = float(((y - y.mean()) ** 2).sum())
-    left_out = sum(float(y[i] - full[i] @ solve(np.delete(everything, i))) ** 2 for i in everything.tolist())
+    left_out = 0.0
+    for i in everything.tolist():
+        without, others = fit(np.delete(everything, i))
+        left_out += float(y[i] - without - x[i] @ others) ** 2
     return {
-        "constant": float(beta[0]),
-        "slopes": beta[1:].tolist(),
-        "r2": 1 - float(((y - full @ beta) ** 2).sum()) / around,
+        "constant": constant,
+        "slopes": slopes.tolist(),
+        "r2": 1 - float(((y - constant - x @ slopes) ** 2).sum()) / around,
         "r2_left_out": 1 - left_out / around,
     }
 

@@ -30,7 +30,7 @@ class Sensitivity:
 
     The loss is computed in ``step()``, on the training thread, after the parameters were updated. It is computed
     without autograd, by a functional call that replaces parameters and buffers by copies, one of them perturbed. The
-    copies are float64, because float32 rounds most changes away, and so are the floating-point arguments that the
+    copies are float64, because float32 rounds many changes away, and so are the floating-point arguments that the
     module is then called with. Parameters, buffers, gradients and the random states of PyTorch, NumPy and Python are
     then as before, bit for bit, and so are the modules' modes; state that a module keeps elsewhere is not restored.
     All forward passes of a step draw the same random numbers. Forward hooks of the modules are called.
