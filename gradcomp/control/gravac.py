@@ -333,7 +333,7 @@ class GraVAC(Controller):
 
     The compressor must select by density on every rank: TopK, DGC, RedSync, SIDCo, and RandomK and RandomBlock unless
     they are ``scaled``; also inside of ErrorFeedback, MomentumCorrection and LocalClip. Its own density is not used. A
-    random selection's gain by norm is 1 / sqrt(theta) in the mean, so with an epsilon of 0.7 no theta above 2 is sent.
+    random selection's gain by norm is about 1 / sqrt(theta): with an epsilon of 0.7 no theta above 2 is sent.
 
     Args:
         minimum: the lowest compression factor, at least 1.

@@ -87,6 +87,7 @@ COMPRESSORS |= {
         *("topk-raw", "topk-bitmap", "topk-deflate", "topk-bf16"),
         *("signum", "onebit", "terngrad", "nuqsgd-4", "nuqsgd-5-feedback", "codebook-feedback"),
         *("two-level", "two-level-minimum", "two-level-dense", "two-level-momentum", "two-level-clip"),
+        *("two-level-random", "two-level-random-minimum"),
         *("ef21", "ef21-quantize", "fake"),
     )
 }
