@@ -157,11 +157,19 @@ ROWS = {
     "lgc-training": Row(gc.LGC(0.1, 0.0, 0, 9, code_channels=1, indices="packed", **EVERY_LAYER), **LEARNED),
     "lgc-codes": Row(gc.LGC(0.2, 0.5, 0, 0, **EVERY_LAYER), **LEARNED, waits=True),
     "lgc-feedback": Row(
-        gc.LGC(0.3, 0.0, 0, 0, code_channels=1, feedback=True, refresh=2, **EVERY_LAYER),
+        gc.LGC(0.3, 0.0, 0, 0, 1, feedback=True, refresh=2, deconvolutions=4, **EVERY_LAYER),
         **LEARNED,
         waits=True,
     ),
+    "lgc-feedback-five": Row(
+        gc.LGC(0.3, 0.0, 0, 0, 1, feedback=True, refresh=2, **EVERY_LAYER), **LEARNED, waits=True
+    ),
     "lgc-server": Row(
+        gc.LGC(0.3, 0.0, 0, 0, form="server", feedback=True, refresh=2, deconvolutions=4, **EVERY_LAYER),
+        **LEARNED,
+        waits=True,
+    ),
+    "lgc-server-five": Row(
         gc.LGC(0.3, 0.0, 0, 0, form="server", feedback=True, refresh=2, **EVERY_LAYER), **LEARNED, waits=True
     ),
     "lgc-server-training": Row(

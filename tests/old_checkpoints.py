@@ -1,7 +1,9 @@
 """Checkpoints of every compressor, written by the code before the exchange became one package, and how to resume them.
 
 ``python tests/old_checkpoints.py write FOLDER``, on two ranks, trains and saves; ``resume FOLDER`` loads and goes on.
-``torch/golden/checkpoints.zip`` holds what commit 0323b8b wrote.
+``torch/golden/checkpoints.zip`` holds what commit 0323b8b wrote. ``write FOLDER nets`` and ``resume FOLDER nets`` do
+the same with ``NETS``; ``torch/golden/nets.zip`` holds what commit 65207520 wrote, whose decoders had four
+deconvolutions.
 """
 
 import sys
@@ -12,6 +14,7 @@ import torch
 
 import gradcomp.torch as gc
 from gradcomp.compress import from_string
+from gradcomp.contrib.lgc.autoencoder import Autoencoder
 
 COMPRESSIONS = (
     "adacomp", "best_rank:rank=2", "block_float", "cast:dtype=bfloat16,feedback=true", "clt_k:density=0.1",
@@ -25,6 +28,11 @@ COMPRESSIONS = (
     "topk:density=0.1", "two_level_selection[topk:density=0.1]", "unbiased_rank:rank=2",
     "warmup[topk:density=0.1]:steps=2",
 )  # fmt: skip
+#: LGC while its nets are trained, and when it sends codes.
+NETS = (
+    "lgc:density=0.2,learning_rate=0.01,warmup_steps=1,train_steps=5,ends=false,least_parameters=0,train_share=1.0",
+    "lgc:form=server,density=0.2,warmup_steps=1,train_steps=2,ends=false,least_parameters=0,train_share=1.0",
+)
 STEPS = 4
 
 
@@ -45,9 +53,28 @@ def values(model: torch.nn.Linear) -> np.ndarray:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 
 
-def main(what: str, folder: Path) -> None:
+def make_narrow() -> None:
+    """Let nets begin with 8 channels a layer and zeros for the others, so that their checkpoints are small files."""
+    draw = Autoencoder.first_weights
+
+    def narrow(self: Autoencoder, seed: int) -> np.ndarray:
+        drawn = draw(self, seed)
+        for i, weights in enumerate(self.layers(drawn)):
+            rows, columns = weights.shape
+            channels = columns // 3 if columns % 3 == 0 else columns
+            inside = np.arange(columns) % channels < 8
+            inside |= np.arange(columns) >= 32 if i == 9 else False  # innovations
+            weights[:] = np.where(inside & (np.arange(rows) < 8)[:, None], 2 * weights, np.float32(0))
+        return drawn
+
+    Autoencoder.first_weights = narrow
+
+
+def main(what: str, folder: Path, which: str = "") -> None:
     gc.init(timeout_seconds=60)
-    for number, text in enumerate(COMPRESSIONS):
+    if which == "nets" and what == "write":
+        make_narrow()
+    for number, text in enumerate(NETS if which == "nets" else COMPRESSIONS):
         torch.manual_seed(0)
         model = torch.nn.Linear(24, 20, bias=False)
         policy = gc.Policy(from_string(text), filter=gc.Filter(min_elements=1))
@@ -72,4 +99,4 @@ def main(what: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -33,7 +33,7 @@ def without_momentum(**settings) -> LGC:
 
 
 def nets_of(ranks: Simulation) -> np.ndarray:
-    """Returns the weights and the loss of the nets, which must be the same on all ranks."""
+    """Returns the weights, the loss and the deconvolutions of the nets, which must be the same on all ranks."""
     found = []
     for pipeline in ranks.pipelines:
         (name,) = (name for name in pipeline.fields.names if "lgc" in name)
@@ -44,7 +44,7 @@ def nets_of(ranks: Simulation) -> np.ndarray:
 
 
 def weights_of(ranks: Simulation) -> np.ndarray:
-    return nets_of(ranks)[:-1]
+    return nets_of(ranks)[:-2]
 
 
 def check_resumed(compressor: Compressor, stop: int) -> None:

@@ -27,7 +27,7 @@ def tensors(net: Autoencoder, weights: np.ndarray) -> list[torch.Tensor]:
     parts = np.split(weights, np.cumsum([rows * columns for rows, columns in net.shapes])[:-1])
     found = []
     for i, (part, (rows, columns)) in enumerate(zip(parts, net.shapes, strict=True)):
-        taps = 1 if i == 9 else 3
+        taps = 1 if i == 9 and net.deconvolutions == 4 else 3
         by_tap = part.reshape(rows, taps, columns // taps).transpose(0, 2, 1)
         found.append(torch.tensor(by_tap, dtype=torch.float64, requires_grad=True))
     return found
@@ -41,9 +41,12 @@ def encoded(layers: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(layers: list[torch.Tensor], x: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
-    for weights in layers[5:9]:
-        x = F.leaky_relu(F.conv_transpose1d(x, weights, stride=2, padding=1, output_padding=1), 0.01)
-    return F.conv1d(x if beside is None else torch.cat([x, beside], 1), layers[9])
+    strides = (2, 2, 2, 2) if len(layers) == 10 else (1, 2, 2, 2, 2)
+    for weights, stride in zip(layers[5:-1], strides, strict=True):
+        x = F.conv_transpose1d(x, weights, stride=stride, padding=1, output_padding=stride - 1)
+        x = F.leaky_relu(x, 0.01)
+    x = x if beside is None else torch.cat([x, beside], 1)
+    return F.conv1d(x, layers[-1], padding=layers[-1].shape[-1] // 2)
 
 
 def samples(ranks: int, values: int) -> np.ndarray:
@@ -62,9 +65,9 @@ def assert_close(got: np.ndarray, want: torch.Tensor) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(("channels", "values"), [(4, 16), (4, 50), (1, 300)])
-def test_code_and_decode_are_those_of_pytorch(channels: int, values: int):
-    net = Autoencoder(channels)
+@pytest.mark.parametrize(("channels", "values", "deconvolutions"), [(4, 16, 5), (4, 50, 4), (1, 300, 5)])
+def test_code_and_decode_are_those_of_pytorch(channels: int, values: int, deconvolutions: int):
+    net = Autoencoder(channels, deconvolutions=deconvolutions)
     weights, row = net.first_weights(3), samples(1, values)
     layers = tensors(net, weights)
     code = net.encode(weights, row[0])
@@ -74,9 +77,11 @@ def test_code_and_decode_are_those_of_pytorch(channels: int, values: int):
     assert_close(net.decode(weights, code, values), decoded(layers, expected)[0, 0, :values])
 
 
-@pytest.mark.parametrize(("channels", "values", "ranks"), [(4, 50, 1), (4, 64, 3), (1, 40, 2)])
-def test_loss_and_gradient_are_those_of_pytorch(channels: int, values: int, ranks: int):
-    net = Autoencoder(channels)
+@pytest.mark.parametrize(
+    ("channels", "values", "ranks", "deconvolutions"), [(4, 50, 1, 4), (4, 64, 3, 5), (1, 40, 2, 5)]
+)
+def test_loss_and_gradient_are_those_of_pytorch(channels: int, values: int, ranks: int, deconvolutions: int):
+    net = Autoencoder(channels, deconvolutions=deconvolutions)
     weights, rows = net.first_weights(3), samples(ranks, values)
     layers = tensors(net, weights)
     inputs = padded(rows)
@@ -93,9 +98,13 @@ def test_loss_and_gradient_are_those_of_pytorch(channels: int, values: int, rank
     np.testing.assert_array_equal(trained, weights - np.float32(0.001) * gradient)
 
 
-@pytest.mark.parametrize(("ranks", "similarity", "drawn"), [(3, 0.5, 1), (2, 0.0, 0), (1, 2.0, 0)])
-def test_loss_and_gradient_of_many_decoders_are_those_of_pytorch(ranks: int, similarity: float, drawn: int):
-    net = Decoders(4, ranks, similarity)
+@pytest.mark.parametrize(
+    ("ranks", "similarity", "drawn", "deconvolutions"), [(3, 0.5, 1, 5), (2, 0.0, 0, 4), (1, 2.0, 0, 5)]
+)
+def test_loss_and_gradient_of_many_decoders_are_those_of_pytorch(
+    ranks: int, similarity: float, drawn: int, deconvolutions: int
+):
+    net = Decoders(4, ranks, similarity, deconvolutions)
     first = net.first_weights(3)
     weights = (first + 0.01 * np.random.default_rng(0).standard_normal(net.size)).astype(np.float32)
     rows = samples(ranks, 50)
@@ -148,10 +157,11 @@ def test_other_numbers_of_ranks_keep_decoders_and_begin_others():
 
 
 def test_the_sizes_are_those_that_are_documented():
-    assert Autoencoder(4).size == 216_416
-    assert Autoencoder(1).size == 215_552
-    assert Decoders(4, 1).size == 216_417
-    assert Decoders(4, 2).decoder_size == 43_425
+    assert (Autoencoder(4).size, Autoencoder(4, deconvolutions=4).size) == (219_552, 216_416)
+    assert (Autoencoder(1).size, Autoencoder(1, deconvolutions=4).size) == (218_688, 215_552)
+    assert Decoders(4, 1).size == 219_555
+    assert Decoders(4, 2).decoder_size == 46_563
+    assert Decoders(4, 2).pair.encoder_size == 172_992
 
 
 def test_first_weights_keep_the_size_of_the_code_and_give_little():
@@ -170,6 +180,15 @@ def test_coding_commutes_with_powers_of_two_and_zeros_give_zeros():
         net.encode(weights, row * np.float32(2.0**-40)), net.encode(weights, row) * np.float32(2.0**-40)
     )
     assert not net.decode(weights, net.encode(weights, np.zeros(50, np.float32)), 50).any()
+
+
+def test_a_scale_of_the_samples_is_its_square_in_the_rate():
+    net, rows = Autoencoder(4), samples(2, 50)
+    weights = net.first_weights(3)
+    trained, loss = net.train(weights, rows, 2.0**-6)
+    scaled, larger = net.train(weights, rows * np.float32(8), 2.0**-12)
+    np.testing.assert_array_equal(trained, scaled)
+    assert larger == 64 * loss
 
 
 def test_a_step_that_is_not_finite_changes_nothing():

@@ -97,7 +97,7 @@ def test_training_is_from_the_leaders_code_with_innovations_as_they_will_be():
     innovations = np.where(marks, samples, np.float32(0))
     trained, loss = net.train(weights, samples, innovations, leader, 0.001)
     np.testing.assert_allclose(weights_of(ranks), trained, rtol=0, atol=1e-7)
-    assert nets_of(ranks)[-1] == pytest.approx(0.95 + 0.05 * loss, rel=1e-5)
+    assert nets_of(ranks)[-2] == pytest.approx(0.95 + 0.05 * loss, rel=1e-5)
     assert loss < 1  # zeros have that
 
 
@@ -162,20 +162,34 @@ def test_innovations_leave_nothing_and_their_momentum_starts_again():
                 ).tolist() == (sent.tolist())
 
 
+@pytest.mark.parametrize("nets", ["five", "four", "earlier"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_other_ranks_keep_their_decoders_and_new_ones_begin_anew(world: int):
-    old = job(SERVER, world=3)
+def test_other_ranks_keep_their_decoders_and_new_ones_begin_anew(world: int, nets: str):
+    number = 5 if nets == "five" else 4
+    old = job(replace(SERVER, deconvolutions=number), world=3)
     for _ in range(4):
         old.step()
-    saved = nets_of(old)
+    state, net = nets_of(old), Decoders(4, 3, deconvolutions=number)
+    saved = np.append(state[: net.size], state[-2]) if nets == "earlier" else state
     new = job(SERVER, world=world)
     for rank, pipeline in enumerate(new.pipelines):
-        restore(pipeline, merge((snapshot(p) for p in old.pipelines), rank, world), 2.0)
+        merged = merge((snapshot(p) for p in old.pipelines), rank, world)
+        merged.fields["shared_lgc_server_4"]["a"] = saved
+        restore(pipeline, merged, 2.0)
         pipeline.lay_out()
-    expected = Decoders(4, world).adapted(saved[:-1], 0)
-    np.testing.assert_array_equal(nets_of(new), np.append(expected, saved[-1]))
+    found, expected = nets_of(new), replace(net, ranks=world).adapted(state[: net.size], 0)
+    np.testing.assert_array_equal(found[: len(expected)], expected)
+    np.testing.assert_array_equal(found[-2:], state[-2:])
     for _ in range(3):
         new.step().all_means()
+
+
+def test_nets_of_an_unknown_kind_are_refused():
+    form = SERVER.nets
+    state = form.begin(np.zeros(0, np.float32), 0, 2)
+    state[-1] = 3
+    with pytest.raises(StateError, match="nets of 3 deconvolutions"):
+        form.unpack(state, 2)
 
 
 def test_weights_of_no_number_of_ranks_are_refused():

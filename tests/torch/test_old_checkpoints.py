@@ -16,10 +16,16 @@ def test_a_checkpoint_of_every_compressor_is_resumed(tmp_path):
     ours = {name for name, kind in registered().items() if kind.__module__.startswith("gradcomp.")}
     ours.remove("fake")  # whose runs refuse to save
     assert {text.partition(":")[0].partition("[")[0] for text in COMPRESSIONS} == ours
-    with zipfile.ZipFile(HERE / "golden" / "checkpoints.zip") as archive:
-        archive.extractall(tmp_path)
-    program = (HERE.parent / "old_checkpoints.py").read_text()
-    for rank in run_ranks(
-        program, 2, arguments=("resume", str(tmp_path)), imported=("torch", "gradcomp.torch")
-    ):
+    resume("checkpoints.zip", tmp_path)
+
+
+def test_nets_of_four_deconvolutions_go_on(tmp_path):
+    resume("nets.zip", tmp_path, "nets")
+
+
+def resume(archive: str, folder: Path, *which: str) -> None:
+    with zipfile.ZipFile(HERE / "golden" / archive) as saved:
+        saved.extractall(folder)
+    program, arguments = (HERE.parent / "old_checkpoints.py").read_text(), ("resume", str(folder), *which)
+    for rank in run_ranks(program, 2, arguments=arguments, imported=("torch", "gradcomp.torch")):
         assert rank.returncode == 0, rank.stderr

@@ -1,11 +1,11 @@
-"""The autoencoder of LGC has five convolutions and five deconvolutions in one dimension, as matrix products.
+"""The autoencoder of LGC has convolutions and deconvolutions in one dimension, as matrix products.
 
 There is no bias, so that coding commutes with multiplication by a positive number, and zeros give zeros. Products are
 those of :func:`product`, which have the same bits in whatever order a BLAS adds; everything else is elementwise in a
 fixed order. Equal weights and values therefore give equal bits on every machine.
 
-Activations have the shape (channels, samples, length); the weights of a kernel have (output channels, 3 taps x input
-channels) in the encoder, and (input channels, 3 taps x output channels) in the decoder.
+Activations have the shape (channels, samples, length); the weights of a kernel have (output channels, taps x input
+channels) in convolutions, and (input channels, taps x output channels) in deconvolutions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ctypes
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 
@@ -44,13 +44,28 @@ _THREADS = (
 STRIDE = 16
 _ENCODER_CHANNELS = (64, 128, 256, 64)
 _ENCODER_STRIDES = (2, 2, 2, 2, 1)
-_DECODER_CHANNELS = (32, 64, 128, 32)
 #: The layers of E, and those of D.
 ENCODER, DECODER = slice(5), slice(5, None)
 _TAPS = 3
 _SLOPE = np.float32(0.01)
 # This number stands for the layer in the random counter of the first weights.
 _DRAWN_FOR = 0x4C474331
+
+
+@dataclass(frozen=True)
+class Upsampling:
+    """Describe a decoder: channels and strides of its deconvolutions, and the taps of its last convolution."""
+
+    channels: tuple[int, ...]
+    strides: tuple[int, ...]
+    last_taps: int
+
+
+#: The decoders, by their number of deconvolutions: the paper's, and that of earlier versions.
+DECODERS = {
+    5: Upsampling((32, 64, 128, 32, 32), (1, 2, 2, 2, 2), 3),
+    4: Upsampling((32, 64, 128, 32), (2, 2, 2, 2), 1),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +84,10 @@ class Whole:
     def terms(self) -> int:
         return int(max(self.values.shape))
 
-    def first(self, columns: int) -> Whole:
-        return Whole(self.values[:, :columns], self.unit, self.bits)
+    def first(self, taps: int, channels: int) -> Whole:
+        """Return the weights of one output channel for the first input channels."""
+        inputs = self.values.reshape(taps, -1)[:, :channels]
+        return Whole(inputs.reshape(1, -1), self.unit, self.bits)
 
     def in_bits(self, bits: int) -> Whole:
         """Return the factor rounded once more, to at most ``bits`` bits."""
@@ -157,28 +174,44 @@ class Autoencoder:
     """Compute an encoder E and a decoder D for codes of ``channels`` floats for every 16 values.
 
     E: 1 -> 64 -> 128 -> 256 -> 64 -> ``channels``, kernels of 3, strides 2, 2, 2, 2, 1. D: ``channels`` -> 32 -> 64 ->
-    128 -> 32 by deconvolutions of kernel 3 and stride 2, then a kernel of 1 over 32 channels. Leaky ReLU of slope 0.01
-    follows all layers but those of the code and the result. Weights are one flat float32 array: 216,416 with four
-    channels.
+    128 -> 32 -> 32 by deconvolutions of kernel 3, strides 1, 2, 2, 2, 2, then a convolution of kernel 3 to one channel.
+    Leaky ReLU of slope 0.01 follows all layers but those of the code and the result. Weights are one flat float32
+    array: 219,552 with four channels.
 
     ``beside``: the number of additional input channels of D's last convolution, each as long as the values; their
-    initial weights are 1.
+    initial weights are 1 in the middle of the kernel and 0 elsewhere. ``deconvolutions``: 4 is the decoder of earlier
+    versions, which has no deconvolution of stride 1 and a last kernel of 1.
 
-    Source: Abrahamyan et al. 2021, section IV-C, which gives the number of layers only. The other numbers are those of
-    a later re-implementation.
+    Source: Abrahamyan et al. 2021, section IV-C, which gives five convolutions, five deconvolutions, a final
+    convolution, and kernels of one dimension. Differs: channels, strides and kernel sizes are not given. Those of E,
+    and the channels of D, are those of a later re-implementation; D's strides are E's in reverse.
     """
 
     channels: int
     beside: int = 0
+    deconvolutions: int = 5
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Return the shapes of the weights, layer by layer."""
         down = (1, *_ENCODER_CHANNELS, self.channels)
-        up = (self.channels, *_DECODER_CHANNELS)
+        up = (self.channels, *self.up.channels)
         encoder = [(after, _TAPS * before) for before, after in pairwise(down)]
         decoder = [(before, _TAPS * after) for before, after in pairwise(up)]
-        return (*encoder, *decoder, (1, up[-1] + self.beside))
+        return (*encoder, *decoder, (1, self.up.last_taps * (up[-1] + self.beside)))
+
+    @property
+    def up(self) -> Upsampling:
+        return DECODERS[self.deconvolutions]
+
+    @property
+    def variants(self) -> list[Autoencoder]:
+        """Return the autoencoder with each number of deconvolutions, the largest first."""
+        return [replace(self, deconvolutions=number) for number in DECODERS]
+
+    def of(self, weights: Floats) -> Autoencoder:
+        """Return the autoencoder, of any number of deconvolutions, that has as many weights as these."""
+        return next(net for net in self.variants if net.size == len(weights))
 
     @property
     def size(self) -> int:
@@ -198,14 +231,16 @@ class Autoencoder:
         """
         drawn = philox.uniform(0, self.size, seed=seed, layer=_DRAWN_FOR, step=0, rank=0)
         drawn = np.float32(2) * drawn - np.float32(1)
-        for i, weights in enumerate(self.layers(drawn)):
-            rows, columns = self.shapes[i]
-            # In a deconvolution of stride 2, one and a half taps on average reach an output.
-            terms = 1.5 * rows if 5 <= i < 9 else columns if i < 9 else _DECODER_CHANNELS[-1]
-            weights[:] *= np.float32(math.sqrt(6.0 / ((1.0 + float(_SLOPE) ** 2) * terms)))
-        last = self.layers(drawn)[-1]
-        last[:] *= np.float32(0.1)
-        last[:, _DECODER_CHANNELS[-1] :] = 1
+        up, layers = self.up, self.layers(drawn)
+        terms: list[float] = [weights.shape[1] for weights in layers[ENCODER]]
+        # In a deconvolution of stride 2, one and a half taps on average reach an output.
+        terms += [_TAPS / stride * len(rows) for rows, stride in zip(layers[5:], up.strides, strict=False)]
+        terms.append(up.last_taps * up.channels[-1])
+        for weights, count in zip(layers, terms, strict=True):
+            weights[:] *= np.float32(math.sqrt(6.0 / ((1.0 + float(_SLOPE) ** 2) * count)))
+        taps = layers[-1].reshape(up.last_taps, -1)
+        taps[:] *= np.float32(0.1)
+        taps[:, up.channels[-1] :] = (np.arange(up.last_taps) == up.last_taps // 2)[:, None]
         return drawn
 
     def code_length(self, values: int) -> int:
@@ -291,15 +326,13 @@ class Autoencoder:
         ``beside`` has the additional inputs, of shape (channels, samples, length).
         """
         passed = []
-        for weights in layers[:-1]:
+        for weights, stride in zip(layers, self.up.strides, strict=False):
             flat = whole(x.reshape(len(x), -1), weights.terms)
-            before = _add_up(product(weights.T, flat), x.shape, 2)
+            before = _add_up(product(weights.T, flat), x.shape, stride)
             passed.append(Passed(flat, before))
             x = _leak(before)
-        inputs = x.reshape(len(x), -1)
-        if beside is not None:
-            inputs = np.concatenate([inputs, beside.reshape(len(beside), -1)])
-        last = whole(inputs, layers[-1].terms)
+        inputs = x if beside is None else np.concatenate([x, beside])
+        last = _columns(whole(inputs, layers[-1].terms), 1, self.up.last_taps)
         passed.append(Passed(last, x))
         return product(layers[-1], last).reshape(1, x.shape[1], -1), passed
 
@@ -307,13 +340,14 @@ class Autoencoder:
         self, layers: Sequence[Whole], passed: Sequence[Passed], behind: Floats
     ) -> tuple[Floats, list[Floats]]:
         """Return the gradient of the codes and those of D's layers, from that of what was decoded."""
-        samples, flat = behind.shape[1], whole(behind.reshape(1, -1), layers[-1].terms)
-        gradients = [product(flat, passed[4].inputs.T)]
-        channels = len(passed[4].before)
-        behind = product(layers[-1].first(channels).T, flat).reshape(passed[4].before.shape)
-        for i in reversed(range(4)):
+        up, samples = self.up, behind.shape[1]
+        flat = whole(behind.reshape(1, -1), layers[-1].terms)
+        gradients = [product(flat, passed[-1].inputs.T)]
+        last = layers[-1].first(up.last_taps, up.channels[-1])
+        behind = _add_up(product(last.T, flat), behind.shape, 1, up.last_taps)
+        for i in reversed(range(len(up.strides))):
             before = whole(_leak_back(passed[i].before, behind), layers[i].terms)
-            columns = _columns(before, 2)
+            columns = _columns(before, up.strides[i])
             gradients.insert(0, product(passed[i].inputs, columns.T))
             behind = product(layers[i], columns).reshape(len(layers[i].values), samples, -1)
         return behind, gradients
@@ -364,12 +398,14 @@ def _leak_back(x: Floats, behind: Floats) -> Floats:
     return slopes
 
 
-def _columns(x: Whole, stride: int) -> Whole:
-    """Return the inputs of a kernel of size 3 at every ``stride``-th position, as (3 channels, samples outputs).
+def _columns(x: Whole, stride: int, taps: int = _TAPS) -> Whole:
+    """Return the inputs of a kernel at every ``stride``-th position, as (taps channels, samples outputs).
 
-    Both ends are padded with zeros.
+    For a kernel of 3 both ends are padded with zeros. A kernel of 1 has a stride of 1.
     """
     channels, samples, length = x.values.shape
+    if taps == 1:
+        return Whole(x.values.reshape(channels, -1), x.unit, x.bits)
     outputs = length // stride
     found = np.zeros((_TAPS, channels, samples, outputs))
     found[0, :, :, 1:] = x.values[:, :, stride - 1 : -1 : stride]
@@ -378,11 +414,13 @@ def _columns(x: Whole, stride: int) -> Whole:
     return Whole(found.reshape(_TAPS * channels, samples * outputs), x.unit, x.bits)
 
 
-def _add_up(columns: Floats, shape: tuple[int, ...], stride: int) -> Floats:
+def _add_up(columns: Floats, shape: tuple[int, ...], stride: int, taps: int = _TAPS) -> Floats:
     """Apply the adjoint of :func:`_columns`; ``shape`` is (..., samples, outputs), which ``columns`` has flattened."""
     _, samples, outputs = shape
-    taps = columns.reshape(_TAPS, -1, samples, outputs)
-    wide = np.zeros((taps.shape[1], samples, stride * outputs + 2), np.float32)
+    if taps == 1:
+        return columns.reshape(-1, samples, outputs)
+    parts = columns.reshape(_TAPS, -1, samples, outputs)
+    wide = np.zeros((parts.shape[1], samples, stride * outputs + 2), np.float32)
     for k in range(_TAPS):
-        wide[:, :, k : k + stride * outputs : stride] += taps[k]
+        wide[:, :, k : k + stride * outputs : stride] += parts[k]
     return wide[:, :, 1:-1]

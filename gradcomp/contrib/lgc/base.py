@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final, TypeVar
+from typing import Final, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,21 @@ class Lesson:
     leader: int
 
 
+class Network(Protocol):
+    """E and the decoders for a number of ranks."""
+
+    @property
+    def deconvolutions(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def variants(self) -> Sequence[Self]: ...
+
+    def first_weights(self, seed: int) -> Floats: ...
+
+
 class Marking(Rider):
     """Add this rank's innovations to phase 2: this base class has none."""
 
@@ -175,13 +190,18 @@ class Form(ABC):
     """The base class of the forms.
 
     ``channels`` is the number of channels of the code, and ``indices`` the coding of indices. With ``feedback`` the
-    error of the code is kept and sent later. Weights are one flat float32 array. No method keeps state, so any thread
-    may call :meth:`train`.
+    error of the code is kept and sent later. ``deconvolutions``: those of the nets that training begins with; a resumed
+    run goes on with the nets of its checkpoint. Weights are one flat float32 array, whose length tells which nets they
+    are. No method keeps state, so any thread may call :meth:`train`.
+
+    The state is one array: weights, zeros up to the number of weights of the largest nets, the loss, and the number of
+    deconvolutions. That of versions whose nets had four has only the weights and the loss.
     """
 
     channels: int
     indices: str
     feedback: bool
+    deconvolutions: int
 
     @property
     @abstractmethod
@@ -189,18 +209,46 @@ class Form(ABC):
         """Return the name of the field of the weights; a model may have nets of several sizes."""
 
     @abstractmethod
-    def size(self, ranks: int) -> int:
-        """Return the number of weights."""
+    def network(self, ranks: int) -> Network:
+        """Return the nets that training begins with."""
 
-    @abstractmethod
-    def first_weights(self, seed: int, ranks: int) -> Floats:
-        """Return the initial weights."""
+    def length(self, ranks: int) -> int:
+        """Return the number of floats of the state."""
+        return max(net.size for net in self.network(ranks).variants) + 2
+
+    def begin(self, saved: Floats, seed: int, ranks: int) -> Floats:
+        """Return the state to begin with: that of initial weights, or a saved one in another form."""
+        if not saved.size:
+            return self.pack(self.network(ranks).first_weights(seed), 1.0, ranks)
+        weights, loss = self.read(saved)
+        return self.pack(self.adapted(weights, seed, ranks), loss, ranks)
+
+    def read(self, saved: Floats) -> tuple[Floats, float]:
+        """Return weights and loss of a saved state that has another length than :meth:`length`."""
+        return saved[:-1], float(saved[-1])
 
     def adapted(self, weights: Floats, seed: int, ranks: int) -> Floats:
-        """Return weights for this number of ranks, from those of another. StateError for an impossible number."""
-        raise StateError(
-            f"{len(weights)} weights in the state's {self.field}, where {self.size(ranks)} are needed"
-        )
+        """Return weights for this number of ranks. StateError if they are those of no nets."""
+        needed = [net.size for net in self.network(ranks).variants]
+        if len(weights) not in needed:
+            needs = " or ".join(map(str, needed))
+            raise StateError(f"{len(weights)} weights in the state's {self.field}, where {needs} are needed")
+        return weights
+
+    def pack(self, weights: Floats, loss: float, ranks: int) -> Floats:
+        """Return the state."""
+        found = np.zeros(self.length(ranks), np.float32)
+        found[: len(weights)] = weights
+        (number,) = (n.deconvolutions for n in self.network(ranks).variants if n.size == len(weights))
+        found[-2:] = loss, number
+        return found
+
+    def unpack(self, state: Floats, ranks: int) -> tuple[Floats, float]:
+        """Return weights and loss. StateError for a number of deconvolutions that no nets have."""
+        for net in self.network(ranks).variants:
+            if net.deconvolutions == state[-1]:
+                return state[: net.size], float(state[-2])
+        raise StateError(f"nets of {state[-1]:g} deconvolutions in the state's {self.field}")
 
     @abstractmethod
     def code_traffic(self, table: Table, counts: Sizes) -> Traffic:

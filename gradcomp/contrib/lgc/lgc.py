@@ -21,6 +21,7 @@ from gradcomp.compress.sparse.drawn import Floats
 from gradcomp.compress.sparse.payload import sent_by
 from gradcomp.compress.wrappers.momentum import MomentumCorrection
 from gradcomp.compress.wrappers.schedule import Warmup
+from gradcomp.contrib.lgc.autoencoder import DECODERS
 from gradcomp.contrib.lgc.base import AUTO, PART, Form, Lesson, Sent, Stopwatch, every, is_share, shares
 from gradcomp.contrib.lgc.ring import Ring
 from gradcomp.contrib.lgc.server import Server
@@ -116,6 +117,7 @@ class LGC(CLTk):
     indices: str = field(default="deflate", kw_only=True)
     feedback: bool = field(default=False, kw_only=True)
     train_share: float | str = field(default=AUTO, kw_only=True)
+    deconvolutions: int = field(default=5, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,6 +126,7 @@ class LGC(CLTk):
         for name in ("warmup_steps", "train_steps", "least_parameters"):
             check_whole(name, getattr(self, name), 0)
         check_whole("code_channels", self.code_channels, 1, _MOST_CHANNELS)
+        check_whole("deconvolutions", self.deconvolutions, min(DECODERS), max(DECODERS))
         if not is_share(self.train_share):
             raise ConfigError(
                 f"train_share must be {AUTO!r}, or 1/m of a whole number m, got {self.train_share!r}"
@@ -181,7 +184,7 @@ class LGC(CLTk):
         if between < self.least_parameters:
             raise ConfigError(
                 f"lgc: {between} parameters between the first and the last layer, {self.least_parameters} are the "
-                f"least: {self.nets.size(2)} weights would be trained for {round(between * self.density)} values. "
+                f"least: {self.nets.network(2).size} weights would be trained for {round(between * self.density)} values. "
                 "Use gc.DGC(), or least_parameters=0"
             )
         names = {layer.name for layer in own}
@@ -195,19 +198,18 @@ class LGC(CLTk):
         form = self.nets
 
         def begin(saved: Floats) -> Floats:
-            if saved.size:
-                return np.append(form.adapted(saved[:-1], seed, ranks), saved[-1])
-            return np.append(form.first_weights(seed, ranks), np.float32(1))
+            return form.begin(saved, seed, ranks)
 
         measured = {_EVERY: (1, zeros(1))} if self.traits.by_times else {}
-        return {form.field: (form.size(ranks) + 1, begin), **measured}
+        return {form.field: (form.length(ranks), begin), **measured}
 
     @cached_property
     def nets(self) -> Form:
         """Return the ring or server form, which trains and applies the nets."""
         if self.form == "ring":
-            return Ring(self.code_channels, self.indices, self.feedback)
-        return Server(self.code_channels, self.indices, self.feedback, self.innovation, self.similarity)
+            return Ring(self.code_channels, self.indices, self.feedback, self.deconvolutions)
+        shared = self.code_channels, self.indices, self.feedback, self.deconvolutions
+        return Server(*shared, self.innovation, self.similarity)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -323,11 +325,10 @@ class LGC(CLTk):
         """Return the layer whose state holds the nets, their weights and their loss."""
         assert context.fields is not None, "state is there when a step runs"
         holder = context.fields.holder(self.nets.field)
-        nets = context.field(self.nets.field).value(holder)
-        return holder, nets[:-1], float(nets[-1])
+        return holder, *self.nets.unpack(context.field(self.nets.field).value(holder), context.world)
 
     def _keep(self, context: StepContext, holder: int, weights: Floats, loss: float) -> None:
-        context.store(self.nets.field, np.array([holder]), np.append(weights, np.float32(loss)))
+        context.store(self.nets.field, np.array([holder]), self.nets.pack(weights, loss, context.world))
 
     def _say(self, context: StepContext, loss: float) -> bool:
         """Log how the training ended, on one rank."""

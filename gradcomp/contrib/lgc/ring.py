@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -23,23 +22,16 @@ from gradcomp.kernels.step import StepContext
 class Ring(Form):
     """Compute mean = D((1/N) sum over ranks of E(g_k)). The loss is the squared error of this mean."""
 
-    @cached_property
-    def network(self) -> Autoencoder:
-        return Autoencoder(self.channels)
+    def network(self, ranks: int = 1) -> Autoencoder:
+        return Autoencoder(self.channels, deconvolutions=self.deconvolutions)
 
     @property
     def field(self) -> str:
         return f"{SHARED}lgc_nets_{self.channels}"
 
-    def size(self, ranks: int) -> int:
-        return self.network.size
-
-    def first_weights(self, seed: int, ranks: int) -> Floats:
-        return self.network.first_weights(seed)
-
     def code_traffic(self, table: Table, counts: Sizes) -> Traffic:
         """Return each row's share of the bytes of a code, which travels in a Sum."""
-        code = shares(4 * self.network.code_length(int(counts.sum())), counts).astype(np.float64)
+        code = shares(4 * self.network().code_length(int(counts.sum())), counts).astype(np.float64)
         return Traffic(np.zeros_like(code), np.zeros_like(code), code)
 
     def unit(self, lesson: Lesson) -> float:
@@ -48,27 +40,28 @@ class Ring(Form):
             return math.sqrt(squares(mean_of(lesson.samples[None])))
 
     def train(self, weights: Floats, lesson: Lesson, rate: float) -> tuple[Floats, float]:
-        return self.network.train(weights, lesson.samples, rate)
+        return self.network().of(weights).train(weights, lesson.samples, rate)
 
     def code(
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
     ) -> Exchange:
         """Share the leader's indices, ask for the Sum of the ranks' codes, and decode their mean."""
         shared = yield from share(Rider())
-        flags, network = shared.flags.copy(), self.network
+        flags, network = shared.flags.copy(), self.network()
         values: list[Floats] = []
 
         def write(view: Floats) -> Bytes:
             own = shared.prepare()
             values.append(sent.values(group, flags | own))
             # A code that is not finite makes the sum not finite, on all ranks.
-            view[:] = network.encode(weights(), values[0])
+            view[:] = network.of(weights()).encode(weights(), values[0])
             return own
 
         reply = yield Sum(network.code_length(sent.count), write)
         flags |= reply.flags
         with np.errstate(all="ignore"):
-            found = network.decode(weights(), reply.data / np.float32(context.world), sent.count)
+            mean = reply.data / np.float32(context.world)
+            found = network.of(weights()).decode(weights(), mean, sent.count)
             lost = values[0] - found if self.feedback else np.zeros_like(found)
         if not np.isfinite(found).all():
             flags[:] = 1

@@ -8,7 +8,7 @@ decoder that takes the leader's code and the rank's innovations. The module sele
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +22,7 @@ from gradcomp.compress.sparse.drawn import Floats
 from gradcomp.compress.sparse.payload import Selection, SparseFormat
 from gradcomp.contrib.lgc.autoencoder import (
     DECODER,
+    DECODERS,
     ENCODER,
     Autoencoder,
     Whole,
@@ -142,11 +143,21 @@ class Decoders:
     channels: int
     ranks: int
     similarity: float = 0.5
+    deconvolutions: int = 5
 
     @cached_property
     def pair(self) -> Autoencoder:
         """Return the autoencoder of E and one D."""
-        return Autoencoder(self.channels, beside=1)
+        return Autoencoder(self.channels, 1, self.deconvolutions)
+
+    @property
+    def variants(self) -> list[Decoders]:
+        """Return the nets with each number of deconvolutions, the largest first."""
+        return [replace(self, deconvolutions=number) for number in DECODERS]
+
+    def of(self, weights: Floats) -> Decoders:
+        """Return the nets, of any number of deconvolutions, that have as many weights as these."""
+        return next(net for net in self.variants if net.size == len(weights))
 
     @property
     def decoder_size(self) -> int:
@@ -166,13 +177,14 @@ class Decoders:
 
         None if the length of ``weights`` fits no number of ranks.
         """
-        end, step = self.pair.encoder_size, self.decoder_size
-        if len(weights) < end + step or (len(weights) - end) % step:
-            return None
-        found = self.first_weights(seed)
-        kept = min(len(found), len(weights))
-        found[:kept] = weights[:kept]
-        return found
+        end = self.pair.encoder_size
+        for net in self.variants:
+            if len(weights) > end and (len(weights) - end) % net.decoder_size == 0:
+                found = net.first_weights(seed)
+                kept = min(len(found), len(weights))
+                found[:kept] = weights[:kept]
+                return found
+        return None
 
     def encode(self, weights: Floats, values: Floats) -> Floats:
         return self.pair.encode(weights, values)
@@ -247,13 +259,15 @@ class Server(Form):
 
     def network(self, ranks: int) -> Decoders:
         """Return E, and a D for every rank."""
-        return Decoders(self.channels, ranks, float(self.similarity))
+        return Decoders(self.channels, ranks, float(self.similarity), self.deconvolutions)
 
-    def size(self, ranks: int) -> int:
-        return self.network(ranks).size
-
-    def first_weights(self, seed: int, ranks: int) -> Floats:
-        return self.network(ranks).first_weights(seed)
+    def read(self, saved: Floats) -> tuple[Floats, float]:
+        """Return weights and loss of the state of another number of ranks, or of an earlier version."""
+        net = self.network(1).variants[0]
+        ranks, rest = divmod(len(saved) - 2 - net.pair.encoder_size, net.decoder_size)
+        if ranks > 0 and rest == 0 and saved[-1] in DECODERS:
+            return self.unpack(saved, ranks)
+        return super().read(saved)
 
     def adapted(self, weights: Floats, seed: int, ranks: int) -> Floats:
         found = self.network(ranks).adapted(weights, seed)
@@ -288,7 +302,8 @@ class Server(Form):
         """Train to decode every rank's values from the leader's code, as phase 3 does."""
         samples = lesson.samples
         innovations = np.where(lesson.innovations, samples, np.float32(0))
-        return self.network(len(samples)).train(weights, samples, innovations, lesson.leader, rate)
+        network = self.network(len(samples)).of(weights)
+        return network.train(weights, samples, innovations, lesson.leader, rate)
 
     def code(
         self, group: Group, context: StepContext, sent: Sent, weights: Weights, share: Share
@@ -313,7 +328,7 @@ class Server(Form):
                 form.decode(payload, into, rank)
         arrived = Arrived.of(sent, ranks)
         with np.errstate(all="ignore"):
-            found = network.decode(weights(), coding.code, arrived.inside)
+            found = network.of(weights()).decode(weights(), coding.code, arrived.inside)
             total = found[0].copy()
             for other in found[1:]:
                 total += other
@@ -353,7 +368,7 @@ class _Coding(Selecting):
         values = chosen.values[self._sent.places]
         values[flags[self._sent.rows] != 0] = 0
         with np.errstate(all="ignore"):
-            code = self._network.encode(self._weights(), values)
+            code = self._network.of(self._weights()).encode(self._weights(), values)
         view[:] = code.astype("<f4").view(np.uint8)
 
     def read(self, data: Bytes) -> None:
