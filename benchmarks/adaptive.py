@@ -10,7 +10,8 @@ are the papers': 4 bits; TopK 1% and rank 4 on the ResNet, TopK 10% and rank 32 
 once an epoch of the ResNet, and every 100 steps of the others, or as --every-steps says. lgreco has tables from single
 steps, lgreco-adam counts their errors as suits Adam, rows that end with blocks divide layers into 32 blocks of rows,
 lgreco-window has tables from gradients added up over the period, as the paper has it; rows that end with bf16 send
-excluded layers in bfloat16, and uniform-zeros sends TopK's zeros.
+excluded layers in bfloat16, and uniform-zeros sends TopK's zeros. adacomp, threshold, threshold-tuned and global-topk
+choose densities of their own, without a controller.
 
 Columns
     bytes       what a rank sends per step, headers and votes included, in the mean over the whole run
@@ -21,6 +22,7 @@ Columns
     overhead    processor time of error tables and program over training time, the larger of the ranks'; the bar is 1%.
     adding      the same of adding gradients up, which the papers do not count; window= makes it less
     plans       changes of plan in the run, of the first seed
+    density     values sent over elements of the layers that are not excluded, in the mean over the run
     factors     GraVAC: share of the steps that sent each factor, 1 being dense, in the mean over seeds; "floats" is the
                 paper's volume, without indices. GraVAC is compared with uncompressed training; --controllers
                 gravac-energy has its printed gain, gravac-released that of the authors' code; gravac-random-0.7 is one
@@ -42,7 +44,19 @@ from typing import Any
 import convergence
 import hosts
 import report
-from adaptive_rows import DEFAULT, DENSE, FAMILIES, RESNET, SWEEP, TASKS, UNIFORM, Arm, arms, gravac_arms
+from adaptive_rows import (
+    DEFAULT,
+    DENSE,
+    DENSITIES,
+    FAMILIES,
+    RESNET,
+    SWEEP,
+    TASKS,
+    UNIFORM,
+    Arm,
+    arms,
+    gravac_arms,
+)
 from convergence_rows import METRICS
 from convergence_tasks import Settings
 from options import add_training, check_training
@@ -95,7 +109,10 @@ def measure(options: argparse.Namespace, runs: list[Run]) -> list[Run]:
             seeds = tuple(seed for seed in range(options.seeds) if seed not in done)
             if not seeds:
                 continue
-            plan = convergence.Plan(task, arm.compression, 1.0, seeds, settings, arm.controller, arm.exact)
+            watch = "density_watch" if arm.family and arm.family.key == "density" else ""
+            plan = convergence.Plan(
+                task, arm.compression, 1.0, seeds, settings, arm.controller, arm.exact, watch
+            )
             found = convergence.launch(plan, options.ranks, options.link)
             if found is None:
                 print(f"{task}, {arm.title}: left out, a rank failed; its error is above", file=sys.stderr)
@@ -170,6 +187,7 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "overhead": max(own[s]["overhead"] for s in seeds),
                 "adding": max(own[s]["adding"] for s in seeds),
                 "plans": None if "factors" in own[seeds[0]] else len(own[seeds[0]].get("plans", [])),
+                "density": _mean(own, seeds, "density"),
                 "factors": _factors_of([own[s] for s in seeds]),
                 "fewer_floats": _mean(own, seeds, "fewer_floats"),
                 "reached": [reached(base[s], own[s]) for s in seeds],
@@ -234,6 +252,7 @@ def _every_controller() -> list[str]:
         "gravac-energy",
         "gravac-released",
         SWEEP,
+        *DENSITIES,
     ]
     return [*names, UNIFORM]
 
@@ -261,6 +280,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                     f"{100 * row['overhead']:.2f}" if adaptive else None,
                     f"{100 * row['adding']:.2f}" if adaptive else None,
                     row["plans"] if adaptive else None,
+                    None if row["density"] is None else f"{100 * row['density']:.2f}",
                     _factors(row),
                     _reached(row) if adaptive else None,
                 ]
@@ -269,7 +289,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
             f"{task}: row", f"{METRICS[task][0]} by seed", "worse by %", "bytes per step", "fewer (second half)",
             "compressible", "fewer", "bar", "overhead %",
             "adding %",
-            "plans", "steps by factor", "to loss",
+            "plans", "density %", "steps by factor", "to loss",
         ]  # fmt: skip
         tables.append(report.table(headers, cells))
     return "\n\n".join(tables)

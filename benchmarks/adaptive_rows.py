@@ -42,6 +42,15 @@ class Family:
     target: float | None  # bytes of uniform over those of L-GreCo, issue and Markov et al. 2024
 
 
+#: Compressors that no controller sets: what Markov 2024, section 4.6.3, compares L-GreCo over TopK with.
+DENSITIES = {
+    "adacomp": _of("adacomp", "adacomp"),
+    "threshold": _of("threshold:threshold=0.00472", "threshold:threshold=0.00472"),
+    "threshold-tuned": _of("threshold:threshold=0.1", "threshold:threshold=0.1"),
+    "global-topk": _of("global_topk:density=0.07", "global_topk:density=0.004"),
+}
+
+
 FAMILIES = (
     Family("bits", "QSGD", _of("quantize:bits=4", "quantize:bits=4"), _of("4", "4"), _of("3", "3"), 1.1),
     Family(
@@ -179,6 +188,12 @@ def arms(
             if name in controllers or (name == UNIFORM and set(controllers) != {SWEEP})
         ]
         rows += sweep_arms(task, family) if SWEEP in controllers else []
+        if family.key == "density":
+            rows += [
+                Arm(f"density-{name}", f"{name}: {form[task]}", form[task], "", family)
+                for name, form in DENSITIES.items()
+                if name in controllers
+            ]
     asked = set(controllers)  # a gain's rows of the usual epsilons, or one row by its key
     for form in asked & set(GAINS.values()):
         asked |= {f"{form}-{name}-{epsilon:g}" for name in GRAVAC for epsilon in USUAL_EPSILONS}

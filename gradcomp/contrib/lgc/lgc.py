@@ -71,6 +71,7 @@ class LGC(CLTk):
     E and D are those of :class:`Autoencoder` and :class:`Decoders`, with ``code_channels`` floats for 16 values: with
     4 the code has a quarter of the size of g, with 1 a sixteenth. The scale is the norm of the mean in a ring, and the
     root mean square of the norms on a server. ``learning_rate`` is the learning rate of their training.
+    ``deconvolutions``: 5, or 4 as in earlier versions; a resumed run goes on with the nets of its checkpoint.
 
     ``ends``: treat the ends of the model as the paper does. The first layer of two or more dimensions is sent exactly.
     The last such layer uses :class:`CLTk`, which sends its values at S exactly. ``least_parameters``: the least number
@@ -97,10 +98,11 @@ class LGC(CLTk):
     changes, the D of ranks that still exist are kept, and the D of new ranks have initial weights.
     Errors: ConfigError for invalid settings, and for a model with fewer than ``least_parameters`` between its first and
     its last layer; WireFormatError for indices that are out of range or not ascending, or that inflate to a wrong size;
-    StateError for a number of weights that no number of ranks has.
+    StateError for weights of no number of ranks or deconvolutions.
     Source: Abrahamyan et al. 2021, sections IV to V and VI-A, Algorithms 1 (server) and 2 (ring). Differs: S is the
     leader's on all ranks, as in section V-A for the ring (the algorithms select locally); weights are trained on all
-    ranks instead of sent by one; the last layer's leader is that of :class:`CLTk`; see docs/decisions/0040 and 0042.
+    ranks instead of sent by one; the scale, channels, strides and kernel sizes, which the paper does not give; the last
+    layer's leader is that of :class:`CLTk`; see docs/decisions/0040, 0042 and 0057.
     """
 
     density: float = 0.001
@@ -184,8 +186,8 @@ class LGC(CLTk):
         if between < self.least_parameters:
             raise ConfigError(
                 f"lgc: {between} parameters between the first and the last layer, {self.least_parameters} are the "
-                f"least: {self.nets.network(2).size} weights would be trained for {round(between * self.density)} values. "
-                "Use gc.DGC(), or least_parameters=0"
+                f"least: {self.nets.network(2).size} weights would be trained for {round(between * self.density)} "
+                "values. Use gc.DGC(), or least_parameters=0"
             )
         names = {layer.name for layer in own}
         return {name: compressor for name, compressor in found.items() if name in names}
