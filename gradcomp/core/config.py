@@ -172,6 +172,13 @@ class Config:
         "not negative",
         shared=True,
     )
+    backend_compression: str = _setting(
+        "quantize:bits=4",
+        'Compressor of every DistributedDataParallel over init_process_group(backend="gradcomp"), in its string form.',
+        bool,
+        "a compressor",
+        shared=True,
+    )
     kernels: str = _setting(
         "auto",
         "Kernels: auto (the compiled ones, an error without them), native or reference (NumPy).",

@@ -161,7 +161,14 @@ def ddp_comm_hook(
     with the same text, because there DDP itself waits for the futures.
     """
     arguments = Arguments(compression, controller=controller, on_skip=on_skip)  # type: ignore[arg-type]
-    state = HookState(model, arguments, LossScale(grad_scaler))
+    return make_hook(model, arguments, LossScale(grad_scaler))
+
+
+def make_hook(
+    model: torch.nn.Module, arguments: Arguments, loss_scale: LossScale
+) -> tuple[HookState, Hook]:
+    """Return what :func:`ddp_comm_hook` returns, for arguments that are checked on all ranks together."""
+    state = HookState(model, arguments, loss_scale)
     allow_one_hook(model)
     return state, opaque(exchange_bucket)
 
@@ -207,7 +214,7 @@ class HookState(CompressionState, Listener, Exchange):
                     'DistributedOptimizer, or keep "raise"'
                 )
             _refuse_following(policy)
-            named, frozen = _named(model)
+            named, frozen = trainable(model)
             proposal = propose(
                 policy, specs(named), controller=arguments.controller, what_if=state.what_if(ranks)
             )
@@ -277,6 +284,10 @@ class HookState(CompressionState, Listener, Exchange):
 
     def _exchanger_or_none(self) -> Exchanger | None:
         return self.exchanger
+
+    def __deepcopy__(self, memo: object) -> HookState:
+        """Return this object, because a copy of a DistributedDataParallel lists its hooks and has none registered."""
+        return self
 
     def settle(self) -> None:
         """Accept the last exchange now, before the state is saved, unless it held a value that was not finite.
@@ -453,7 +464,7 @@ class HookState(CompressionState, Listener, Exchange):
         return np.array(numbers, dtype=np.int64), [gradient.data_ptr() for gradient in gradients], buffer
 
 
-def _named(model: torch.nn.Module) -> tuple[Named, Named]:
+def trainable(model: torch.nn.Module) -> tuple[Named, Named]:
     """Return trainable and frozen parameters, without those that DDP ignores.
 
     Their names are those within the bare module.

@@ -41,7 +41,7 @@ a DistributedDataParallel takes one communication hook: {there} is registered, a
 gradcomp's, remove the other (Accelerate registers one for DistributedDataParallelKwargs(comm_hook=...), Lightning \
 for DDPStrategy(ddp_comm_hook=...), DistributedDataParallel itself for mixed_precision=...); gradcomp has compressions \
 like theirs: ddp_comm_hook(model, compression="bf16"), "fp16" or "powersgd:rank=4". To keep the other, do not \
-register gradcomp's"""
+register gradcomp's, which a process group of backend="gradcomp" does"""
 
 
 def live(kind: type[T]) -> list[T]:
