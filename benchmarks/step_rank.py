@@ -89,13 +89,18 @@ class Trainer:
 
     def wire_bytes(self) -> int:
         """What gradcomp has counted so far; 0 for other rows."""
-        return self.optimizer.statistics().wire_bytes if self.row.kind == "gradcomp" else 0
+        return self.exchange.statistics().wire_bytes if self.row.kind == "gradcomp" else 0
+
+    @property
+    def exchange(self) -> Any:
+        """What tells how gradcomp exchanges: the wrapped optimizer, or the hook's state."""
+        return self.optimizer if self.hook_state is None else self.hook_state
 
     def counters(self) -> list[float]:
         """What gradcomp has counted so far, in the order of COUNTERS; nothing for other rows."""
         if self.row.kind != "gradcomp":
             return []
-        counted = self.optimizer.statistics()
+        counted = self.exchange.statistics()
         return [getattr(counted, name) for name in COUNTERS]
 
     def watch_readiness(self) -> None:
@@ -127,11 +132,15 @@ def make_trainer(row: Row, initial: Any, text: models.Text | models.Noise, rank:
     elif row.kind == "gradcomp":
         import gradcomp.torch as gc
 
-        gc.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = gc.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), compression=row.how
-        )
-        wire = WireRecord(optimizer._exchanger_or_none().pipeline, task.warmup + task.steps)
+        if row.by == "optimizer":
+            gc.broadcast_parameters(model.state_dict(), root_rank=0)
+            optimizer = gc.DistributedOptimizer(
+                optimizer, named_parameters=model.named_parameters(), compression=row.how
+            )
+        else:
+            module, hook_state = compress_ddp(model, row)
+        exchange = hook_state or optimizer
+        wire = WireRecord(exchange._exchanger_or_none().pipeline, task.warmup + task.steps)
     batches = text.batches(rank, BATCH, LENGTH, task.seed)
     trainer = Trainer(row, model, module, optimizer, batches, wire=wire, hook_state=hook_state)
     if row.kind == "none":
@@ -162,11 +171,28 @@ def distribute(model: Any, how: str) -> tuple[Any, Any]:
     return module, state
 
 
+def compress_ddp(model: Any, row: Row) -> tuple[Any, Any]:
+    """The model under DDP with gradcomp's hook, which the program or a group of gradcomp's backend registers."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import gradcomp.torch as gc
+    from gradcomp.torch import backend
+
+    if row.by == "backend":  # its compression is the setting's default
+        module = DistributedDataParallel(model, process_group=dist.new_group(backend="gradcomp"))
+        return module, backend.hook_state(module)
+    module = DistributedDataParallel(model)
+    state, hook = gc.ddp_comm_hook(module, row.how)
+    module.register_comm_hook(state, hook)
+    return module, state
+
+
 def buckets_of(trainer: Trainer, world: int) -> tuple[list[list[str]], Rounds]:
     """The row's buckets in the order in which they travel: whose gradients are in them, and what this rank sends."""
     if trainer.row.kind == "gradcomp":
         assert trainer.wire is not None, "made with the optimizer"
-        return [names for names, _ in trainer.optimizer.buckets()], trainer.wire.rounds()
+        return [names for names, _ in trainer.exchange.buckets()], trainer.wire.rounds()
     if trainer.row.kind == "none":
         return [], []
     parameters = list(trainer.model.named_parameters())
@@ -210,7 +236,7 @@ def run_rank(task: Task, out: Path) -> None:
     if task.traces:
         for trainer in trainers:
             if trainer.row.kind == "gradcomp":
-                trainer.optimizer.write_trace(Path(task.traces) / f"{trainer.row.key}-{rank}.trace.json")
+                trainer.exchange.write_trace(Path(task.traces) / f"{trainer.row.key}-{rank}.trace.json")
     out.with_name(f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     if use_gradcomp:

@@ -15,6 +15,7 @@ class Row:
     """A way to exchange. ``kind``: none, ddp or gradcomp; ``how``: the hook or the compression.
 
     ``momentum``: the optimizer's; 0 where the compression has it. ``extra``: only measured when it is asked for.
+    ``by``: what registers gradcomp: the wrapped optimizer, a communication hook of DDP, or its backend's name.
     """
 
     key: str
@@ -23,6 +24,7 @@ class Row:
     how: str = ""
     momentum: float = MOMENTUM
     extra: bool = False
+    by: str = "optimizer"
 
 
 ROWS = (
@@ -36,6 +38,8 @@ ROWS = (
     Row(
         "4bit-feedback", "gradcomp 4 bits, nearest, feedback", "gradcomp", "quantize:bits=4,rounding=nearest"
     ),
+    Row("4bit-hook", "DDP, gradcomp's hook, 4 bits", "gradcomp", "quantize:bits=4", extra=True, by="hook"),
+    Row("4bit-backend", 'DDP, backend="gradcomp"', "gradcomp", "quantize:bits=4", extra=True, by="backend"),
     Row(HOOK, "DDP, PowerSGD hook, rank 4, one bucket", "ddp", "powersgd"),
     Row(POWERSGD, "gradcomp PowerSGD, rank 4", "gradcomp", "powersgd:rank=4"),
     Row(TOPK, "gradcomp TopK 1%", "gradcomp", "topk:density=0.01"),

@@ -1,12 +1,14 @@
 """``init_process_group(backend="gradcomp")``: compressed DDP for programs in which almost nothing can be changed.
 
-Importing this module registers the name. A group of this name is one of Gloo, and of NCCL for CUDA devices. All calls
-on it are theirs, unchanged. A DistributedDataParallel that is made over such a group gets gradcomp's communication hook.
+Importing this module registers the name. A group of this name is one of Gloo, and of NCCL for CUDA devices, and all
+calls on it are theirs. A DistributedDataParallel that is made over such a group gets gradcomp's communication hook.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,8 @@ from gradcomp.torch.runtime import init
 
 __all__ = ["compress_layer", "exclude_layer", "hook_state", "register_model"]
 
+logger = logging.getLogger("gradcomp")
+
 NAME = "gradcomp"
 
 _groups: WeakSet[ProcessGroup] = WeakSet()
@@ -37,6 +41,7 @@ _layers = RegisteredLayers()
 _states: WeakKeyDictionary[DistributedDataParallel, HookState] = WeakKeyDictionary()
 #: The runtime that this module has begun, because the program did not call ``gc.init()``.
 _begun: Runtime | None = None
+_ever_compressed = False
 
 
 def register_model(layers: Any) -> None:
@@ -136,7 +141,18 @@ def _make_group(given: Any, options: Any) -> ProcessGroup:
         group._register_backend(torch.device(device), kind, backend)
     _groups.add(group)
     _compress_each_ddp()
+    if rank == 0:
+        atexit.unregister(_warn_if_unused)
+        atexit.register(_warn_if_unused)
     return group
+
+
+def _warn_if_unused() -> None:
+    if not _ever_compressed:
+        logger.warning(
+            'backend="%s" has compressed nothing: no DistributedDataParallel was made over one of its groups',
+            NAME,
+        )
 
 
 Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
@@ -174,12 +190,13 @@ class _Registered(Arguments):
 
 def _compress(ddp: DistributedDataParallel) -> None:
     """Register gradcomp's hook. Collective over the group, as the construction is."""
-    global _begun
+    global _begun, _ever_compressed
+    _ever_compressed = True
     if not runtime.is_initialized():
         if dist.get_world_size(ddp.process_group) < dist.get_world_size():
             raise StateError(
-                "this DistributedDataParallel has some of the ranks only: call gradcomp.torch.init() on all ranks, after "
-                "init_process_group"
+                "this DistributedDataParallel has some of the ranks only: call gradcomp.torch.init() on all ranks, "
+                "after init_process_group"
             )
         init()
         _begun = runtime.current()

@@ -164,9 +164,7 @@ def ddp_comm_hook(
     return make_hook(model, arguments, LossScale(grad_scaler))
 
 
-def make_hook(
-    model: torch.nn.Module, arguments: Arguments, loss_scale: LossScale
-) -> tuple[HookState, Hook]:
+def make_hook(model: torch.nn.Module, arguments: Arguments, loss_scale: LossScale) -> tuple[HookState, Hook]:
     """Return what :func:`ddp_comm_hook` returns, for arguments that are checked on all ranks together."""
     state = HookState(model, arguments, loss_scale)
     allow_one_hook(model)

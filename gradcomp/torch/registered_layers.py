@@ -37,9 +37,11 @@ def sizes_of(layers: Any) -> Sizes:
     sizes: dict[str, int] = {}
     for pair in pairs:
         name, size = pair if isinstance(pair, Sequence) and len(pair) == 2 else (None, None)
-        shape = size.shape if isinstance(size, torch.Tensor) else size if isinstance(size, Sequence) else (size,)
+        shape: Sequence[Any] = size if isinstance(size, Sequence) else (size,)
         if not isinstance(name, str) or not all(type(length) is int and length >= 0 for length in shape):
-            raise ConfigError(f"a layer must be a pair of a name and a number of elements or a shape, got {pair!r}")
+            raise ConfigError(
+                f"a layer must be a pair of a name and a number of elements or a shape, got {pair!r}"
+            )
         if name in sizes:
             raise ConfigError(f"layer names must be unique; {name!r} occurs twice")
         sizes[name] = math.prod(shape)
@@ -71,7 +73,9 @@ class RegisteredLayers:
     def __init__(self) -> None:
         self._models: list[_Model] = []
         self._rules: dict[str, Compressor] = {}
-        self._unregistered: list[Sizes] = []  # what instances of DistributedDataParallel had before any registration
+        self._unregistered: list[
+            Sizes
+        ] = []  # what instances of DistributedDataParallel had before any registration
 
     def add_model(self, sizes: Sizes) -> None:
         """Register a model. ConfigError if it is registered already, StateError if DDP has its layers already."""
