@@ -135,7 +135,6 @@ def _make_group(given: Any, options: Any) -> ProcessGroup:
         )
     group = ProcessGroup(given.store, rank, size)
     group._set_default_backend(made["cuda"][0])
-    gloo.options.global_ranks_in_group, gloo.options.group_name = given.global_ranks_in_group, given.group_id
     for device, (kind, backend) in made.items():
         backend._set_sequence_number_for_group()
         group._register_backend(torch.device(device), kind, backend)

@@ -26,7 +26,7 @@ def sizes_of(layers: Any) -> Sizes:
     ConfigError for anything else, for a name that occurs twice, and if there are none.
     """
     if isinstance(layers, torch.nn.Module):
-        pairs: Sequence[Any] = list(bare(layers).named_parameters())
+        pairs: list[Any] = [(name, parameter.numel()) for name, parameter in bare(layers).named_parameters()]
     else:
         try:
             pairs = list(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import preloaded
 import pytest
@@ -20,6 +21,9 @@ from gradcomp.torch.registered_layers import RegisteredLayers, sizes_of
 
 FOUR_BITS, TWO_BITS = "quantize:bits=4,bucket_size=64", "quantize:bits=2,bucket_size=64"
 STEPS = 6
+
+two_ranks = on_ranks(2, backend_compression=FOUR_BITS)
+three_ranks = on_ranks(3, backend_compression=FOUR_BITS)
 
 
 def build(width: int = 48) -> torch.nn.Module:
@@ -177,19 +181,19 @@ def alike(call: str) -> None:
         assert bits_of(ended[0]) == bits_of(ended[1]), dtype
 
 
-@on_ranks(2)
+@two_ranks
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_between_two_ranks_is_gloos_bit_for_bit(call):
     alike(call)
 
 
-@on_ranks(3)
+@three_ranks
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_among_three_ranks_is_gloos_bit_for_bit(call):
     alike(call)
 
 
-@on_ranks(2)
+@two_ranks
 def test_a_tensor_of_a_buckets_size_is_summed_exactly():
     model = build()
     ddp = compressed(model)
@@ -233,19 +237,19 @@ def equal_to_the_hook(**arguments):
     assert_same_on_all_ranks(mine.parameters())
 
 
-@on_ranks(2, "ddp", backend_compression=FOUR_BITS)
+@two_ranks
 @pytest.mark.parametrize("case", DDP)
 def test_parameters_and_bytes_of_two_ranks_are_those_of_the_hook(case):
     equal_to_the_hook(**DDP[case])
 
 
-@on_ranks(3, "ddp", backend_compression=FOUR_BITS)
+@three_ranks
 @pytest.mark.parametrize("case", ["by default", "many DDP buckets"])
 def test_parameters_and_bytes_of_three_ranks_are_those_of_the_hook(case):
     equal_to_the_hook(**DDP[case])
 
 
-@on_ranks(3, "ddp", backend_compression=FOUR_BITS)
+@three_ranks
 def test_a_model_over_a_group_of_some_ranks_is_exchanged_among_them():
     pair = dist.new_group([0, 2], backend="gradcomp")
     if dist.get_rank() == 1:
@@ -258,7 +262,7 @@ def test_a_model_over_a_group_of_some_ranks_is_exchanged_among_them():
     assert backend.hook_state(ddp).statistics().steps == STEPS
 
 
-@on_ranks(2, "ddp", backend_compression=FOUR_BITS)
+@two_ranks
 def test_join_lets_a_rank_without_batches_end():
     ddp = compressed(build())
     with ddp.join():
@@ -266,7 +270,7 @@ def test_join_lets_a_rank_without_batches_end():
     assert_same_on_all_ranks(ddp.parameters())
 
 
-@on_ranks(2, "ddp", backend_compression=FOUR_BITS)
+@two_ranks
 def test_a_model_over_gloo_has_no_hook():
     plain = DistributedDataParallel(build(), process_group=group("gloo"))
     assert "comm_hook" not in plain._get_ddp_logging_data()
@@ -275,7 +279,7 @@ def test_a_model_over_gloo_has_no_hook():
             backend.hook_state(one)
 
 
-@on_ranks(2, "ddp", backend_compression=FOUR_BITS)
+@two_ranks
 def test_a_second_hook_is_refused_by_name_and_collectives_still_work():
     ddp = compressed(build())
     with pytest.raises(gc.ConfigError, match=r'exchange_bucket is registered.*backend="gradcomp"'):
@@ -397,8 +401,6 @@ def listing():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_page_runs_ends_and_begins_anew(world):
     (page,) = (code for _, code in blocks(ROOT / "docs/backend.md") if "register_model" in code)
-    import json
-
     for rank, end in enumerate(
         run_ranks(listing, world, arguments=(json.dumps([page]),), imported=preloaded.TORCH)
     ):
