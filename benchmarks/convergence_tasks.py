@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import models
 from convergence_rows import DIGITS, GPT, LSTM
 
-from gradcomp import Compressor, Policy
+from gradcomp import Compressor, Filter, Flat, Policy
 from gradcomp.compress import at_level
 from gradcomp.control.candidates import layer_bytes
 from gradcomp.core.scheme import Scheme
@@ -169,7 +169,7 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over.
 
-    ``exact``: how excluded layers travel.
+    ``exact``: how excluded layers travel. A ``flat[...]`` trains under ``layers=False``, which excludes none.
     ``compressible_bytes_per_step``: of the layers that are not excluded, over the run, by formula.
     ``watch`` sees every step; what it found is in the result.
     With a controller also its processor seconds, and its plans: the step each began in, and its levels by layer.
@@ -183,12 +183,15 @@ def train(
     compressor = from_string(compression)
     share_work(job, compressor, rate)
     gc.broadcast_parameters(job.model.state_dict(), root_rank=0)
+    flat = isinstance(compressor, Flat)
+    policy = Policy(compressor, exact=exact, filter=Filter((), 0, 0) if flat else Filter())
     optimizer = gc.DistributedOptimizer(
         job.optimizer,
         named_parameters=job.model.named_parameters(),
-        compression=(policy := Policy(compressor, exact=exact)),
+        compression=compressor if flat else policy,
         controller=controller or None,
         sensitivity=held_loss(job) if "metric=loss" in controller else None,
+        layers=not flat,
     )
     plans: list[tuple[int, Any]] = []
     schedule = torch.optim.lr_scheduler.OneCycleLR(

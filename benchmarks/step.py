@@ -5,6 +5,7 @@
     python benchmarks/step.py --link unshaped
     python benchmarks/step.py --rows ddp,4bit --compression quantize:bits=3 --json step.json
     python benchmarks/step.py --model resnet --rows topk-0.1,lgc-1,lgc-untrained,lgc-trained,lgc-auto
+    python benchmarks/step.py --rows 4bit --compression 'flat[quantize:bits=4]'         # that row with layers=False
     python benchmarks/step.py --rows powersgd-4 --set slice_elements=65536      # many small buckets
 
 One rank per host, one thread per rank, one core per rank. All rows live in the same processes, each with its own copy

@@ -135,7 +135,10 @@ def make_trainer(row: Row, initial: Any, text: models.Text | models.Noise, rank:
         if row.by == "optimizer":
             gc.broadcast_parameters(model.state_dict(), root_rank=0)
             optimizer = gc.DistributedOptimizer(
-                optimizer, named_parameters=model.named_parameters(), compression=row.how
+                optimizer,
+                named_parameters=model.named_parameters(),
+                compression=row.how,
+                layers=not row.how.startswith("flat["),
             )
         else:
             module, hook_state = compress_ddp(model, row)

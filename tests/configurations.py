@@ -50,6 +50,12 @@ ROWS = {
     "ef21": Row(gc.EF21(gc.TopK(0.1)), constants=False),
     "ef21-quantize": Row(gc.EF21(gc.Quantize(5, 64)), draws=True),
     "ef21-momentum": Row(gc.EF21(gc.PowerSGD(2), momentum=0.5), **LOW_RANK),
+    "flat": Row(gc.Flat(gc.Quantize(4, 64)), **UNBIASED, by_part=True),
+    "flat-odd": Row(gc.Flat(gc.Quantize(3, 33, rounding="nearest", feedback=False)), by_part=True),
+    "flat-cast": Row(gc.Flat(gc.Cast("float16")), by_part=True),
+    "flat-bits-by-bucket": Row(
+        gc.Flat(gc.Quantize(4, 64, allocate="bucket")), **UNBIASED, sized=False, by_part=True
+    ),
     "warmup": Row(gc.Warmup(gc.TopK(0.1), steps=1), constants=False),
     "density-schedule": Row(
         gc.DensitySchedule(gc.TopK(0.05), levels=(0.3, 0.1), steps_per_level=1), constants=False

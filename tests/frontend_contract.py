@@ -85,6 +85,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "dedicated": ("reduction", "parameter_server:servers=1,dedicated=true", "parameter_server:servers=k"),
     "skips": ("on_skip", "never", 'on_skip must be "raise" or "agree"'),
     "finish": ("finish", "later", 'finish must be "backward" or "step"'),
+    "layers": ("layers", 0, "layers must be True or False"),
     "residuals": ("residuals", "bfloat16", "residuals='bfloat16': this setting was removed; .* float32"),
     "process set": ("process_set", 3, "process_set must be a ProcessSet"),
     "group": ("groups", -1, "groups must be"),
@@ -100,6 +101,48 @@ def refuses(frontend: FrontendContract, case: str) -> None:
     frontend.make_model()
     with pytest.raises(ConfigError, match=text):
         frontend.wrap(**{argument: value})
+
+
+#: By name: what ``layers=False`` does not take, and the text of the ConfigError.
+BY_LAYER: dict[str, tuple[dict[str, Any], str]] = {
+    "policy": ({"compression": gradcomp.Policy(gradcomp.Quantize(4))}, "takes one compressor.*got Policy"),
+    "auto": ({"compression": "auto"}, "takes one compressor.*got 'auto'"),
+    "controller": ({"compression": "quantize", "controller": "lgreco"}, "nothing to a controller"),
+    "residual": ({"compression": "quantize:rounding=nearest"}, "keeps no residual"),
+    "nothing": ({"compression": "none"}, "takes a quantiser"),
+}
+
+
+def refuses_without_layers(frontend: FrontendContract, case: str) -> None:
+    arguments, text = BY_LAYER[case]
+    frontend.make_model()
+    with pytest.raises(ConfigError, match=text):
+        frontend.wrap(layers=False, **arguments)
+
+
+def joins_layers(frontend: FrontendContract) -> None:
+    """Both layers share one scale on all ranks; after a change of compression too, and when a run resumes."""
+    directory = frontend.gc.broadcast_object(tempfile.mkdtemp(prefix="gradcomp-test-"))
+    means = []
+    for first in (0, 3):
+        frontend.make_model()
+        frontend.wrap("quantize:bits=2", layers=False)
+        if first:
+            frontend.load(directory)
+        for step in range(first, 6):
+            frontend.step(own(step))
+            means.append(np.concatenate([mean.reshape(-1) for mean in frontend.means()]))
+            if step == 2:
+                frontend.save(directory)
+            if step == 3:
+                frontend.state.set_compression("quantize:bits=3")
+    for step, mean in enumerate(means[:6]):
+        wanted = np.concatenate([layer.reshape(-1) for layer in over_ranks(step, runtime.size())])
+        assert np.unique(mean).size <= 4 or (step == 5 and np.unique(mean).size <= 8)
+        assert 0 < np.abs(mean - wanted).max() < 4
+    assert_equal(means[6:], means[3:6])
+    everyone = frontend.gc.allgather_object(b"".join(mean.tobytes() for mean in means))
+    assert len(set(everyone)) == 1
 
 
 def refuses_on_one_rank(frontend: FrontendContract) -> None:
@@ -238,8 +281,12 @@ def cases(*frontends: type[FrontendContract]) -> list[tuple[str, str, str]]:
             refuses_what_differs: [argument for argument in ALIKE if argument in free & one.compared],
             refuses_factor_without_average: [""] * ("op" in takes),
             sums_passes: [""] * ("backward_passes_per_step" in takes),
+            refuses_without_layers: list(BY_LAYER),
         }
-        checks |= {each: [""] for each in (refuses_on_one_rank, refuses_compression_that_differs, resumes)}
+        checks |= {
+            each: [""]
+            for each in (refuses_on_one_rank, refuses_compression_that_differs, resumes, joins_layers)
+        }
         found += [(one.name, c.__name__, case) for c, named in checks.items() for case in named]
     return found
 

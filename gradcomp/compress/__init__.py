@@ -39,6 +39,7 @@ from gradcomp.compress.sparse.threshold import AdaComp, RedSync, SIDCo, Threshol
 from gradcomp.compress.sparse.topk import GlobalTopK, TopK
 from gradcomp.compress.sparse.two_level_selection import TwoLevelSelection
 from gradcomp.compress.wrappers.ef21 import EF21
+from gradcomp.compress.wrappers.flat import Flat
 from gradcomp.compress.wrappers.momentum import ErrorFeedback, LocalClip, MomentumCorrection
 from gradcomp.compress.wrappers.schedule import DensitySchedule, Warmup
 from gradcomp.core.registry import contributed
@@ -72,6 +73,7 @@ __all__ = [
     "DensitySchedule",
     "ErrorFeedback",
     "Fake",
+    "Flat",
     "GlobalTopK",
     "GroupArray",
     "Identity",

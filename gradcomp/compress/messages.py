@@ -41,9 +41,9 @@ class Reduce:
     The reduction encodes, may encode the mean again (and then keeps the server-side error) and writes the mean to the
     outputs. ``reply.flags`` is the result: nonzero where the mean is not finite.
 
-    A compressor may send a part of its group: ``group`` is then another one, which has a segment, possibly empty, for
-    each of the whole group's, and ``rest`` is a table of what follows each of them. It has the addresses of the means
-    when the reply arrives, and the compressor writes these itself.
+    A compressor may send another group than its own, such as a part of it, which has a segment, possibly empty, for
+    each of the whole group's. ``rest`` is then a table of segments whose means the compressor writes itself: it has
+    their addresses when the reply arrives.
     """
 
     codec: Codec

@@ -159,9 +159,9 @@ class BucketProgram:
 
     def _bind(self, messages: Mapping[int, Message], at: Round) -> None:
         """Set the addresses of the means that compressors write themselves."""
-        for message in messages.values():
+        for g, message in messages.items():
             if isinstance(message, Reduce) and message.rest is not None:
-                at.binding.outputs(message.rest, message.group.layers)
+                at.binding.outputs(message.rest, message.group.layers, self.bucket.groups[g])
 
     def _begin(self, context: StepContext) -> tuple[list[Exchange], dict[int, Message]]:
         """Return the groups' exchanges and their first messages."""

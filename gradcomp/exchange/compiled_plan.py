@@ -23,7 +23,7 @@ from gradcomp.exchange.bucket import BucketProgram
 from gradcomp.exchange.layout import Layout, build_layout, compressors_of, fields_of
 from gradcomp.exchange.memory import Addresses, StepMemory
 from gradcomp.exchange.settings import Settings
-from gradcomp.kernels.codec import Draw, Table
+from gradcomp.kernels.codec import Draw, Group, Table
 from gradcomp.kernels.cuda.mirrors import mirror, pinned
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.step import StepContext
@@ -195,6 +195,12 @@ class _Anywhere(StepMemory):
     """Represents gradients and means that do not exist yet: all slices of all layers have the same address."""
 
     def place(self, bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
+        return bases
+
+    def _places(self, group: Group, address: int) -> Addresses:
+        return np.full(len(self._arrivals.gradients), address, dtype=np.uint64)
+
+    def _floats_at(self, bases: Addresses, table: Table) -> Addresses:
         return bases
 
 

@@ -62,7 +62,7 @@ class Round:
     def bind_outputs(self, group: int) -> None:
         """Set the addresses of the group's means."""
         members = self.bucket.groups[group]
-        self.binding.outputs(members.table, members.layers)
+        self.binding.outputs(members.table, members.layers, members)
 
 
 def finished(call: Pending, binding: Binding, phase: str) -> Generator[Pending, None, None]:

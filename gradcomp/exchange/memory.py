@@ -14,6 +14,7 @@ from gradcomp.core.trace import Statistics, Trace, profiler
 from gradcomp.exchange.arrivals import Arrivals
 from gradcomp.exchange.layout import Bucket
 from gradcomp.kernels.codec import Group, Sizes, Table
+from gradcomp.kernels.cuda.mirrors import address_of
 from gradcomp.kernels.devices import Device
 from gradcomp.kernels.segments import byte_offsets
 from gradcomp.kernels.step import Floats, StepContext
@@ -60,7 +61,7 @@ class StepMemory:
             starts = 0 if whole else table["start"]
             table["residual"], table["next_residual"] = self._residuals.first.addresses(layers, starts)
         elif group.compressor.traits.contributes:
-            table["next_residual"] = _floats_at(self._workspace(group, "contributions")[layers], table)
+            table["next_residual"] = self._floats_at(self._workspace(group, "contributions")[layers], table)
 
     def place(self, bases: Addresses, table: Table, offsets: Addresses | None = None) -> Addresses:
         """Return the addresses of the segments' first elements in arrays that start at ``bases``; 0 stays 0."""
@@ -89,7 +90,7 @@ class StepMemory:
         """
         if group in self._prepared:
             return self._prepared[group]
-        compressor, table, layers = group.compressor, group.table.copy(), group.layers
+        compressor, table, layers = group.compressor, _segments(group).copy(), group.layers
         table["gradient"] = self.place(self._arrivals.gradients[layers], table)
         table["output"] = 0  # the outputs of the last step may be freed
         factors = self._context.factors(len(table))
@@ -108,7 +109,7 @@ class StepMemory:
             _, bases[layers] = field.addresses(layers, 0)
         else:
             bases = self._workspace(group, "prepared")
-            table["next_residual"] = _floats_at(bases[layers], table)
+            table["next_residual"] = self._floats_at(bases[layers], table)
         # A non-finite value stays non-finite, and the encoder reports it.
         ignored = np.zeros(len(table), dtype=np.uint8)
         momentum = compressor.traits.momentum
@@ -129,28 +130,37 @@ class StepMemory:
             device.kernels.contribute(table[rows], ignored, factors[rows], decay=momentum)
 
     def _workspace(self, group: Group, name: str) -> Addresses:
-        """Return, by layer, where its element 0 would lie in working memory that holds the group's segments.
+        """Return, by layer, where its element 0 would lie in working memory that holds the group's segments."""
+        return self._places(group, group.scratch.vector(name, group.elements + 16).address)
+
+    def _places(self, group: Group, address: int) -> Addresses:
+        """Return, by layer, where its element 0 would lie in float32 memory at ``address`` that holds the segments.
 
         A group's segments of a layer follow one another without gaps, so all of them give the same address.
         """
-        table = group.table
+        table = _segments(group)
         ends = np.cumsum(table["length"])
-        vector = group.scratch.vector(name, int(ends[-1]) + 16)
         begins = (ends - table["length"] - table["start"]) * 4
         bases = np.zeros(len(self._arrivals.gradients), dtype=np.uint64)
         # A segment in mid-layer may give an address below the vector's: it wraps, and adding the offset wraps back.
-        bases[group.layers] = np.uint64(vector.address) + begins.astype(np.uint64)
+        bases[group.layers] = np.uint64(address) + begins.astype(np.uint64)
         return bases
+
+    def _floats_at(self, bases: Addresses, table: Table) -> Addresses:
+        """Return the addresses of the table's segments in float32 arrays, none of which is absent."""
+        return bases + table["start"].astype(np.uint64) * np.uint64(4)
 
     def owned(self, table: Table, rows: Sizes) -> None:
         """Set the addresses of the server-side errors; a range starts where its row starts."""
         table["residual"], table["next_residual"] = self._residuals.second.addresses(rows, 0)
 
-    def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
+    def outputs(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
         """Set the addresses of the outputs; those of layers that no rank had are 0, and stay untouched."""
         if not self._outputs_ready:
             self._allocate_outputs()
-        table["output"] = self.place(self._arrivals.outputs[layers], table, offsets)
+        joined = group.joined is not None
+        bases = self._places(group, address_of(group.means)) if joined else self._arrivals.outputs
+        table["output"] = self.place(bases[layers], table, offsets)
 
     def _allocate_outputs(self) -> None:
         self._outputs_ready = True
@@ -184,6 +194,6 @@ class StepMemory:
             self._trace.add((self._phase, self._context.number, self._bucket.number, self._begin, end))
 
 
-def _floats_at(bases: Addresses, table: Table) -> Addresses:
-    """Return the addresses of the table's segments in float32 arrays, none of which is absent."""
-    return bases + table["start"].astype(np.uint64) * np.uint64(4)
+def _segments(group: Group) -> Table:
+    """Return the group's segments of layers."""
+    return group.table if group.joined is None else group.joined

@@ -107,7 +107,7 @@ class Arrays:
     def owned(self, table: Table, rows: Sizes) -> None:
         raise AssertionError("means are not coded again: requests keep no server-side error")
 
-    def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
+    def outputs(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
         table["output"] = self._addresses(self.output, table, layers, offsets)
 
     def span(self, name: str) -> AbstractContextManager[None]:

@@ -150,6 +150,8 @@ class Group:
     segment i belongs to, ``shapes[i]`` that layer's shape. ``feedback``: the compressor keeps residuals; ``decay``
     multiplies them when they are read, and so does, with ``follows_rate``, the last learning rate over this one.
     ``prepared``: the compressor uses momentum or clipping, so its input is float32 and already scaled.
+    ``joined``: the segments of layers that lie one after the other in the group's own memory, all of which is its first
+    segment; None: segments lie in the layers' memory.
     """
 
     compressor: Any
@@ -161,6 +163,7 @@ class Group:
     follows_rate: bool = False
     prepared: bool = False
     scratch: Scratch = field(default_factory=Scratch)
+    joined: Table | None = None
 
     @cached_property
     def device(self) -> Device:
@@ -179,6 +182,12 @@ class Group:
         if self.prepared:
             table["dtype"] = segments.FLOAT32
         return table
+
+    @property
+    def means(self) -> npt.NDArray[np.float32]:
+        """Returns the memory for the means of joined segments; that on a GPU is accessed by kernels only."""
+        assert self.joined is not None, "other segments have outputs of their own"
+        return self.scratch.array("means", int(self.joined["length"].sum()), np.float32, self.device)
 
     def scale(self, scale: float) -> float:
         """Returns the factor that still has to be applied to the compressor's input."""

@@ -158,7 +158,7 @@ class Binding(Protocol):
         """
         ...
 
-    def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
+    def outputs(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
         """Fill the output column; 0 for layers that no rank had. ``offsets`` is as in :meth:`sources`."""
         ...
 

@@ -219,8 +219,8 @@ def decode(
     device = device_of(parts)
     with binding.span("decompress"):
         nonfinite = flags.nonfinite.view(np.uint8)
-        for mine in segments:
-            binding.outputs(mine.table, mine.layers, mine.offsets)
+        for part, mine in zip(parts, segments, strict=True):
+            binding.outputs(mine.table, mine.layers, part.group, mine.offsets)
         noted = [nonfinite.take(mine.header_index, 0, mine.noted, "clip") for mine in segments]
         with device.kernels.together(segments[0].routine) as started:
             for part, mine, found in zip(parts, segments, noted, strict=True):

@@ -203,8 +203,8 @@ class _Sums:
     def owned(self, table: Table, rows: Sizes) -> None:
         self.binding.owned(table, rows)
 
-    def outputs(self, table: Table, layers: Sizes, offsets: Addresses | None = None) -> None:
-        self.binding.outputs(table, layers, offsets)
+    def outputs(self, table: Table, layers: Sizes, group: Group, offsets: Addresses | None = None) -> None:
+        self.binding.outputs(table, layers, group, offsets)
 
     def span(self, name: str) -> AbstractContextManager[None]:
         return self.binding.span(name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcomp.compress import Compressor
+from gradcomp.compress import Compressor, Flat
 from gradcomp.core.layers import LayerSpec
 from gradcomp.testing.simulation import Simulation
 
@@ -56,6 +56,15 @@ class Row:
         traits = self.compressor.traits
         changed = traits.preconditions or traits.residual_decay != 1.0
         return traits.accounts and traits.keeps_residual and not changed
+
+    def marked(self, ranks: Simulation, layer: int) -> list[bool]:
+        """Returns by layer whether a value that is not finite marks it, if it is near the beginning of ``layer``."""
+        first = ranks.ranks[0].pipeline.layout.buckets_of[layer][0]
+        joins = isinstance(self.compressor, Flat)
+        return [
+            i == layer or (joins and first in buckets)
+            for i, buckets in enumerate(ranks.ranks[0].pipeline.layout.buckets_of)
+        ]
 
     @property
     def steady(self) -> bool:

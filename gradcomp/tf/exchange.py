@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from gradcomp.compress import Compressor, Policy, as_policy
+from gradcomp.compress import Compressor, Policy
 from gradcomp.core.errors import StateError
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Words
@@ -126,7 +126,8 @@ class Exchange:
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Change the compression, see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
-        start.set_compression(self.checkpoint_manager, self.exchanger, self._layers, as_policy(compression))
+        policy = self._arguments.policy_of(compression)
+        start.set_compression(self.checkpoint_manager, self.exchanger, self._layers, policy)
 
     @plain
     def exchange(self, gradients: Sequence[Any], scale: Any = 1.0, learning_rate: Any = 0.0) -> list[Any]:

@@ -256,6 +256,7 @@ def DistributedOptimizer(
     local_layers: Any = None,
     reduction: str | None = None,
     controller: Controller | str | None = None,
+    layers: bool = True,
     residuals: str | None = None,
 ) -> DistributedKerasOptimizer:
     """Make a Keras ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
@@ -294,6 +295,9 @@ def DistributedOptimizer(
         reduction: the algorithm that adds codes over ranks, if not that of ``init()`` or GRADCOMP_REDUCTION.
         controller: a controller that changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+        layers: False compresses each exchange bucket as one vector, as a library beneath the framework has to, which
+            knows no layers: biases and norms too, at one level, without feedback. See :class:`gradcomp.Flat`; it takes
+            a quantiser, and no policy or controller.
         residuals: removed; anything but None raises a ConfigError that says what to do instead.
 
     Collective when the optimizer is built, by ``fit`` or by the first ``apply``, or here if it is. Wire: see the
@@ -313,6 +317,7 @@ def DistributedOptimizer(
         process_set,
         reduction,
         controller,
+        layers=layers,
         average_aggregated_gradients=average_aggregated_gradients,
         local=Local(local_layers, scale_local_gradients),
     )
@@ -380,7 +385,7 @@ class Distributed(Readers):
                 )
             core.exchange.set_compression(compression)
         else:
-            as_policy(compression)  # a ConfigError for a bad argument
+            core.arguments.policy_of(compression)  # a ConfigError for a bad argument
         core.arguments = replace(core.arguments, compression=compression, controller=None)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:

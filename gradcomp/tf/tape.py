@@ -46,6 +46,7 @@ def DistributedGradientTape(
     *,
     reduction: str | None = None,
     controller: Controller | str | None = None,
+    layers: bool = True,
     residuals: str | None = None,
 ) -> Tape:
     """Make ``gradtape.gradient(loss, variables)`` return gradients averaged over ranks; returns the same tape.
@@ -76,6 +77,9 @@ def DistributedGradientTape(
         reduction: the algorithm that adds codes over ranks, if not that of ``init()`` or GRADCOMP_REDUCTION.
         controller: a controller that changes the levels of layers while training runs, such as
             ``gradcomp.LGreCo(every_steps=500)``, or its string form.
+        layers: False compresses each exchange bucket as one vector, as a library beneath the framework has to, which
+            knows no layers: biases and norms too, at one level, without feedback. See :class:`gradcomp.Flat`; it takes
+            a quantiser, and no policy or controller.
         residuals: removed; anything but None raises a ConfigError that says what to do instead.
 
     ``gradient()`` is collective. Each call is a step, so apply its means. Wire: see the compressor;
@@ -91,7 +95,7 @@ def DistributedGradientTape(
     refuse_removed("residuals", residuals)
     check_ignored(num_groups, groups, device_dense=device_dense, device_sparse=device_sparse)
     given = _Arguments(
-        as_policy(compression) if op in (Average, Sum) else compression,
+        as_policy(compression) if layers and op in (Average, Sum) else compression,
         1,
         op,
         gradient_predivide_factor,
@@ -99,6 +103,7 @@ def DistributedGradientTape(
         process_set,
         reduction,
         controller,
+        layers=layers,
         ranks=members(process_set),
         local=Local(None, scale_local_gradients),
     )
@@ -149,8 +154,10 @@ class _Arguments(settings.Arguments):
         """Return the means over ranks of the gradients of these variables."""
         if self.op in (Average, Sum):
             return exchange_of(variables, self).exchange(gradients)
-        if self.gradient_predivide_factor != 1.0:
-            raise ConfigError("gradient_predivide_factor needs op=Average if it is not 1")
+        if self.gradient_predivide_factor != 1.0 or not self.layers:
+            raise ConfigError(
+                "gradient_predivide_factor needs op=Average if it is not 1, and so does layers=False"
+            )
         given = [
             tf.convert_to_tensor(each) if self.sparse_as_dense and each is not None else each
             for each in gradients

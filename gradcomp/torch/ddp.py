@@ -16,7 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, GradcompError, StateError
 from gradcomp.exchange.driver import Phase, StepDriver, Words
@@ -127,6 +127,7 @@ def ddp_comm_hook(
     grad_scaler: Scaler = None,
     controller: Controller | str | None = None,
     on_skip: str = "raise",
+    layers: bool = True,
 ) -> tuple[HookState, Hook]:
     """Return a state and a hook for ``ddp.register_comm_hook(state, hook)`` that compress DDP's gradients.
 
@@ -150,6 +151,7 @@ def ddp_comm_hook(
         on_skip: what happens when a rank skips a step that others take: ``"raise"``, a StateError on all ranks in the
             next exchange. ``"agree"`` is refused, because a hook has no part in ``step()``; use
             ``DistributedOptimizer(on_skip="agree")``.
+        layers: False compresses each exchange bucket as one vector, see :func:`DistributedOptimizer`.
 
     Collective over the ranks of DDP, which may be some of gradcomp's. Wire: see the compressor; uncompressed,
     2 d (N-1)/N bytes per rank; DDP sends no gradient itself. State: residuals where the compressor keeps them, 8 bytes
@@ -160,7 +162,7 @@ def ddp_comm_hook(
     frozen layers that now require gradients. In the first step under ``static_graph=True`` it raises a RuntimeError
     with the same text, because there DDP itself waits for the futures.
     """
-    arguments = Arguments(compression, controller=controller, on_skip=on_skip)  # type: ignore[arg-type]
+    arguments = Arguments(compression, controller=controller, on_skip=on_skip, layers=layers)  # type: ignore[arg-type]
     return make_hook(model, arguments, LossScale(grad_scaler))
 
 
@@ -227,7 +229,7 @@ class HookState(CompressionState, Listener, Exchange):
         #: The parameters that are exchanged, with their names: the layers, in order.
         self.named_parameters = self.named = named
         self._frozen = frozen
-        self._policy = proposal.policy
+        self._policy, self._arguments = proposal.policy, arguments
         self._layers = proposal.layers
         self._loss_scale = loss_scale
         self._numbers = {id(parameter): layer for layer, (_, parameter) in enumerate(named)}
@@ -275,7 +277,7 @@ class HookState(CompressionState, Listener, Exchange):
         It first accepts the last exchange, unless that held a value that was not finite. Raises ConfigError
         also for ``follow_rate``.
         """
-        policy = as_policy(compression)
+        policy = self._arguments.policy_of(compression)
         _refuse_following(policy)
         set_compression(self.checkpoint_manager, self.exchanger, self._layers, policy)
         self._policy = policy

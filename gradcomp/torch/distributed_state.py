@@ -28,7 +28,7 @@ from gradcomp.torch.modules import opaque
 from gradcomp.torch.optimizers import warn_if_it_averages
 from gradcomp.torch.sensitivity import Sensitivity
 
-_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip", "sensitivity")
+_NOT_FOR_ADASUM = ("finish", "reduction", "controller", "on_skip", "layers", "sensitivity")
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from gradcomp.compress import Compression, Compressor, Policy, as_policy
+from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.control import Controller
 from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import ConfigError, StateError
@@ -64,6 +64,7 @@ def DistributedOptimizer(
     reduction: str | None = None,
     controller: Controller | str | None = None,
     on_skip: OnSkip = "raise",
+    layers: bool = True,
     residuals: str | None = None,
     sensitivity: Sensitivity | None = None,
 ) -> DistributedTorchOptimizer:
@@ -86,7 +87,8 @@ def DistributedOptimizer(
         op: ``Average`` or ``Sum`` over ranks of the gradients, or ``Adasum`` of the steps, see
             :mod:`gradcomp.contrib.adasum_steps`: gradients stay a rank's own, and ``step()`` combines the steps of all
             ranks. Adasum needs a power of two of ranks, and ``compression`` none, fp16 or bf16; it refuses
-            ``finish``, ``reduction``, ``controller``, ``on_skip`` and ``sensitivity``, and ignores ``grad_scaler``.
+            ``finish``, ``reduction``, ``controller``, ``on_skip``, ``layers`` and ``sensitivity``, and ignores
+            ``grad_scaler``.
         gradient_predivide_factor: gradients are divided by it before the exchange, and the mean is multiplied by it
             after.
         num_groups: Horovod's older spelling of ``groups``.
@@ -108,6 +110,9 @@ def DistributedOptimizer(
         on_skip: what happens when a rank skips a step that others take, as by
             ``except OutOfMemoryError: opt.zero_grad(); continue``. ``"raise"``: a StateError on all ranks in the next
             exchange. ``"agree"``: all ranks vote before each step, and all skip it if one of them skips it.
+        layers: False compresses each exchange bucket as one vector, as a library beneath the framework has to, which
+            knows no layers: biases and norms too, at one level, without feedback. See :class:`gradcomp.Flat`; it takes
+            a quantiser, and no policy or controller.
         residuals: removed; anything but None raises a ConfigError that says what to do instead.
         sensitivity: the training loss on a batch, for ``controller=LGreCo(metric="loss")``, which needs it.
 
@@ -128,6 +133,7 @@ def DistributedOptimizer(
         reduction,
         controller,
         on_skip,
+        layers,
         groups=groups_of(num_groups, groups),
         finish=finish,
         loss_scale=LossScale(grad_scaler),
@@ -340,11 +346,11 @@ class Distributed(CompressionState, Adopted):
         others this or the TransportError of the abort.
         """
         exchange = self._gradcomp
-        policy, exchanger = as_policy(compression), self._exchanger_or_none()
+        policy, exchanger = exchange.arguments.policy_of(compression), self._exchanger_or_none()
         check_rate(self, policy)  # type: ignore[arg-type]
         set_compression(exchange.checkpoint_manager, exchanger, specs(exchange.named), policy)
         exchange.arguments = replace(
-            exchange.arguments, compression=policy, controller=None, sensitivity=None
+            exchange.arguments, compression=compression, controller=None, sensitivity=None
         )
         if exchanger is not None and exchanger.pipeline.transport.rank == 0:
             warn_if_it_averages(self, policy)  # type: ignore[arg-type]

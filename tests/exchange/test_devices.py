@@ -88,7 +88,7 @@ COMPRESSORS |= {
         *("signum", "onebit", "terngrad", "nuqsgd-4", "nuqsgd-5-feedback", "codebook-feedback"),
         *("two-level", "two-level-minimum", "two-level-dense", "two-level-momentum", "two-level-clip"),
         *("two-level-random", "two-level-random-minimum"),
-        *("ef21", "ef21-quantize", "fake"),
+        *("ef21", "ef21-quantize", "fake", "flat", "flat-cast"),
     )
 }
 
@@ -104,7 +104,7 @@ def gpu() -> Iterator[Any]:
 
 #: Of three ranks, two share a host.
 TOPOLOGY = Topology([0, 0, 1])
-REDUCED = ("fake", "4 bits", "nearest with feedback", "bits by block", "bfloat16", "sign")
+REDUCED = ("fake", "flat", "4 bits", "nearest with feedback", "bits by block", "bfloat16", "sign")
 CASES = [(name, "sra") for name in COMPRESSORS]
 CASES += [
     (name, reduction)

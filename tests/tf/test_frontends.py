@@ -26,7 +26,7 @@ class Keras(contract.FrontendContract):
     name, gc = "keras", gc
     takes = (
         "op", "backward_passes_per_step", "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set",
-        "reduction", "residuals",
+        "reduction", "residuals", "layers",
     )  # fmt: skip
 
     def make_model(self) -> None:
@@ -54,6 +54,7 @@ class Tape(Keras):
     name = "tape"
     takes = (
         "op", "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set", "reduction", "residuals",
+        "layers",
     )  # fmt: skip
 
     def make_model(self) -> None:

@@ -46,7 +46,7 @@ class Optimizer(Torch):
     name = "optimizer"
     takes = (
         "op", "backward_passes_per_step", "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set",
-        "finish", "grad_scaler", "reduction", "on_skip", "residuals",
+        "finish", "grad_scaler", "reduction", "on_skip", "residuals", "layers",
     )  # fmt: skip
     compared = set(contract.ALIKE)
 
@@ -62,7 +62,7 @@ class Optimizer(Torch):
 
 class Hook(Torch):
     name = "hook"
-    takes = ("grad_scaler", "on_skip")
+    takes = ("grad_scaler", "on_skip", "layers")
     only_default = ("on_skip",)
 
     def wrap(self, compression: Any = "none", **arguments: Any) -> None:
