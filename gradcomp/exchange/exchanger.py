@@ -97,6 +97,8 @@ class Exchanger:
         self._exchanges = 0  # begun so far; the same on all ranks, whatever their outcomes
         #: Called before each exchange but the first, with the number of those before it; it may use collectives.
         self.before_exchange: Callable[[int], None] | None = None
+        #: Called when the job ends in good order, to finish a step that other ranks may still need.
+        self.before_end: Callable[[], None] = lambda: None
         #: Looks at gradients, which the step driver shows it; all ranks have one, or none.
         self.recorder: Recorder | None = None
         self.closed = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -39,6 +39,7 @@ from gradcomp.exchange.fingerprint import (
 from gradcomp.exchange.layout import Layout, Ordering
 from gradcomp.exchange.memory import Allocate
 from gradcomp.exchange.plans import Plans, Switch
+from gradcomp.exchange.priorities import Priorities
 from gradcomp.exchange.settings import Settings
 from gradcomp.exchange.step import StepExchange, StepResult, Waits
 from gradcomp.exchange.step_times import StepTimes
@@ -116,6 +117,11 @@ class Pipeline:
         )
         #: Measures layers for the run log; None without one, and on ranks other than 0.
         self.samples: LayerSamples | None = None
+        self._priorities = (
+            Priorities(len(layers), settings.uses) if settings.uses is not None and config.reorder else None
+        )
+        #: The numbers of the layout's exchange buckets in the order in which they travel.
+        self.travel: tuple[int, ...] = ()
         self._average = settings.average
         self._order_step = settings.order_step
         controller = settings.controller
@@ -278,6 +284,11 @@ class Pipeline:
             self.statistics.skipped_steps += 1
         return finite
 
+    def outlast_digests(self) -> None:
+        """Wait until digests of the parameters are taken, if the open exchange compares them: then they may change."""
+        if (digests := self._digests) is not None:
+            wait([digests])
+
     def discard(self) -> None:
         """Discard the finished step; the state does not change."""
         if self.is_open:
@@ -405,6 +416,10 @@ class Pipeline:
         if self.step == self._order_step and self.config.reorder:
             is_new = yield from self.ordering.agree(self.transport, self.arrivals.order)
             self._stale |= is_new
+        if self._priorities is not None:
+            times = exchange.opened_at, np.array(self.arrivals.completed), exchange.ended
+            if (yield from self._priorities.after_step(self.layout, self.travel, *times, self.transport)):
+                self.travel = self._priorities.order(self.layout)
         self._stale |= self.ordering.seen(result.present, result.sparse)
         if all_ready:
             # Message sizes follow from the plan. Without one, the ranks are ready for their controllers' choices.
@@ -460,6 +475,9 @@ class Pipeline:
         #: True if compressors keep residuals or fields; equal on all ranks.
         self.keeps_state = bool(self.residuals.first.nbytes + self.fields.nbytes)
         self.plans.laid_out(self.plan)
+        self.travel = tuple(range(len(found.layout.buckets)))
+        if self._priorities is not None:
+            self.travel = self._priorities.order(found.layout)
         self.laid_out = found
         self.has_faked |= found.fakes
         self.laid_out_plan = self.plan

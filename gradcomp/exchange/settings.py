@@ -45,7 +45,8 @@ class Settings:
     compressor of layer i, ``adjustable[i]``, and leaves layers alone whose entry is None; ``compression``, for logs;
     ``network``, the measured constants that ``reduction="auto"`` needs with several hosts; ``slices_chosen``, True if
     the ranks have chosen the size of exchange buckets, since no setting gives it; ``times_every``, the steps between
-    two gathers of the ranks' times for rank 0's run log, or 0.
+    two gathers of the ranks' times for rank 0's run log, or 0; ``uses()``, each rank's own, which returns layers in the
+    order in which the forward pass used them: all ranks have it, or none, see :class:`Priorities`.
 
     Each rank's own: ``device``, which holds gradients and means, and so the state; ``listener``; ``digests()`` and
     ``fingerprint(step)``, which begin to compute those of the parameters and of a step; ``roster``; ``shared_core``,
@@ -70,6 +71,7 @@ class Settings:
     times_every: int = 0
     device: Device = HOST
     listener: Listener | None = None
+    uses: Callable[[], Sequence[int]] | None = None
     digests: Callable[[], Future[Digests]] | None = None
     fingerprint: Callable[[int], DeferredFingerprint] | None = None
     roster: Roster | None = None

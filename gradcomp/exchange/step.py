@@ -135,7 +135,8 @@ class InFlight:
 class StepExchange:
     """Runs one step, from its opening until all means are in the outputs.
 
-    Tick t issues round 0 of bucket t, round 1 of bucket t-1, ...: a total order that all ranks share.
+    Tick t issues round 0 of the bucket that travels as number t, round 1 of the one before, ...: a total order that all
+    ranks share.
 
     ``context`` lacks ``numbers``, the loss scale and the learning rate. These, and the ``fingerprint`` of parameters
     and optimizer, may come after the exchange opens; the first bucket waits for all three, since headers hold the
@@ -151,7 +152,7 @@ class StepExchange:
         fingerprint: DeferredFingerprint,
     ) -> None:
         self._pipeline, self._context = pipeline, context
-        self._programs = pipeline.laid_out.programs
+        self._programs, self._travel = pipeline.laid_out.programs, pipeline.travel
         self._arrivals, self._plans, self._device = pipeline.arrivals, pipeline.plans, pipeline.device
         #: The numbers that a device still computes; empty once all are known.
         self._unknown: tuple[Number | DeferredFingerprint, ...] = (*numbers, fingerprint)
@@ -160,6 +161,8 @@ class StepExchange:
         self._in_flight: list[InFlight] = []  # newest first
         self._ahead: InFlight | None = None  # the next bucket, if it began while another one waited
         self._begun = 0
+        #: When each bucket's means were there, on time.perf_counter's clock.
+        self.ended = np.zeros(len(self._programs))
         self._fingerprint_value = 0
         #: Set before the flush, if it is not this rank's own gradients that end the exchange.
         self.late = False
@@ -174,6 +177,7 @@ class StepExchange:
     def run(self) -> Waits:
         """Exchange the step's buckets in order, then end the step."""
         pipeline, programs, in_flight = self._pipeline, self._programs, self._in_flight
+        travel = self._travel
         late, overlap, transport = self._device.is_late, pipeline.config.overlap, pipeline.transport
         self._plans.follow(pipeline.step, pipeline.plan, pipeline.ordering.cold | pipeline.ordering.sparse)
         if self._plans.active is not None:
@@ -191,7 +195,7 @@ class StepExchange:
             if following < len(programs) and (overlap or not in_flight):
                 newest, self._ahead = self._ahead, None
                 if newest is None:
-                    yield from self._complete(programs[following].bucket)
+                    yield from self._complete(programs[travel[following]].bucket)
                     newest = self._begin()
                 in_flight.insert(0, newest)
                 following += 1
@@ -206,9 +210,10 @@ class StepExchange:
                 is_first = one.round < 0
                 if not one.issue(transport):
                     in_flight.remove(one)
+                    self.ended[one.number] = perf_counter()
                     if pipeline.listener is not None:
                         pipeline.listener.bucket_complete(programs[one.number].bucket)
-                if is_first and one.number == len(programs) - 1:
+                if is_first and one.number == travel[-1]:
                     pipeline.contribute()
         self.position = (len(programs), 0)
         yield from pipeline.end_step(self)
@@ -230,7 +235,7 @@ class StepExchange:
 
     def _begin(self) -> InFlight:
         """Begin the next bucket, which can be encoded."""
-        pipeline, program = self._pipeline, self._programs[self._begun]
+        pipeline, program = self._pipeline, self._programs[self._travel[self._begun]]
         arrivals, bucket, number = self._arrivals, program.bucket, program.bucket.number
         self._begun += 1
         arrivals.decide(bucket.layers)
@@ -308,8 +313,8 @@ class StepExchange:
         """Begin the next bucket early, while a device works, if it is complete; only one, since it takes memory."""
         if self._ahead is not None:
             self._ahead.prepare()
-        elif self._begun < len(self._programs) and self._arrivals.ready(self._begun):
-            events = self._events(self._programs[self._begun].bucket)
+        elif self._begun < len(self._programs) and self._arrivals.ready(self._travel[self._begun]):
+            events = self._events(self._programs[self._travel[self._begun]].bucket)
             if self._device.reached(events):
                 self._device.follow(events)
                 self._ahead = self._begin()

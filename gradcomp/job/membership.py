@@ -200,6 +200,8 @@ def part(runtime: Runtime, reason: str | None) -> bool:
     for exchanger in runtime.exchangers:
         if reason is not None:
             exchanger.abort(reason)
+        else:
+            exchanger.before_end()
     for channel in runtime.channels.values():
         channel.close(reason)
     failures = [e.error for e in runtime.exchangers if e.error is not None]

@@ -156,11 +156,12 @@ def start(
     *,
     order_step: int = 0,
     device: Device = HOST,
+    uses: Callable[[], Sequence[int]] | None = None,
 ) -> StepDriver:
     """Make an exchanger on the runtime's engine, log what it compresses, and return the driver of its steps.
 
     Collective: see :class:`Exchanger`. Without a ``transport``, in a world of one, there is no exchanger. ``shapes``
-    are those of the gradients in the framework.
+    are those of the gradients in the framework. For ``uses`` see :class:`gradcomp.exchange.priorities.Priorities`.
     """
     config = state.config
     if arguments.reduction is not None:
@@ -184,6 +185,7 @@ def start(
                 average=average,
                 listener=adapter.listener,
                 order_step=order_step,
+                uses=uses,
                 schedule=policy.scheduled(proposal.layers),
                 topology=state.topology.among(ranks),
                 arguments=compared,

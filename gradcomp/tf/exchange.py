@@ -21,6 +21,7 @@ from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Words
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFingerprint, Digests, Fingerprint
+from gradcomp.exchange.means_listener import MeansListener
 from gradcomp.job import joining, runtime, start
 from gradcomp.job.momentum import Group
 from gradcomp.job.momentum import momenta as momenta_of
@@ -30,7 +31,7 @@ from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
 from gradcomp.tf import bridge
 from gradcomp.tf.bridge import Array, bytes_of, lent, plain, refuse_graph, the_turn
-from gradcomp.tf.groups import Gradients, MeansListener, Site, groups_of
+from gradcomp.tf.groups import Gradients, Site, groups_of
 from gradcomp.tf.layers import specs
 from gradcomp.tf.memory import DeviceMemory, HostMemory, Memory, place_of
 

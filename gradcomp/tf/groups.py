@@ -1,18 +1,12 @@
-"""Groups of the gradients of one call of ``exchange``, and the wait for their means."""
+"""Groups of the gradients of one call of ``exchange``."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
-from time import perf_counter
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
-
-from gradcomp.core.errors import GradcompError
-from gradcomp.exchange.layout import Bucket, Layout
 
 #: For each variable a tensor, ``tf.IndexedSlices``, or None.
 Gradients = list[Any]
@@ -77,44 +71,3 @@ def groups_of(gradients: Gradients, shapes: Sequence[Sequence[int]], group_eleme
         groups[-1].append(layer)
         elements += math.prod(shapes[layer])
     return groups
-
-
-class MeansListener:
-    """A :class:`gradcomp.exchange.settings.Listener` on which several threads may wait."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._slices = np.zeros(0, dtype=np.int64)  # by layer: number of slices without a mean
-        self._error: GradcompError | None = None
-        self._waiting = 0
-        self._since = 0.0
-        self.waited_seconds = 0.0  # time of the open step in which at least one thread waited
-
-    def open(self, layout: Layout) -> None:
-        """Begin a step whose layers lie in exchange buckets as ``layout`` says."""
-        self._slices = np.array([len(buckets) for buckets in layout.buckets_of], dtype=np.int64)
-        self.waited_seconds = 0.0
-
-    def wait(self, layers: Sequence[int]) -> None:
-        """Block until the means of these layers have arrived; raises the error of a failed exchange."""
-        rows = np.array(layers, dtype=np.int64)
-        with self._changed:
-            if not self._waiting:
-                self._since = perf_counter()
-            self._waiting += 1
-            self._changed.wait_for(lambda: self._error is not None or not self._slices[rows].any())
-            self._waiting -= 1
-            if not self._waiting:
-                self.waited_seconds += perf_counter() - self._since
-            if self._error is not None:
-                raise self._error
-
-    def bucket_complete(self, bucket: Bucket) -> None:
-        with self._changed:
-            self._slices[bucket.layers] -= 1
-            self._changed.notify_all()
-
-    def failed(self, error: GradcompError) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()

@@ -21,6 +21,7 @@ from gradcomp.job.start import Proposal, propose, say_what_is_bypassed, start, v
 from gradcomp.job.state import Runtime
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
+from gradcomp.torch.forward_finish import ForwardExchange, refuse
 from gradcomp.torch.hooks import Finish, GradientExchange
 from gradcomp.torch.layers import Named, name_parameters, specs
 from gradcomp.torch.loss_scale import LossScale
@@ -131,8 +132,8 @@ class Arguments(settings.Arguments):
     def check(self) -> Policy:
         check_groups(self.groups)
         self.loss_scale.check()
-        if self.finish not in ("backward", "step"):
-            raise ConfigError(f'finish must be "backward" or "step", got {self.finish!r}')
+        if self.finish not in ("backward", "step", "forward"):
+            raise ConfigError(f'finish must be "backward", "step" or "forward", got {self.finish!r}')
         if self.sensitivity is not None and not isinstance(self.sensitivity, Sensitivity):
             raise ConfigError(
                 f"sensitivity must be a gradcomp.torch.Sensitivity(model, loss), got {self.sensitivity!r:.80}"
@@ -185,10 +186,13 @@ def build(
             arguments.sensitivity.check(named, optimizer)
         # In a world of one nothing is exchanged, so gradients may be on any device.
         device = device_of(named) if len(ranks) > 1 else HOST
+        if arguments.finish == "forward":
+            refuse(arguments, optimizer, named, device)
         return named, frozen, proposal, device
 
     (named, frozen, proposal, device), transport = validate_together(state, ranks, validate)
-    exchange = GradientExchange(named, frozen, arguments, optimizer)
+    kind = ForwardExchange if arguments.finish == "forward" else GradientExchange
+    exchange = kind(named, frozen, arguments, optimizer)
     if transport is None:
         say_what_is_bypassed(proposal.policy)
     elif transport.rank == 0:
@@ -209,6 +213,7 @@ def build(
         [tuple(parameter.shape) for _, parameter in named],
         arguments,
         device=device,
+        uses=exchange.uses if isinstance(exchange, ForwardExchange) else None,
     )
     exchange.attach(driver, before)
     joining.register(exchange)

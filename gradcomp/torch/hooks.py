@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gradcomp.core.errors import StateError
+from gradcomp.exchange import settings
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import Means, Phase, StepDriver, Words
 from gradcomp.exchange.exchanger import Exchanger
@@ -49,7 +50,7 @@ logger = logging.getLogger("gradcomp")
 #: A warning needs this many steps in a row that took the same number of exchanges, more than one.
 _LIMIT = 3
 _IS_SPARSE = attrgetter("is_sparse")
-Finish = Literal["backward", "step"]
+Finish = Literal["backward", "step", "forward"]
 #: Exchanges whose window ends with the backward pass that is about to return.
 _ending: list[GradientExchange] = []
 _numbers = count()
@@ -111,7 +112,7 @@ class GradientExchange(Listener, Exchange):
         '; with several backward passes over different parameters use finish="step"',
         SKIP_TOGETHER,
     )
-    listener = None
+    listener: settings.Listener | None = None
 
     def __init__(
         self, named: Named, frozen: Named, arguments: Arguments, optimizer: torch.optim.Optimizer
@@ -220,13 +221,13 @@ class GradientExchange(Listener, Exchange):
         if not self._in_backward:
             self._in_backward = True
             self._end.wait()
-        last = (self._passes if self.arguments.finish == "backward" else self._touched[layer] - 1) + 1
+        last = (self._touched[layer] - 1 if self.arguments.finish == "step" else self._passes) + 1
         if last < self.arguments.backward_passes_per_step:
             return
         self._submit([layer])
         self._arrived.submitted(layer)
         # From here on every layer of this pass is submitted. Each layer has a device event of its own on a GPU.
-        by_pass = self.arguments.finish == "backward" or self.arguments.backward_passes_per_step == 1
+        by_pass = self.arguments.finish != "step" or self.arguments.backward_passes_per_step == 1
         self._arrived.is_on = by_pass and self._gradients.are_ready and self.driver.phase is Phase.OPEN
 
     def _bucket_complete(self) -> None:
@@ -326,8 +327,10 @@ class GradientExchange(Listener, Exchange):
         self._bucket_complete()
         self._passes += 1
         given = self.arguments
-        if given.finish == "backward" and self._passes >= given.backward_passes_per_step:
-            self._flush()
+        if given.finish == "step" or self._passes < given.backward_passes_per_step:
+            return
+        self._flush()
+        if given.finish == "backward":
             _ending.append(self)
             at_end(self._behind_all)
 

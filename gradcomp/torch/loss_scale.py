@@ -39,6 +39,11 @@ class LossScale:
         self._has_state = False
         self._agreed = False
 
+    @property
+    def has_scaler(self) -> bool:
+        """Return True if a scaler was given, or found."""
+        return self._scaler() is not None
+
     def check(self) -> None:
         """Raise ConfigError if the argument is not a scaler."""
         if self._wrong:

@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, finalize, ref
 
 import torch
@@ -230,6 +230,17 @@ class _Running(threading.local):
 _running = _Running()
 
 
+class BeforeBackward(Protocol):
+    """Has work to finish before a backward pass."""
+
+    def before_backward(self) -> None:
+        """Finish it; called before each backward pass that begins outside of another one."""
+
+
+#: What :func:`watch_backward` calls before a backward pass.
+before_backward: WeakSet[BeforeBackward] = WeakSet()
+
+
 def at_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward pass ends; a callback may add further ones.
 
@@ -244,13 +255,16 @@ def at_end(callback: Callable[[], None]) -> None:
 
 
 def watch_backward() -> None:
-    """Patch the function by which Python runs autograd's engine, once, to call what compiled autograd drops."""
+    """Patch the function by which Python runs autograd's engine, once, to call back before it and after it."""
     run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     if hasattr(run, "of_gradcomp"):
         return
 
     @functools.wraps(run)
     def run_and_call_back(*arguments: Any, **named: Any) -> Any:
+        if before_backward and torch._C._current_graph_task_id() == -1:
+            for each in list(before_backward):
+                each.before_backward()
         outer, _running.callbacks = _running.callbacks, []
         try:
             found = run(*arguments, **named)

@@ -33,6 +33,7 @@ from gradcomp.torch.distributed_state import (
     groups_of,
     rebuild,
 )
+from gradcomp.torch.forward_finish import ForwardExchange, ForwardSteps
 from gradcomp.torch.hooks import Finish, GradientExchange
 from gradcomp.torch.layers import name_parameters, refuse_thawed, specs
 from gradcomp.torch.loss_scale import LossScale, Scaler
@@ -97,7 +98,11 @@ def DistributedOptimizer(
             together.
         sparse_as_dense: exchange sparse gradients as dense ones, which ``compression`` compresses; else their rows are
             gathered, uncompressed. Either way their mean is sparse again.
-        finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters.
+        finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters. ``"forward"`` updates
+            a parameter when its mean is there, at the latest where the next forward pass uses it, with the parameters
+            of ``"backward"``, bit for bit. It takes gradients on the CPU and optimizers of torch that update every
+            parameter by itself, and refuses closures, loss scalers and changes of gradients behind ``backward()``, such
+            as ``clip_grad_norm_``, without a ``synchronize()``. See the page of recipes for when it is faster.
         grad_scaler: the GradScaler in use, because residuals are kept in unscaled units. Without it, the only enabled
             one that exists when state begins is taken, and several are an error. False: the loss is not scaled.
         process_set: the ranks to average over, if not all: a :class:`ProcessSet`, a group of torch.distributed, or a
@@ -154,7 +159,8 @@ def DistributedOptimizer(
             raise ConfigError("a what-if run fakes exchanges of gradients, and op=Adasum exchanges steps")
         contributed("begin_adasum_steps")(optimizer, named_parameters, process_set, arguments)
     else:
-        adopt(optimizer, Distributed, build(state, ranks, optimizer, named_parameters, arguments))
+        exchange = build(state, ranks, optimizer, named_parameters, arguments)
+        adopt(optimizer, ForwardDistributed if finish == "forward" else Distributed, exchange)
     return cast("DistributedTorchOptimizer", optimizer)
 
 
@@ -359,6 +365,13 @@ class Distributed(CompressionState, Adopted):
         """Load the wrapped optimizer's state; the next step warns unless compression state is loaded as well."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._gradcomp.checkpoint_manager.state_is_due()
+
+
+class ForwardDistributed(ForwardSteps, Distributed):
+    """The methods of an optimizer with ``finish="forward"``."""
+
+    _gradcomp: ForwardExchange
+    is_opaque = (*ForwardSteps.is_opaque, *Distributed.is_opaque)
 
 
 if TYPE_CHECKING:
