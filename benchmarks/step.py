@@ -7,6 +7,7 @@
     python benchmarks/step.py --model resnet --rows topk-0.1,lgc-1,lgc-untrained,lgc-trained,lgc-auto
     python benchmarks/step.py --rows 4bit --compression 'flat[quantize:bits=4]'         # that row with layers=False
     python benchmarks/step.py --rows powersgd-4 --set slice_elements=65536      # many small buckets
+    python benchmarks/step.py --model deep --rows identity --forward            # finish="forward" beside "backward"
 
 One rank per host, one thread per rank, one core per rank. All rows live in the same processes, each with its own copy
 of the same model, and alternate in blocks of steps: A B C A B C ... A figure is the median over all steps of a row but
@@ -36,6 +37,9 @@ A speed counts only if three conditions hold, each a column; a row that breaks o
     bits       parameters equal, bit for bit, on all ranks and to those of a second run with overlap=False
     bytes      wire and interface agree within 2%
     loss       mean of the last quarter of the steps within 1% of DDP's on the same batches
+
+A row with finish="forward" must have the parameters of the same row without it, too. Its last means land in the next
+step, and before the next row begins. Its roofline is left out: buckets may travel while the next forward pass runs.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ import hosts
 import report
 from options import add_timing
 from step_rank import BATCH, LENGTH, MODELS, Task, run_rank
-from step_results import bars, evaluate, judge, show
+from step_results import bars, evaluate, forward_bars, judge, show
 from step_rows import ROWS, Row, choose
 
 
@@ -69,7 +73,7 @@ def split(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], dict[str, str]]:
 
 
 def measure(options: argparse.Namespace) -> int:
-    rows, missing = split(choose(options.rows, options.compression))
+    rows, missing = split(choose(options.rows, options.compression, forward=options.forward))
     for key, reason in missing.items():
         print(f"row {key} is left out: {reason}", file=sys.stderr)
     settings = dict(parse_setting(text) for text in options.set)
@@ -109,7 +113,7 @@ def run(task: Task, link: str, ranks: int, verify: bool = True) -> dict[str, Any
     results = {row.key: evaluate(row, timed, verified) for row in task.rows}
     judge(results)
     print(show(results))
-    print("\n".join(bars(results, link)))
+    print("\n".join((*bars(results, link), *forward_bars(results, task.model))))
     return {
         "benchmark": "step",
         "machine": machine,
@@ -139,12 +143,15 @@ def main() -> int:
     parser.add_argument(
         "--link", choices=hosts.LINKS, default="1gbit", help="rate of the links (default: 1gbit)"
     )
-    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="or ResNet-20 on random images")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="default: lstm")
     add_timing(parser, blocks=10, steps=8)
     parser.add_argument(
         "--rows",
         help=f"comma-separated: {', '.join(row.key for row in ROWS)} "
         f"(default: all but {', '.join(row.key for row in ROWS if row.extra)})",
+    )
+    parser.add_argument(
+        "--forward", action="store_true", help='each row of gradcomp a second time, with finish="forward"'
     )
     parser.add_argument("--compression", action="append", default=[], help="a further row, in string form")
     parser.add_argument("--set", action="append", default=[], help="a setting of gc.init, as name=value")

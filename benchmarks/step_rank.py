@@ -18,10 +18,10 @@ from typing import Any
 import hosts
 import models
 from roofline import Rounds, WireRecord
-from step_rows import Row
+from step_rows import FORWARD, Row
 
 BATCH, LENGTH = 4, 14  # a step without exchange takes about 38 ms on one thread
-MODELS = ("lstm", "resnet", "resnet18", "gpt")  # of 10.6, 0.27, 11.2 and 7.3 M parameters
+MODELS = ("lstm", "resnet", "resnet18", "gpt", "deep")  # of 10.6, 0.27, 11.2, 7.3 and 5.6 M parameters
 LEARNING_RATE = 0.2
 HOOK_RANK = 4
 COUNTERS = ("exposed_seconds", "codec_seconds", "wire_seconds")
@@ -139,6 +139,7 @@ def make_trainer(row: Row, initial: Any, text: models.Text | models.Noise, rank:
                 named_parameters=model.named_parameters(),
                 compression=row.how,
                 layers=not row.how.startswith("flat["),
+                finish=row.finish,
             )
         else:
             module, hook_state = compress_ddp(model, row)
@@ -254,6 +255,8 @@ def make_model(task: Task) -> tuple[Any, models.Text | models.Noise]:
         return models.Classifier(models.ResNet((3, 3, 3), 16)), models.Noise()
     if task.model == "resnet18":
         return models.Classifier(models.ResNet((2, 2, 2, 2), 64)), models.Noise(8)
+    if task.model == "deep":
+        return models.Classifier(models.Deep()), models.Noise(64)
     text = models.load_text(Path(task.data) if task.data else None)
     if task.model == "gpt":
         return models.WordGPT(models.VOCABULARY, 256, 6, 4, LENGTH), text
@@ -267,6 +270,8 @@ def run_block(trainer: Trainer, task: Task, barrier: Callable[[], None]) -> None
     for _ in range(task.warmup + task.steps):
         times.append(trainer.step())
         counters.append(trainer.counters())
+    if trainer.row.finish == FORWARD:
+        trainer.optimizer.synchronize()  # the next row begins on an idle link
     barrier()  # everything sent before it has passed the interface now
     trainer.block_traffic.append(hosts.Traffic.now() - sent)
     trainer.block_wire_bytes.append(trainer.wire_bytes() - wire)

@@ -8,7 +8,7 @@ from typing import Any
 
 import report
 from roofline import busiest_bytes, roofline
-from step_rows import AUTO, DDP, FINE, HOOK, IDEAL, IDENTITY, POWERSGD, TOPK, UNTRAINED, Row
+from step_rows import AUTO, DDP, FINE, FORWARD, HOOK, IDEAL, IDENTITY, POWERSGD, TOPK, UNTRAINED, Row
 
 BYTES_TOLERANCE = 0.02
 LOSS_TOLERANCE = 0.01
@@ -27,6 +27,8 @@ BARS = {
 
 #: On any link: of which steps have unlike lengths, a row's mean step over another row's, at most.
 MEAN_BARS = ((AUTO, UNTRAINED, 1.05),)
+#: By model: the paired blocks of a row with finish="forward" over those of finish="backward", at most.
+FORWARD_BARS = {"deep": 0.90, "lstm": 1.02}
 #: Blocks that means leave out: in the first steps a share is measured.
 UNSETTLED = 2
 
@@ -34,7 +36,7 @@ UNSETTLED = 2
 def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any]]) -> dict[str, Any]:
     """One row's figures, over all ranks: seconds and bytes."""
     own = [found["rows"][row.key] for found in timed]
-    result: dict[str, Any] = {"title": row.title, "kind": row.kind, "how": row.how}
+    result: dict[str, Any] = {"title": row.title, "kind": row.kind, "how": row.how, "finish": row.finish}
     result["step_seconds"] = max(median_step(rank) for rank in own)
     quartiles = [statistics.quantiles(all_seconds(rank), n=4) for rank in own]
     result["quartiles_seconds"] = [max(q[0] for q in quartiles), max(q[2] for q in quartiles)]
@@ -63,6 +65,8 @@ def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any
     result["loss"] = statistics.mean(statistics.mean(rank["losses"][quarter:]) for rank in own)
     ideal = [found["rows"].get(IDEAL) for found in timed]
     if all(ideal):
+        result["exposed_seconds"] = result["step_seconds"] - max(median_step(free) for free in ideal)
+    if all(ideal) and row.finish != FORWARD:  # whose buckets may travel while the next forward pass runs
         result["roofline_seconds"] = max(
             roofline(
                 list(zip(travels, rank["buckets"], strict=True)),
@@ -73,7 +77,6 @@ def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any
             for rank, free in zip(own, ideal, strict=True)
         )
         result["distance_seconds"] = result["step_seconds"] - result["roofline_seconds"]
-        result["exposed_seconds"] = result["step_seconds"] - max(median_step(free) for free in ideal)
     if row.kind == "gradcomp":
         result["rounds"] = max(len(bucket) for step in own[0]["rounds"] for bucket in step)
         result["waited_seconds"] = max(rank["exposed_seconds"] for rank in own)
@@ -82,6 +85,7 @@ def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any
         result["bytes_difference"] = result["interface_bytes"] / result["wire_bytes"] - 1
         digests = {rank["digest"] for rank in own} | {found["rows"][row.key]["digest"] for found in verified}
         result["bits_equal"] = len(digests) == 1 if verified else None
+        result["digest"] = own[0]["digest"]
     return result
 
 
@@ -105,6 +109,8 @@ def judge(rows: dict[str, dict[str, Any]]) -> None:
             broken = []
             if not row["bits_equal"]:
                 broken.append("bits" if row["bits_equal"] is False else "bits not checked")
+            if row["finish"] == FORWARD and row["digest"] != backward_of(rows, row)["digest"]:
+                broken.append("bits of backward")
             if not abs(row["bytes_difference"]) <= BYTES_TOLERANCE:
                 broken.append("bytes")
             if reference is None:
@@ -150,6 +156,26 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
             ]
         )
     return report.table(headers, cells)
+
+
+def backward_of(rows: dict[str, dict[str, Any]], forward: dict[str, Any]) -> dict[str, Any]:
+    """The row that differs from this one in ``finish`` only."""
+    return next(row for row in rows.values() if row["how"] == forward["how"] and row["finish"] != FORWARD)
+
+
+def forward_bars(rows: dict[str, dict[str, Any]], model: str) -> list[str]:
+    """Of each row with ``finish="forward"``, the ratio of its blocks to those of the other ``finish``."""
+    lines = []
+    for row in (row for row in rows.values() if row["finish"] == FORWARD):
+        medians = row["block_medians_seconds"], backward_of(rows, row)["block_medians_seconds"]
+        ratios = [a / b for a, b in zip(*medians, strict=True)]
+        row["to_backward"] = ratio = statistics.median(ratios)
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratio] * 3
+        line = f"{row['title']}: {ratio:.3f} x finish=\"backward\" (quartiles {quartiles[0]:.3f}, {quartiles[2]:.3f})"
+        if (bar := FORWARD_BARS.get(model)) is not None:
+            line = f"bar: {line}, at most {bar:.2f}: {'met' if ratio <= bar else 'NOT met'}"
+        lines.append(line)
+    return lines
 
 
 def bars(rows: dict[str, dict[str, Any]], link: str) -> list[str]:

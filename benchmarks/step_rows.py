@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MOMENTUM = 0.9
 IDEAL, DDP, IDENTITY = "ideal", "ddp", "identity"
 POWERSGD, HOOK, TOPK, FINE = "powersgd-4", "ddp-powersgd-4", "topk", "topk-0.1"
 UNTRAINED, AUTO = "lgc-untrained", "lgc-auto"
+FORWARD = "forward"
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Row:
 
     ``momentum``: the optimizer's; 0 where the compression has it. ``extra``: only measured when it is asked for.
     ``by``: what registers gradcomp: the wrapped optimizer, a communication hook of DDP, or its backend's name.
+    ``finish``: that of gradcomp's optimizer.
     """
 
     key: str
@@ -25,6 +27,7 @@ class Row:
     momentum: float = MOMENTUM
     extra: bool = False
     by: str = "optimizer"
+    finish: str = "backward"
 
 
 ROWS = (
@@ -93,8 +96,11 @@ ROWS = (
 )
 
 
-def choose(keys: str | None, compressions: list[str]) -> tuple[Row, ...]:
-    """The rows of these keys with the two that all others are compared with; and one more for each compression."""
+def choose(keys: str | None, compressions: list[str], *, forward: bool = False) -> tuple[Row, ...]:
+    """The rows of these keys with the two that all others are compared with; and one more for each compression.
+
+    ``forward``: each row of gradcomp a second time, with ``finish="forward"``.
+    """
     known = {row.key: row for row in ROWS}
     if keys is None:
         chosen = [row for row in ROWS if not row.extra]
@@ -103,4 +109,14 @@ def choose(keys: str | None, compressions: list[str]) -> tuple[Row, ...]:
         if unknown := [key for key in wanted if key not in known]:
             raise SystemExit(f"--rows: unknown {', '.join(unknown)}; there are {', '.join(known)}")
         chosen = [known[key] for key in dict.fromkeys([IDEAL, DDP, *wanted])]
-    return (*chosen, *(Row(text, f"gradcomp {text}", "gradcomp", text) for text in compressions))
+    chosen += [Row(text, f"gradcomp {text}", "gradcomp", text) for text in compressions]
+    if not forward:
+        return tuple(chosen)
+    return tuple(
+        each for row in chosen for each in ((row, forward_of(row)) if row.kind == "gradcomp" else (row,))
+    )
+
+
+def forward_of(row: Row) -> Row:
+    """The same with ``finish="forward"``."""
+    return replace(row, key=f"{row.key}-{FORWARD}", title=f'{row.title}, finish="forward"', finish=FORWARD)

@@ -143,7 +143,8 @@ class Readers:
             return []
         pipeline = exchanger.pipeline
         names = [layer.name for layer in pipeline.layers]
-        return [([names[i] for i in b.layers.tolist()], b.payload_bytes) for b in pipeline.layout.buckets]
+        buckets = [pipeline.layout.buckets[number] for number in pipeline.travel]
+        return [([names[i] for i in b.layers.tolist()], b.payload_bytes) for b in buckets]
 
     def plan(self) -> Plan | None:
         """Return the plan of the next step: every layer's compressor and level. None in a world of one."""

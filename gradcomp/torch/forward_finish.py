@@ -24,6 +24,7 @@ from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import before_backward
 
 _SCALER = "a loss scaler looks at the means of all layers before step()"
+_COMPILED = "torch.compile runs in this process, and compiled code reads parameters without asking"
 _CLOSURE = "step() takes no closure, which needs the parameters of its own step"
 #: Optimizers that update every parameter by itself, from its gradient, its state and its group's settings.
 _BY_PARAMETER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop")
@@ -52,6 +53,8 @@ class _Awaited:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            raise _refused(_COMPILED)
         kwargs = kwargs or {}
         if func in _WITHOUT_VALUES and torch.is_grad_enabled():
             with torch._C.DisableTorchFunctionSubclass():
@@ -197,7 +200,9 @@ class ForwardExchange(GradientExchange):
         super()._submit_one(layer, gradient)
 
     def before_backward(self) -> None:
-        """End the last step: gradients are about to be added to."""
+        """End the last step: gradients are about to be added to. An exchange that has failed raises when it is used."""
+        if self.driver.error is not None:
+            return
         if self.is_deferred:
             self.complete()
         elif self.driver.attached and self.driver.phase is Phase.FLUSHED:
@@ -237,10 +242,15 @@ class ForwardExchange(GradientExchange):
         Return None if the step is to be taken as a whole: all means are there already, as after ``synchronize()``, or
         it is the first step, in which optimizers make their state, or all means are recorded.
         """
+        # An optimizer's constructor imports it anyway, which takes two seconds.
+        from torch._dynamo.utils import counters
+
         self.driver.check()
         self._steps += 1
         if self.driver.means is not None or self._steps == 1 or self.exchanger.recorder is not None:
             return None
+        if counters["frames"]["total"]:
+            raise self._failed(_COMPILED)
         self._flush()
         self.exchanger.pipeline.outlast_digests()
         parameters, handed_in = self._gradients.parameters, self._handed_in
