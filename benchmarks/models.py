@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sysconfig
 import zlib
@@ -152,7 +153,7 @@ class Deep(nn.Module):
         self.convolutions = nn.Sequential(*parts)
         sizes = [inputs * 2 * 2, 2048, 2048]
         self.linear = nn.Sequential(
-            *(layer for n, m in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(n, m), nn.ReLU()))
+            *(layer for n, m in itertools.pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU()))
         )
         self.output = nn.Linear(sizes[-1], classes)
 

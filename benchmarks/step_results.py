@@ -171,7 +171,7 @@ def forward_bars(rows: dict[str, dict[str, Any]], model: str) -> list[str]:
         ratios = [a / b for a, b in zip(*medians, strict=True)]
         row["to_backward"] = ratio = statistics.median(ratios)
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratio] * 3
-        line = f"{row['title']}: {ratio:.3f} x finish=\"backward\" (quartiles {quartiles[0]:.3f}, {quartiles[2]:.3f})"
+        line = f'{row["title"]}: {ratio:.3f} x finish="backward" (quartiles {quartiles[0]:.3f}, {quartiles[2]:.3f})'
         if (bar := FORWARD_BARS.get(model)) is not None:
             line = f"bar: {line}, at most {bar:.2f}: {'met' if ratio <= bar else 'NOT met'}"
         lines.append(line)

@@ -37,7 +37,13 @@ class Priorities:
         self._agreed: tuple[Seconds, Seconds, float] | None = None
 
     def after_step(
-        self, layout: Layout, travel: Sequence[int], opened: float, complete: Seconds, ended: Seconds, transport: Transport
+        self,
+        layout: Layout,
+        travel: Sequence[int],
+        opened: float,
+        complete: Seconds,
+        ended: Seconds,
+        transport: Transport,
     ) -> Generator[Waiting, None, bool]:
         """Measure a step, and agree after the last measured one; return whether the ranks agreed. Collective.
 

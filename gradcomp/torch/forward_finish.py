@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,87 +13,18 @@ import torch
 
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.exchange.driver import Phase, StepDriver
-from gradcomp.exchange.layout import Layout
 from gradcomp.exchange.means_listener import MeansListener
 from gradcomp.exchange.priorities import LAST_MEASURED
 from gradcomp.kernels.devices import Device
+from gradcomp.torch.awaited import COMPILED, refused, restore, wait_for_use
 from gradcomp.torch.hooks import GradientExchange
 from gradcomp.torch.layers import Named
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import before_backward
 
 _SCALER = "a loss scaler looks at the means of all layers before step()"
-_COMPILED = "torch.compile runs in this process, and compiled code reads parameters without asking"
-_CLOSURE = "step() takes no closure, which needs the parameters of its own step"
 #: Optimizers that update every parameter by itself, from its gradient, its state and its group's settings.
 _BY_PARAMETER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop")
-_Tensor = torch.Tensor
-#: Functions that read no value of a parameter: gradients are zeroed and shapes compared while a mean is under way.
-_WITHOUT_VALUES = frozenset(
-    [_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.grad.__delete__]  # type: ignore[attr-defined]
-    + [
-        getattr(_Tensor, name).__get__
-        for name in ("requires_grad", "shape", "dtype", "device", "layout", "is_sparse", "is_leaf")
-    ]
-)
-#: Parameters whose class is an awaited one, by id: what waits for which layer of an exchange.
-_awaited: dict[int, tuple[ForwardExchange, int]] = {}
-
-
-class _Awaited:
-    """Mixed into the class of a parameter whose update waits for a mean.
-
-    PyTorch calls ``__torch_function__`` of such a class before any of its functions reads the parameter: a module's
-    forward, a function of ``torch.nn.functional``, ``detach()`` in a ``state_dict()``, ``copy_``. The update is applied
-    there, and the parameter gets its own class back. So it does not matter which module, or whether one, uses it.
-    """
-
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
-            raise _refused(_COMPILED)
-        kwargs = kwargs or {}
-        if func in _WITHOUT_VALUES and torch.is_grad_enabled():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if not _used(args) + _used(kwargs.values()):
-            for exchange in {exchange for exchange, _ in _awaited.values()}:
-                exchange.complete()
-        return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _used([self])
-        return copy.deepcopy(self, memo)
-
-
-def _used(values: Iterable[Any]) -> int:
-    """Apply the updates of the awaited parameters among these values; return how many there are."""
-    count = 0
-    for value in values:
-        if isinstance(value, _Awaited):
-            if id(value) in _awaited:
-                exchange, layer = _awaited[id(value)]
-                exchange.use(layer)
-            else:  # somebody has made a tensor of the same class
-                _restore_class(value)
-            count += 1
-        elif isinstance(value, list | tuple):
-            count += _used(value)
-        elif isinstance(value, dict):
-            count += _used(value.values())
-    return count
-
-
-@cache
-def _awaited_class(kind: type) -> type:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
-    return type(kind)(kind.__name__, (_Awaited, kind), names)
-
-
-def _restore_class(parameter: Any) -> None:
-    parameter.__class__ = type(parameter).__mro__[2]
 
 
 def refuse(arguments: Any, optimizer: torch.optim.Optimizer, named: Named, device: Device) -> None:
@@ -114,19 +44,17 @@ def refuse(arguments: Any, optimizer: torch.optim.Optimizer, named: Named, devic
     elif device.is_late or any(parameter.device.type != "cpu" for _, parameter in named):
         why = "it was made for gradients on the CPU, and these are on a device"
     elif shared := _overlapping(named):
-        why = f"parameters {shared[0]!r} and {shared[1]!r} share memory, so that one is used through the other"
+        why = (
+            f"parameters {shared[0]!r} and {shared[1]!r} share memory, so that one is used through the other"
+        )
     if why:
-        raise _refused(why)
-
-
-def _refused(why: str) -> ConfigError:
-    return ConfigError(f'finish="forward": {why}; use finish="backward"')
+        raise refused(why)
 
 
 def _overlapping(named: Named) -> tuple[str, str] | None:
     """Return the names of two parameters of which one begins inside the other's memory."""
     ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named if p.numel())
-    for (_, end, one), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
+    for (_, end, one), (begin, _, other) in pairwise(ranges):
         if begin < end:
             return one, other
     return None
@@ -152,7 +80,9 @@ class ForwardExchange(GradientExchange):
         #: True if ``zero_grad()`` was called since ``step()``.
         self.zeroed = False
         self._pending: dict[int, torch.Tensor] = {}  # layer -> the gradient that becomes its mean
-        self._stale: dict[int, torch.Tensor] = {}  # gradients of layers that this rank has handed in nothing of
+        self._stale: dict[
+            int, torch.Tensor
+        ] = {}  # gradients of layers that this rank has handed in nothing of
         self._groups: list[dict[str, Any]] = []  # settings of the optimizer's groups as of step()
         self._group_of: dict[int, int] = {}  # id of a parameter -> its group
         self._steps = 0
@@ -229,7 +159,7 @@ class ForwardExchange(GradientExchange):
 
     def _failed(self, why: str) -> ConfigError:
         """Return the error, after telling the other ranks."""
-        error = _refused(why)
+        error = refused(why)
         if self.driver.attached:
             self.driver.fail(error)
         return error
@@ -250,7 +180,7 @@ class ForwardExchange(GradientExchange):
         if self.driver.means is not None or self._steps == 1 or self.exchanger.recorder is not None:
             return None
         if counters["frames"]["total"]:
-            raise self._failed(_COMPILED)
+            raise self._failed(COMPILED)
         self._flush()
         self.exchanger.pipeline.outlast_digests()
         parameters, handed_in = self._gradients.parameters, self._handed_in
@@ -301,19 +231,20 @@ class ForwardExchange(GradientExchange):
         for layer in layers:
             parameter: Any = self._gradients.parameters[layer]
             if layer not in self._mine:
-                parameter.__class__ = _awaited_class(type(parameter))
-                self._mine[layer], _awaited[id(parameter)] = parameter, (self, layer)
+                wait_for_use(parameter, self, layer)
+                self._mine[layer] = parameter
 
     def _disarm(self, layers: Iterable[int]) -> None:
         for layer in layers:
             if (parameter := self._mine.pop(layer, None)) is not None:
-                del _awaited[id(parameter)]
-                _restore_class(parameter)
+                restore(parameter)
 
     def use(self, layer: int) -> None:
         """Apply the update of a layer that is about to be used, when its mean is there; meanwhile, those of others."""
         with self._lock:
-            if not torch.is_grad_enabled():  # an evaluation: modules may look at the classes of all their parameters
+            if (
+                not torch.is_grad_enabled()
+            ):  # an evaluation: modules may look at the classes of all their parameters
                 self.complete()
             if layer not in self._mine:
                 return
@@ -393,90 +324,8 @@ class ForwardExchange(GradientExchange):
             with torch.inference_mode(False):
                 getattr(kind.step, "__wrapped__", kind.step)(stepping)
         finally:
-            for layer, gradient in zip(layers, before, strict=True):
-                parameters[layer].grad = gradient
-
-
-class ForwardSteps:
-    """The methods that an optimizer with ``finish="forward"`` has in place of :class:`Distributed`'s."""
-
-    _gradcomp: ForwardExchange
-    is_opaque = ("_begin_step", "_end_step", "_complete")
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on the means that are there; a parameter whose mean is not there is updated when it is used.
-
-        Settings of the parameter groups, such as rates, count as they are now.
-        """
-        if closure is not None:
-            raise _refused(_CLOSURE)
-        groups = self._begin_step()
-        if groups is None:
-            found = super().step()  # type: ignore[misc]
-        else:
-            base: Any = type(self).__bases__[1]
-            kept, self.param_groups = self.param_groups, groups  # type: ignore[has-type]
-            try:
-                found = base.step(self)
-            finally:
-                self.param_groups = kept
-                self._gradcomp.momenta.give_back()
-        self._end_step()
-        return found
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def _begin_step(self) -> list[dict[str, Any]] | None:
-        exchange = self._gradcomp
-        if not exchange.driver.attached:
-            return None
-        exchange.complete()
-        self._check_step()  # type: ignore[attr-defined]
-        self._opt_called = True  # for schedulers
-        return exchange.defer()
-
-    def _end_step(self) -> None:
-        if self._gradcomp.driver.attached:
-            self._gradcomp.deferred()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. After ``step()`` it waits for no mean, unless ``set_to_none`` is false."""
-        exchange = self._gradcomp
-        if exchange.is_deferred and set_to_none:
-            exchange.zeroed = True
-            type(self).__bases__[1].zero_grad(self)  # type: ignore[attr-defined]
-        else:
-            super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    def _complete(self) -> None:
-        self._gradcomp.complete()
-
-    def synchronize(self) -> None:
-        """Make gradients the means now; after ``step()``, wait for all means and apply them."""
-        if self._gradcomp.is_deferred:
-            self._complete()
-        elif self._gradcomp.driver.attached:
-            self._gradcomp.finish()
-            self._gradcomp.synchronized = True
-
-    def _finish_exchange(self) -> None:
-        """Refuse a GradScaler, which calls this before it looks at the gradients."""
-        raise self._gradcomp.refuse_scaler()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, once all updates are applied."""
-        self._complete()
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._complete()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._complete()
-        state: dict[str, Any] = super().__getstate__()
-        return state
+            for layer, kept in zip(layers, before, strict=True):
+                parameters[layer].grad = kept
 
 
 def _copied(value: Any) -> Any:

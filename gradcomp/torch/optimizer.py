@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -33,7 +33,8 @@ from gradcomp.torch.distributed_state import (
     groups_of,
     rebuild,
 )
-from gradcomp.torch.forward_finish import ForwardExchange, ForwardSteps
+from gradcomp.torch.forward_finish import ForwardExchange
+from gradcomp.torch.forward_steps import ForwardSteps
 from gradcomp.torch.hooks import Finish, GradientExchange
 from gradcomp.torch.layers import name_parameters, refuse_thawed, specs
 from gradcomp.torch.loss_scale import LossScale, Scaler
@@ -98,11 +99,11 @@ def DistributedOptimizer(
             together.
         sparse_as_dense: exchange sparse gradients as dense ones, which ``compression`` compresses; else their rows are
             gathered, uncompressed. Either way their mean is sparse again.
-        finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters. ``"forward"`` updates
-            a parameter when its mean is there, at the latest where the next forward pass uses it, with the parameters
-            of ``"backward"``, bit for bit. It takes gradients on the CPU and optimizers of torch that update every
-            parameter by itself, and refuses closures, loss scalers and changes of gradients behind ``backward()``, such
-            as ``clip_grad_norm_``, without a ``synchronize()``. See the page of recipes for when it is faster.
+        finish: ``"backward"``, or ``"step"`` for several backward passes over disjoint parameters. ``"forward"``
+            updates a parameter when its mean is there, at the latest where the next forward pass uses it; parameters
+            are those of ``"backward"``, bit for bit. It needs gradients on the CPU and an optimizer of torch that
+            updates every parameter by itself, and refuses closures, loss scalers, and changes of gradients behind
+            ``backward()``, such as ``clip_grad_norm_``, without a ``synchronize()``. See the page of recipes.
         grad_scaler: the GradScaler in use, because residuals are kept in unscaled units. Without it, the only enabled
             one that exists when state begins is taken, and several are an error. False: the loss is not scaled.
         process_set: the ranks to average over, if not all: a :class:`ProcessSet`, a group of torch.distributed, or a
@@ -173,7 +174,7 @@ class Distributed(CompressionState, Adopted):
 
     _gradcomp: GradientExchange
     calls_own = ("step", "zero_grad")
-    is_opaque = (
+    is_opaque: ClassVar[tuple[str, ...]] = (
         "_accepts",
         "_evaluation",
         "_take_means",
