@@ -21,7 +21,7 @@ from roofline import Rounds, WireRecord
 from step_rows import FORWARD, Row
 
 BATCH, LENGTH = 4, 14  # a step without exchange takes about 38 ms on one thread
-MODELS = ("lstm", "resnet", "resnet18", "gpt", "deep")  # of 10.6, 0.27, 11.2, 7.3 and 5.6 M parameters
+MODELS = ("lstm", "resnet", "resnet18", "gpt", "deep")  # of 10.6, 0.27, 11.2, 7.3 and 6.1 M parameters
 LEARNING_RATE = 0.2
 HOOK_RANK = 4
 COUNTERS = ("exposed_seconds", "codec_seconds", "wire_seconds")

@@ -74,15 +74,15 @@ class ForwardExchange(GradientExchange):
         self.listener: MeansListener = MeansListener()
         self._loss_scale = LossScale(False)
         self._lock = threading.RLock()
-        self._handed_in: dict[int, tuple[torch.Tensor, int]] = {}  # layer -> gradient, and its version then
+        # Layer -> gradient, and its version then. What is stepped on leaves it, so that its memory can be used again.
+        self._handed_in: dict[int, tuple[torch.Tensor, int]] = {}
         #: True between ``step()`` and the end of its step.
         self.is_deferred = False
         #: True if ``zero_grad()`` was called since ``step()``.
         self.zeroed = False
         self._pending: dict[int, torch.Tensor] = {}  # layer -> the gradient that becomes its mean
-        self._stale: dict[
-            int, torch.Tensor
-        ] = {}  # gradients of layers that this rank has handed in nothing of
+        self._absent: set[int] = set()  # layers that this rank has handed in nothing of
+        self._stale: dict[int, torch.Tensor] = {}  # the gradients that these have all the same
         self._groups: list[dict[str, Any]] = []  # settings of the optimizer's groups as of step()
         self._group_of: dict[int, int] = {}  # id of a parameter -> its group
         self._steps = 0
@@ -177,27 +177,27 @@ class ForwardExchange(GradientExchange):
 
         self.driver.check()
         self._steps += 1
-        if self.driver.means is not None or self._steps == 1 or self.exchanger.recorder is not None:
+        if self.driver.means is not None:
             return None
-        if counters["frames"]["total"]:
-            raise self._failed(COMPILED)
         self._flush()
-        self.exchanger.pipeline.outlast_digests()
         parameters, handed_in = self._gradients.parameters, self._handed_in
         self._check_untouched(handed_in)
         if replaced := [i for i, (gradient, _) in handed_in.items() if parameters[i].grad is not gradient]:
             raise self._changed(replaced[0])
+        if self._steps == 1 or self.exchanger.recorder is not None:
+            return None
+        if counters["frames"]["total"]:
+            raise self._failed(COMPILED)
+        self.exchanger.pipeline.outlast_digests()
         self.momenta.withhold(self._optimizer)
         groups = self._optimizer.param_groups
         self._groups = [{key: _copied(v) for key, v in group.items() if key != "params"} for group in groups]
         self._group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-        landed = [layer for layer in handed_in if self.listener.landed(layer)]
-        self._pending = {layer: gradient for layer, (gradient, _) in handed_in.items()}
-        now = set(landed)
-        for layer in landed:
-            del self._pending[layer]
-        absent = [layer for layer in range(len(parameters)) if layer not in handed_in]
-        self._stale = {i: gradient for i in absent if (gradient := parameters[i].grad) is not None}
+        now = set(filter(self.listener.landed, handed_in))
+        self._pending = {layer: given[0] for layer, given in handed_in.items() if layer not in now}
+        self._absent = set(range(len(parameters))) - handed_in.keys()
+        self._stale = {i: gradient for i in self._absent if (gradient := parameters[i].grad) is not None}
+        self._held = []
         self._unexchanged.signs += 1
         self.is_deferred, self.zeroed, self._uses = True, False, []
         later = [layer for layer in range(len(parameters)) if layer not in now]
@@ -207,8 +207,11 @@ class ForwardExchange(GradientExchange):
 
     def deferred(self) -> None:
         """End ``step()``, after the optimizer's own."""
+        stepped_on = self._handed_in.keys() - self._pending.keys()
         if self.is_deferred:
-            self._check_untouched(self._handed_in.keys() - self._pending.keys())
+            self._check_untouched(stepped_on)
+        for layer in stepped_on:
+            del self._handed_in[layer]
         if self._steps <= LAST_MEASURED + 1:
             self._arm(range(len(self._gradients.parameters)))  # to see in which order they are used
 
@@ -240,31 +243,25 @@ class ForwardExchange(GradientExchange):
                 restore(parameter)
 
     def use(self, layer: int) -> None:
-        """Apply the update of a layer that is about to be used, when its mean is there; meanwhile, those of others."""
+        """Apply the update of a layer that is about to be used, as soon as its mean is there."""
         with self._lock:
-            if (
-                not torch.is_grad_enabled()
-            ):  # an evaluation: modules may look at the classes of all their parameters
-                self.complete()
+            if not torch.is_grad_enabled():
+                self.complete()  # in an evaluation modules may look at the classes of all their parameters
             if layer not in self._mine:
                 return
             self._disarm([layer])
             self._uses.append(layer)
             if layer not in self._pending:
-                if self.is_deferred and layer not in self._handed_in:
+                if self.is_deferred and layer in self._absent:
                     self.complete()  # only the end of the step shows whether another rank has a gradient of it
                 return
-            try:
-                while not self.listener.landed(layer):
-                    other = next(filter(self.listener.landed, self._pending), None)
-                    if other is not None:
-                        self._apply([other])
-                        continue
+            if not self.listener.landed(layer):
+                try:
                     with self.exchanger.waited_for():
                         self.listener.wait([layer])
-            except GradcompError:
-                self._forget()
-                raise
+                except GradcompError:
+                    self._forget()
+                    raise
             self._apply([layer])
 
     def complete(self) -> None:
@@ -285,7 +282,6 @@ class ForwardExchange(GradientExchange):
             parameters = self._gradients.parameters
             self._stale |= {layer: mean for layer in made if (mean := parameters[layer].grad) is not None}
             self._pending |= self._stale
-            self._held = []
             super().commit()
             zeroed = self.zeroed or any(
                 parameters[layer].grad is None for layer in np.flatnonzero(means.result.present)
@@ -293,12 +289,13 @@ class ForwardExchange(GradientExchange):
             self._apply(list(self._pending))
             for layer in made if zeroed else ():
                 parameters[layer].grad = None
-            self._stale, self._groups, self.is_deferred = {}, [], False
+            self._forget()
 
     def _forget(self) -> None:
-        """Give up the updates that are left, because the exchange has failed: the parameters are between two steps."""
+        """End the step without the updates that are left, if any: after a failure parameters are between two steps."""
         self._disarm(list(self._mine))
-        self._pending, self._stale, self._groups, self.is_deferred = {}, {}, [], False
+        self._pending, self._stale, self._handed_in, self._absent = {}, {}, {}, set()
+        self._groups, self.is_deferred = [], False
 
     def _apply(self, layers: list[int]) -> None:
         """Step on the means of these layers, with the settings as of ``step()``, and leave gradients as they are."""
@@ -308,7 +305,7 @@ class ForwardExchange(GradientExchange):
         before: list[torch.Tensor | None] = []
         for layer in layers:
             parameter, gradient = parameters[layer], self._pending[layer]
-            if layer in self._handed_in and gradient._version != self._handed_in[layer][1]:
+            if layer in self._handed_in and gradient._version != self._handed_in.pop(layer)[1]:
                 self._forget()
                 raise self._changed(layer)
             before.append(parameter.grad)
