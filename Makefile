@@ -39,7 +39,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-links \
            bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy bench-fingerprint bench-shm \
            bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
-           bench-multilevel bench-adaptive bench-many-layers bench-sharded bench-auto bench-estimates bench-what-if \
+           bench-multilevel bench-adaptive bench-sensitivity bench-objectives bench-many-layers bench-sharded bench-auto bench-estimates bench-what-if \
            bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned \
            bench-tf-ops bench-tf-step bench-tf-convergence bench-report
 
@@ -336,6 +336,13 @@ bench-convergence: $(STAMP)/package $(STAMP)/extra-demo
 
 bench-adaptive: $(STAMP)/package $(STAMP)/extra-demo $(STAMP)/extra-bayes
 	$(BIN)/python benchmarks/adaptive.py $(ARGS)
+
+bench-sensitivity: $(STAMP)/package $(STAMP)/extra-demo
+	$(BIN)/python benchmarks/sensitivity.py $(ARGS)
+
+# Builds hosts out of network namespaces: needs root, and says so.
+bench-objectives: $(STAMP)/package $(STAMP)/extra-demo
+	$(BIN)/python benchmarks/objectives.py $(ARGS)
 
 bench-program: $(STAMP)/package
 	$(BIN)/python benchmarks/program.py $(ARGS)
