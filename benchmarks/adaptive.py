@@ -22,6 +22,7 @@ Columns
     overhead    processor time of error tables and program over training time, the larger of the ranks'; the bar is 1%.
     adding      the same of adding gradients up, which the papers do not count; window= makes it less
     plans       changes of plan in the run, of the first seed
+    step ms     median over the second half, of rank 0; other jobs on the machine change it
     density     values sent over elements of the layers that are not excluded, in the mean over the run
     factors     GraVAC: share of the steps that sent each factor, 1 being dense, in the mean over seeds; "floats" is the
                 paper's volume, without indices. GraVAC is compared with uncompressed training; --controllers
@@ -188,6 +189,7 @@ def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "adding": max(own[s]["adding"] for s in seeds),
                 "plans": None if "factors" in own[seeds[0]] else len(own[seeds[0]].get("plans", [])),
                 "density": _mean(own, seeds, "density"),
+                "step_seconds": _mean(own, seeds, "step_seconds"),
                 "factors": _factors_of([own[s] for s in seeds]),
                 "fewer_floats": _mean(own, seeds, "fewer_floats"),
                 "reached": [reached(base[s], own[s]) for s in seeds],
@@ -281,6 +283,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                     f"{100 * row['adding']:.2f}" if adaptive else None,
                     row["plans"] if adaptive else None,
                     None if row["density"] is None else f"{100 * row['density']:.2f}",
+                    None if row["step_seconds"] is None else f"{1000 * row['step_seconds']:.1f}",
                     _factors(row),
                     _reached(row) if adaptive else None,
                 ]
@@ -289,7 +292,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
             f"{task}: row", f"{METRICS[task][0]} by seed", "worse by %", "bytes per step", "fewer (second half)",
             "compressible", "fewer", "bar", "overhead %",
             "adding %",
-            "plans", "density %", "steps by factor", "to loss",
+            "plans", "density %", "step ms", "steps by factor", "to loss",
         ]  # fmt: skip
         tables.append(report.table(headers, cells))
     return "\n\n".join(tables)

@@ -46,8 +46,8 @@ class Family:
 DENSITIES = {
     "adacomp": _of("adacomp", "adacomp"),
     "threshold": _of("threshold:threshold=0.00472", "threshold:threshold=0.00472"),
-    "threshold-tuned": _of("threshold:threshold=0.1", "threshold:threshold=0.1"),
-    "global-topk": _of("global_topk:density=0.07", "global_topk:density=0.004"),
+    "threshold-tuned": _of("threshold:threshold=0.000203", "threshold:threshold=0.0209"),
+    "global-topk": _of("global_topk:density=0.0493", "global_topk:density=0.00528"),
 }
 
 

@@ -25,7 +25,7 @@ class Watch:
         def encode(form: SparseFormat, chosen: Any, *arguments: Any) -> Any:
             count = int(chosen.counts.sum())
             self._sent += count
-            self._elements += int(form.table["length"].sum())
+            self._elements += int(form._indices.lengths.sum())
             for begin, n in zip(chosen.offsets.tolist(), chosen.counts.tolist(), strict=True):
                 values = np.abs(chosen.values[begin : begin + n])
                 self._of_step = min(self._of_step, float(values.min(initial=np.inf)))
