@@ -23,6 +23,7 @@ from gradcomp import (
     ConfigError,
     DensitySchedule,
     ErrorFeedback,
+    Flat,
     GlobalTopK,
     Identity,
     LayerSpec,
@@ -90,7 +91,7 @@ def lost(layer: LayerSpec, values: np.ndarray, *choices, **settings) -> np.ndarr
 def one_of_each():
     for kind in registered().values():
         if issubclass(kind, Wrapper):
-            yield kind(TopK(0.1))
+            yield kind(Quantize() if kind is Flat else TopK(0.1))
         else:
             yield Codebook((0.25, 1)) if kind is Codebook else kind()
 

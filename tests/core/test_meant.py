@@ -79,6 +79,7 @@ def test_an_unknown_field_of_anything_is_answered_by_what_parses(name: str):
     kind = registered().get(name)
     parse = controller_from_string if kind is None else from_string
     inner = "[topk]" if kind is not None and "inner" in kind.__dataclass_fields__ else ""
+    inner = "[quantize]" if name == "flat" else inner
     said = suggested(f"{name}{inner}:qqqq=1", parse)
     if said is None:
         assert name in ("codebook", "schedule", "fixed_plan"), (

@@ -119,7 +119,10 @@ def _coded(message: Reduce, context: StepContext) -> tuple[Reply, float]:
     codec.encode(group.device, group.inputs, payload, flags, context.draw)
     seconds = perf_counter() - begin
     codec.decode(group.device, group.table, payload, flags)
-    if message.rest is not None:
+    if group.joined is not None:
+        assert message.rest is not None, "means of a vector are copied to its layers"
+        message.rest["output"] = 0  # the only layer is the vector, and its mean is in place
+    elif message.rest is not None:
         message.rest["output"] = group.table["output"] + 4 * group.table["length"].astype(np.uint64)
     return Reply(flags), seconds
 
