@@ -47,8 +47,9 @@ class Traits:
     the exchange reads c = scale g + decay r from memory, so every segment has a next residual to write it to.
     ``whole_model``: all layers are exchanged together, once the last gradient has arrived. ``exact``: nothing is lost.
     ``learns``: what is sent depends on what was learned in earlier steps, so its steps have an order, and controllers
-    cannot choose its level. ``by_times``: results depend on measured times, so two runs differ. ``fakes``: means are
-    not those of the gradients, so that no checkpoint should be saved.
+    cannot choose its level. ``joins``: layers are compressed as one vector, so there is no state by layer.
+    ``by_times``: results depend on measured times, so two runs differ. ``fakes``: means are not those of the gradients,
+    so that no checkpoint should be saved.
     """
 
     keeps_residual: bool = False
@@ -63,6 +64,7 @@ class Traits:
     whole_model: bool = False
     exact: bool = False
     learns: bool = False
+    joins: bool = False
     by_times: bool = False
     fakes: bool = False
 

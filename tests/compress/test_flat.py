@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gradcomp as gc
+from gradcomp.compress.registry import from_string
 from gradcomp.core.errors import ConfigError
 from gradcomp.testing.simulation import Simulation
 
@@ -129,6 +130,27 @@ def test_a_layer_without_a_gradient_contributes_zeros(world: int):
 def test_what_makes_no_sense_without_layers_is_refused(inner: str, text: str):
     with pytest.raises(ConfigError, match=text):
         gc.Flat(inner)
+
+
+@pytest.mark.parametrize("outer", ["error_feedback", "momentum_correction", "local_clip", "ef21"])
+@pytest.mark.parametrize("inner", ["flat[quantize:bits=8]", "warmup[flat[quantize:bits=8]]"])
+def test_state_by_layer_does_not_go_around_it(outer: str, inner: str):
+    with pytest.raises(ConfigError, match=r"knows no layers|not into it"):
+        from_string(f"{outer}[{inner}]")
+
+
+def test_a_policy_excludes_layers_from_the_vector_and_a_schedule_begins_it_later():
+    """The small layers are sent exactly beside it, and all of them until the warm-up ends."""
+    policy = gc.Policy(
+        "warmup[flat[quantize:bits=2]]:steps=1", filter=gc.Filter(min_elements=8, exclude=("tail",))
+    )
+    ranks = Simulation(FLOATS, policy, 2)
+    for step in range(2):
+        gradients = ranks.gradients()
+        means = ranks.step(gradients).all_means()
+        for layer, mean in enumerate(means):
+            exact = np.array_equal(mean, (gradients[0][layer] + gradients[1][layer]) / np.float32(2))
+            assert exact == (layer != 3 or step == 0)
 
 
 def test_plans_hold_no_level_of_a_layer():

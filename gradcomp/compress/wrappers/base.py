@@ -41,6 +41,11 @@ class Wrapper(Compressor):
             raise ConfigError(
                 f"{self.inner.name} sends no gradient that {self.name} could wrap: use it alone"
             )
+        if self.inner.traits.joins and (self.traits.keeps_residual or self.traits.preconditions):
+            raise ConfigError(
+                f"{self.name} keeps a residual or momentum by layer, or clips by layer, and {self.inner.name} knows no "
+                "layers"
+            )
 
     def around(self: W, inner: Compressor) -> W:
         """Return the same wrapper around another compressor."""

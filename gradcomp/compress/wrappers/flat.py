@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from gradcomp.compress.base import Coded, Compressor, Traffic
+from gradcomp.compress.base import Coded, Compressor, Traffic, Traits
 from gradcomp.compress.messages import Exchange, Reduce
 from gradcomp.compress.registry import register
 from gradcomp.compress.wrappers.base import Wrapper
@@ -55,6 +56,10 @@ class Flat(Wrapper):
         if isinstance(self.inner.level, tuple):
             raise ConfigError(f"one vector without layers has one level, not one by block of rows: {name}")
 
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(self.inner.traits, joins=True)
+
     @property
     def level(self) -> Level:
         """Return None: the level belongs to all layers together, so a plan cannot vary it by layer."""
@@ -65,6 +70,9 @@ class Flat(Wrapper):
 
     def alternatives(self) -> tuple[Compressor, ...]:
         return ()
+
+    def dense(self, exact: Compressor) -> Compressor:
+        return exact
 
     def bare(self) -> Compressor:
         return self
