@@ -189,10 +189,11 @@ def _callers(gpus: Gpus, facts: Facts) -> Iterator[Finding]:
     """Yield findings on what is missing where there is a GPU."""
     rank = facts.rank
     if not gpus.cupy and not gpus.has_bindings:
-        advice = "Install it: pip install 'gradcomp[cuda13]', or 'gradcomp[cuda12]' where CUDA is 12.x."
-        yield warning(
-            "gpus", "there are GPUs, but no CuPy: gradients on them cannot be compressed", advice, rank
+        advice = "Install CuPy: pip install 'gradcomp[cuda13]', or 'gradcomp[cuda12]' where CUDA is 12.x."
+        found = (
+            "there are GPUs, but no CuPy and no cuda-bindings: gradients on them are compressed by the CPU"
         )
+        yield warning("gpus", found, advice, rank)
     if "torch" in facts.libraries and not gpus.torch_devices:
         built = f"built for CUDA {gpus.torch_cuda}" if gpus.torch_cuda else "a build for the CPU"
         advice = "Install PyTorch in a build for the CUDA of this driver."

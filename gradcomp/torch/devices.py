@@ -59,7 +59,7 @@ class TorchPool:
 def device_of(named: Named) -> Device:
     """Return the one device of all parameters, or the host if there are none.
 
-    Where CuPy is missing, gradients of a GPU are exchanged in the host's memory, and a warning says so.
+    Without CuPy and cuda-bindings, gradients of a GPU are exchanged in the host's memory, and a warning says so.
     Raises ConfigError for several devices, and for one that is neither the CPU nor a CUDA device.
     """
     found = sorted({str(parameter.device) for _, parameter in named})

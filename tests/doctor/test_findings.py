@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[list[Facts], Level, str, str]] = {
         [gpu(0, cupy="", has_bindings=False), gpu(1)],
         Level.WARNING,
         "gpus",
-        "no CuPy.*gradcomp.cuda13",
+        "no CuPy and no cuda-bindings.*compressed by the CPU.*gradcomp.cuda13",
     ),
     "PyTorch for the CPU beside GPUs": (
         [gpu(0, torch_cuda="", torch_devices=0), gpu(1)],
