@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import calls as bench
 import null_device as null_device_module
+import numpy as np
 import pytest
 from null_device import NullTransport, NullWorld, null_device
 
 from gradcomp import Compressor, Config, LayerSpec, Policy, PowerSGD, Quantize, TopK
 from gradcomp.compress.sparse.payload import SparseFormat
+from gradcomp.compress.sparse.threshold import PASSES
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.exchange.settings import Settings
+from gradcomp.kernels.codec import Codec, Draw
 from gradcomp.kernels.cuda import modules as modules_module
 from gradcomp.kernels.cuda.call import Call
 from gradcomp.kernels.devices import Device
+from gradcomp.kernels.segments import FLOAT32, MINMAX, SEGMENT
 
 LAYERS = bench.gpt(64, 2, 3000, 32)
 TOP_K = TopK(0.01, zeros=True)
@@ -198,3 +202,27 @@ def test_every_codec_is_measured(name: str, phases: tuple[str, ...]) -> None:
     assert found.calls["launch"] > 0
     assert set(found.phases) == set(phases)
     assert all(each > 0 for each in found.phases.values())
+
+
+@pytest.mark.parametrize("rows", [1, 50])
+@pytest.mark.parametrize(("bucket_size", "encode"), [(512, 3), (500, 4)])  # of 3 bits: whole bytes, and not
+def test_a_call_launches_as_often_as_the_page_says(rows: int, bucket_size: int, encode: int) -> None:
+    """docs/benchmarks/gpus.md has the numbers."""
+    table = np.zeros(rows, SEGMENT)
+    table["length"], table["level"], table["bucket_size"], table["dtype"] = 16_384, 3, bucket_size, FLOAT32
+    table["gradient"], table["next_residual"], table["output"] = 1 << 44, 1 << 45, 1 << 46
+    codec, flags, some = Codec(MINMAX), np.zeros(rows, np.uint8), np.full(rows, 160)
+    payload = np.zeros(int(codec.wire_bytes(table).sum()), np.uint8)
+    lists = np.zeros(160 * rows, np.uint32), np.zeros(160 * rows, np.float32), np.zeros(rows, np.int64)
+    top = flags, np.ones(rows, np.float32), some, 160 * np.arange(rows), *lists
+    calls: list[tuple[int, Callable[[Device], object]]] = [
+        (encode, lambda on: codec.encode(on, table, payload, flags, Draw(0, 0, 0))),
+        (2, lambda on: codec.decode(on, table, payload, flags)),
+        (9, lambda on: on.kernels.select_top(table, *top, decay=1.0, zeros=True)),
+        (43, lambda on: on.kernels.bisect(table, some, 2 * some, PASSES)),
+    ]
+    for launches, call in calls:
+        with null_device() as device:
+            call(device)
+            driver: Any = device.driver
+            assert (driver.calls["launch"], driver.calls["synchronize"]) == (launches, 1)
