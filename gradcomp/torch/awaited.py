@@ -14,12 +14,10 @@ from gradcomp.core.errors import ConfigError
 COMPILED = "torch.compile runs in this process, and compiled code reads parameters without asking"
 _Tensor: Any = torch.Tensor
 #: Functions that read no value of a parameter: gradients are zeroed and shapes compared while a mean is under way.
+_OF_GRADIENT = frozenset([_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.grad.__delete__])
 _WITHOUT_VALUES = frozenset(
-    [_Tensor.grad.__get__, _Tensor.grad.__set__, _Tensor.grad.__delete__]
-    + [
-        getattr(_Tensor, name).__get__
-        for name in ("requires_grad", "shape", "dtype", "device", "layout", "is_sparse", "is_leaf")
-    ]
+    getattr(_Tensor, name).__get__
+    for name in ("requires_grad", "shape", "dtype", "device", "layout", "is_sparse", "is_leaf")
 )
 
 
@@ -56,7 +54,7 @@ class _Awaited:
         if torch.compiler.is_compiling():
             raise refused(COMPILED)
         kwargs = kwargs or {}
-        if func in _WITHOUT_VALUES and torch.is_grad_enabled():
+        if func in _OF_GRADIENT or (func in _WITHOUT_VALUES and torch.is_grad_enabled()):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if not _used(args) + _used(kwargs.values()):

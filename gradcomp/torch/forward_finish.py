@@ -184,10 +184,10 @@ class ForwardExchange(GradientExchange):
         self._check_untouched(handed_in)
         if replaced := [i for i, (gradient, _) in handed_in.items() if parameters[i].grad is not gradient]:
             raise self._changed(replaced[0])
-        if self._steps == 1 or self.exchanger.recorder is not None:
-            return None
         if counters["frames"]["total"]:
             raise self._failed(COMPILED)
+        if self._steps == 1 or self.exchanger.recorder is not None:
+            return None
         self.exchanger.pipeline.outlast_digests()
         self.momenta.withhold(self._optimizer)
         groups = self._optimizer.param_groups
