@@ -171,7 +171,7 @@ BAD = [
     ("momentum_correction[topk]:factor=", ("0",), "leave momentum_correction away"),
     ("momentum_correction[topk]:mask=", ("1",), "mask must be true or false"),
     ("local_clip[local_clip[topk]]", ("",), "clips already"),
-    ("flat[quantize]:bits=4", ("",), "flat takes no fields"),
+    ("flat[quantize]:bits=4", ("",), "it has no fields"),
     ("local_clip[topk]:max_norm=", ("0", "nan", "inf", "true"), "max_norm must be positive"),
     ("error_feedback[topk]:decay=", ("1.5", "-0.5", "true"), "decay must be in [0, 1]"),
     ("error_feedback[topk]:follow_rate=", ("1",), "follow_rate must be true or false"),
