@@ -39,6 +39,8 @@ def refuse(arguments: Any, optimizer: torch.optim.Optimizer, named: Named, devic
         why = _SCALER
     elif arguments.on_skip == "agree":
         why = 'on_skip="agree" votes in step(), when all means are there'
+    elif arguments.sensitivity is not None:
+        why = "losses for a controller are measured in step(), with all updates made"
     elif arguments.sparse_as_dense:
         why = "means of sparse gradients are made sparse when all are there"
     elif device.is_late or any(parameter.device.type != "cpu" for _, parameter in named):

@@ -463,6 +463,7 @@ class Own(torch.optim.SGD):
 #: Arguments of the wrapper, or of the optimizer's class, and words of the error.
 REFUSED = {
     "on_skip": ({"on_skip": "agree"}, "votes in step"),
+    "sensitivity": ({"controller": "lgreco:metric=loss", "sensitivity": True}, "losses for a controller"),
     "sparse_as_dense": ({"sparse_as_dense": True}, "sparse"),
     "scaler": ({"grad_scaler": torch.amp.GradScaler("cpu")}, "loss scaler"),
     "LBFGS": ({"kind": torch.optim.LBFGS, "model": torch.nn.Linear(2, 2)}, "LBFGS is not known"),
@@ -479,6 +480,8 @@ def test_what_cannot_be_deferred_is_refused_on_every_rank_with_the_way_out(case)
     given, words = copy.copy(REFUSED[case][0]), REFUSED[case][1]
     model = given.pop("model", net)
     model = model if isinstance(model, torch.nn.Module) else model()
+    if "sensitivity" in given:
+        given["sensitivity"] = gc.Sensitivity(model, lambda model: model(data(4)).sum())
     with pytest.raises(gc.ConfigError, match=words) as error:
         wrap(model, **{"finish": "forward", **given})
     assert case == "a word" or 'use finish="backward"' in str(error.value)
