@@ -84,7 +84,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "servers": ("reduction", "parameter_server:servers=0", "servers must be a whole number of at least 1"),
     "dedicated": ("reduction", "parameter_server:servers=1,dedicated=true", "parameter_server:servers=k"),
     "skips": ("on_skip", "never", 'on_skip must be "raise" or "agree"'),
-    "finish": ("finish", "later", 'finish must be "backward" or "step"'),
+    "finish": ("finish", "later", 'finish must be "backward", "step" or "forward"'),
     "layers": ("layers", 0, "layers must be True or False"),
     "residuals": ("residuals", "bfloat16", "residuals='bfloat16': this setting was removed; .* float32"),
     "process set": ("process_set", 3, "process_set must be a ProcessSet"),

@@ -15,6 +15,7 @@ import step_rows
 def row(**changes):
     valid = {
         "kind": "gradcomp",
+        "finish": "backward",
         "step_seconds": 0.1,
         "loss": 5.0,
         "bytes_difference": 0.01,

@@ -106,8 +106,10 @@ def test_every_compressor_has_a_finite_error(layer):
 
 
 def codes(row) -> bool:
-    traits = row.compressor.bare().traits
-    return traits.reduces and not traits.fakes
+    bare = row.compressor.bare()
+    return (
+        bare.traits.reduces and not bare.traits.fakes and not isinstance(bare, Flat)
+    )  # codes no single layer
 
 
 def approximate(row) -> bool:
