@@ -250,6 +250,7 @@ def _every_controller() -> list[str]:
         "lgreco-bf16",
         "lgreco-time",
         "lgreco-position",
+        "kmeans-plain",
         "adaqs",
         "gravac-energy",
         "gravac-released",

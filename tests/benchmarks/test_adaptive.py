@@ -11,7 +11,8 @@ from gradcomp.control import controller_from_string
 
 EVERYTHING = [
     *DEFAULT, "lgreco-window", "lgreco-norm", "lgreco-adam", "lgreco-8", "lgreco-narrow", "hybrid-window",
-    "uniform-bf16", "lgreco-bf16", "lgreco-time", "lgreco-position", "adaqs", "gravac-energy", "gravac-released",
+    "uniform-bf16", "lgreco-bf16", "lgreco-time", "lgreco-position", "kmeans-plain",
+    "adaqs", "gravac-energy", "gravac-released",
 ]  # fmt: skip
 FAMILY_KEYS = [family.key for family in FAMILIES]
 
