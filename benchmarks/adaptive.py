@@ -154,10 +154,7 @@ def save(options: argparse.Namespace, runs: list[Run]) -> list[dict[str, Any]]:
 def evaluate(task: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """A row for each arm, compared with its family's uniform level seed by seed."""
     sign = METRICS[task][1]
-    by_row: dict[str, dict[int, Run]] = {}
-    for run in runs:
-        if run["task"] == task:
-            by_row.setdefault(run["row"], {})[run["seed"]] = run
+    by_row = report.by_row(run for run in runs if run["task"] == task)
     every = [*_every_controller(), *(arm.key for arm in gravac_arms(task))]
     known = {arm.key: arm for arm in arms(task, [f.key for f in FAMILIES], every)}
     rows = []

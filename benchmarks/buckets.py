@@ -232,10 +232,7 @@ def evaluate(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """A row for each task and compression; those that were trained are compared with uncompressed, seed by seed."""
     rows = []
     for task in TASKS:
-        by_row: dict[str, dict[int, Run]] = {}
-        for run in runs:
-            if run["task"] == task:
-                by_row.setdefault(run["compression"], {})[run["seed"]] = run
+        by_row = report.by_row((run for run in runs if run["task"] == task), "compression")
         base = by_row.get(REFERENCE, {})
         if 0 not in base:
             continue

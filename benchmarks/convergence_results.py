@@ -34,10 +34,7 @@ def evaluate(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row per task and arm. ``worse``: relative change for the worse, per pair."""
     rows = []
     for task in (*TASKS, GPT):
-        by_row: dict[str, dict[int, Run]] = {}
-        for run in runs:
-            if run["task"] == task:
-                by_row.setdefault(run["row"], {})[run["seed"]] = run
+        by_row = report.by_row(run for run in runs if run["task"] == task)
         if by_row and REFERENCE not in by_row:
             raise SystemExit(f"{task}: there is no uncompressed run to compare with")
         known = sorted((key for key in by_row if key in _KNOWN), key=_ORDER.index)

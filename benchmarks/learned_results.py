@@ -54,10 +54,7 @@ def evaluate(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row per task and arm, compared with the uncompressed runs of the same seeds where there are some."""
     rows = []
     for task in TASKS:
-        by_row: dict[str, dict[int, Run]] = {}
-        for run in runs:
-            if run["task"] == task:
-                by_row.setdefault(run["row"], {})[run["seed"]] = run
+        by_row = report.by_row(run for run in runs if run["task"] == task)
         reference = by_row.get(REFERENCE, {})
         rows += [_row(task, arm, by_row[arm.key], reference) for arm in ARMS if arm.key in by_row]
     return rows

@@ -6,11 +6,13 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 NOTHING = "–"
+
+Run = dict[str, Any]
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -26,6 +28,14 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
     rule = [("-" * w) if i == 0 else ("-" * (w - 1) + ":") for i, w in enumerate(widths)]
     return "\n".join([line(headers), f"|{'|'.join(f' {r} ' for r in rule)}|", *map(line, cells)])
+
+
+def by_row(runs: Iterable[Run], key: str = "row") -> dict[str, dict[int, Run]]:
+    """The runs by row and seed."""
+    found: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        found.setdefault(run[key], {})[run["seed"]] = run
+    return found
 
 
 def machine() -> dict[str, Any]:

@@ -38,9 +38,7 @@ Run = dict[str, Any]
 
 def summary(runs: Sequence[Run]) -> list[list[object]]:
     """A line for each row, seeds in order."""
-    by_row: dict[str, dict[int, Run]] = {}
-    for run in sorted(runs, key=lambda run: run["seed"]):
-        by_row.setdefault(run["row"], {})[run["seed"]] = run
+    by_row = report.by_row(sorted(runs, key=lambda run: run["seed"]))
     base = by_row.get(BASELINE, {})
     lines: list[list[object]] = []
     for name, found in by_row.items():

@@ -236,7 +236,7 @@ class Form(ABC):
         return weights
 
     def pack(self, weights: Floats, loss: float, ranks: int) -> Floats:
-        """Return the state."""
+        """Return one array: weights, zeros behind those of smaller nets, the loss, and the number of deconvolutions."""
         found = np.zeros(self.length(ranks), np.float32)
         found[: len(weights)] = weights
         (number,) = (n.deconvolutions for n in self.network(ranks).variants if n.size == len(weights))
