@@ -12,6 +12,7 @@ Columns
     loss      mean cross entropy over the held-out text, with the weights that training computes with
     worse %   relative to the baseline of the same seed: the mean over seeds, and its standard error
     exact     the loss with the optimizer's own weights
+    bytes     what rank 0 sends in a step, of weights and of gradients, in the mean over the run
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def summary(runs: Sequence[Run]) -> list[list[object]]:
         losses, exact = (
             ", ".join(f"{run[key]:.4f}" for run in found.values()) for key in ("loss", "exact_loss")
         )
-        lines.append([name, losses, worse, exact])
+        sent = [run["bytes_per_step"] for run in found.values() if "bytes_per_step" in run]
+        lines.append([name, losses, worse, exact, f"{statistics.mean(sent):,.0f}" if sent else None])
     return lines
 
 
@@ -68,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
         runs.append({"row": name, "seed": seed, **found[0]})
         print(f"seed {seed}, {name}: {found[0]['loss']:.4f}, exact {found[0]['exact_loss']:.4f}", flush=True)
         report.write_json(options.json, {**about, "machine": machine, "runs": runs})
-    print(report.table(["row", "loss by seed", "worse %", "exact"], summary(runs)))
+    print(report.table(["row", "loss by seed", "worse %", "exact", "bytes per step"], summary(runs)))
 
 
 def _kept(path: Path, about: dict[str, Any]) -> list[Run]:

@@ -48,6 +48,8 @@ class Row:
     half_gradients: bool = False
     rounding: str = "shift"
     bucket: int = BUCKET
+    #: Steps between decisions of L-GreCo; 0: the bits stay.
+    every_steps: int = 0
 
     def compressors(self) -> tuple[Quantize, Quantize]:
         assert self.bits is not None, "of rows with bits"
@@ -74,6 +76,8 @@ ROWS = {
     "w5g4": Row((5, 4)),
     "w4g5": Row((4, 5)),
     "w4g6": Row((4, 6)),
+    "w8g8-lgreco": Row((8, 8), every_steps=100),
+    "w4g4-lgreco": Row((4, 4), every_steps=100),
     "w8g8-nearest": Row((8, 8), rounding="nearest"),
     "w8g8-coin": Row((8, 8), rounding="stochastic"),
     "w8g8-nearest-whole": Row((8, 8), rounding="nearest", bucket=1 << 30),
@@ -177,7 +181,13 @@ def make_trainer(row: Row, text: models.Text, rank: int, world: int, seed: int) 
     elif row.bits is not None:
         weights, gradients = row.compressors()
         trainer.state = gc.compress_fsdp(
-            model, weights, gradients, optimizer=optimizer, reuse=row.reuse, redraw=row.redraw
+            model,
+            weights,
+            gradients,
+            optimizer=optimizer,
+            reuse=row.reuse,
+            redraw=row.redraw,
+            controller=gc.LGreCo(row.every_steps) if row.every_steps else None,
         )
     return trainer
 
@@ -299,7 +309,10 @@ def train_rank(task: Training, out: Path) -> None:
             batches = text.test_batches(64, LENGTH, 64 * LENGTH * 8)
             return statistics.mean(trainer.model(tokens, targets).item() for tokens, targets in batches)
 
+    sent = trainer.state.statistics() if trainer.state else None
     found = {"loss": held_out()}
+    if sent is not None:
+        found["bytes_per_step"] = (sent.weight_bytes + sent.gradient_bytes) / task.steps
     with trainer.state.exact_weights() if trainer.state else nullcontext():
         found["exact_loss"] = held_out()
     out.with_name(f"{rank}.json").write_text(json.dumps(found))

@@ -240,7 +240,7 @@ class LGreCo(Periodic):
         errors = self._budgeted(observed)[heard]
         allowed = np.take_along_axis(errors, reference[heard, None], axis=1)[:, 0]
         costs = observed.costs[heard] * self._weights(observed, fits)[heard, None]
-        found = self._solve(errors, allowed, costs)
+        found = self.solve(errors, allowed, costs)
         if found is None:
             if not warned[0]:
                 logger.warning("lgreco: no choice of levels is within the budget; layers use the reference")
@@ -264,7 +264,11 @@ class LGreCo(Periodic):
             squares *= inverse[:, None]
         return squares
 
-    def _solve(self, errors: Doubles, allowed: Doubles, costs: Doubles) -> Numbers | None:
+    def solve(self, errors: Doubles, allowed: Doubles, costs: Doubles) -> Numbers | None:
+        """Returns the choices of least cost within ``alpha`` times the allowed errors, by row; None if there are none.
+
+        Rows of ``errors`` and ``costs`` are items, columns their choices, infinite where an item lacks one.
+        """
         if not len(errors):
             return np.zeros(0, dtype=np.int64)
         if not np.isfinite(allowed).all():

@@ -13,12 +13,16 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress import Compressor, Fake, Policy, Quantize, as_policy
+from gradcomp.compress import Compressor, Fake, Identity, Policy, Quantize, as_policy
 from gradcomp.compress.policy import Automatic
+from gradcomp.control.base import Doubles
+from gradcomp.control.lgreco import LGreCo
 from gradcomp.core.errors import ConfigError, StateError, TransportError
+from gradcomp.core.layers import LayerSpec
 from gradcomp.core.metrics import PREFIX, StepMetrics
 from gradcomp.core.plan import Plan
 from gradcomp.core.trace import Statistics
@@ -26,7 +30,8 @@ from gradcomp.core.what_if import parse as ratios_of
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import refuse_to_save
 from gradcomp.exchange.exchanger import Exchanger
-from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, check_suits
+from gradcomp.exchange.request_group import Run
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, check_suits
 from gradcomp.exchange.settings import Settings
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
@@ -45,11 +50,12 @@ from gradcomp.torch.sharded.exchange import (
     UnitExchange,
     compressor,
 )
+from gradcomp.torch.sharded.lgreco import ShardedLGreCo, check_controller, rows_of
 from gradcomp.torch.sharded.what_if import Grid
 from gradcomp.transport.base import Transport
 
 if TYPE_CHECKING:
-    from gradcomp.torch.sharded.units import Unit
+    from gradcomp.torch.sharded.units import Sharded, Unit
 
 logger = logging.getLogger("gradcomp")
 
@@ -72,6 +78,7 @@ def compress_fsdp(
     grad_scaler: Scaler = None,
     reuse: str | None = None,
     redraw: str = "step",
+    controller: LGreCo | None = None,
     process_set: Members = None,
 ) -> ShardedCompression:
     """Compress the all-gathers and reduce-scatters of a model that ``torch.distributed.fsdp.fully_shard`` has sharded.
@@ -93,6 +100,8 @@ def compress_fsdp(
         reuse: ``"codes"`` keeps the codes of all shards, so that backward decodes those of forward and sends nothing;
             gathers while the shards do not change, as in further micro-batches, compare 56 bytes. None gathers again.
         redraw: weights are rounded anew in every ``"step"``, or in every ``"gather"`` (Markov 2024, Algorithm C.1).
+        controller: an :class:`gradcomp.LGreCo` that chooses the bits of every parameter's weights and gradients, within
+            one budget for the errors of both; ``weights`` and ``gradients`` are its reference. It needs ``optimizer``.
         process_set: the ranks that call this, if not all of the job: those of all meshes in the model.
 
     Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and quantisation buckets of
@@ -115,6 +124,14 @@ def compress_fsdp(
         units = find_units(model)
         policies = as_policy(weights), as_policy(gradients)
         LossScale(grad_scaler).check()
+        if controller is not None:
+            check_controller(controller)
+            if optimizer is None:
+                raise ConfigError("controller= decides by the optimizer's steps: pass optimizer= too")
+            if len({unit.ranks for unit in units}) > 1:
+                raise ConfigError(
+                    "controller= has one budget for the model: all units must have the same ranks"
+                )
         _check(state, model, units, policies, optimizer, reuse, redraw)
         for unit in units:
             if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
@@ -130,6 +147,8 @@ def compress_fsdp(
         state, ranks, validate, "compress its sharded model", "has not called compress_fsdp"
     )
     compression = ShardedCompression(state, units, policies, optimizer, reuse == "codes", redraw == "gather")
+    if controller is not None and not state.what_if(ranks):
+        compression._controller = controller
     if transport is not None:
         scale = grad_scaler.get_scale() if grad_scaler else None
         compression._begin(transport, ranks, optimizer, scale)
@@ -158,6 +177,8 @@ class ShardedCompression:
         self._units = [UnitExchange(unit, self._settings) for unit in units]
         self._exchangers: dict[Ranks, Exchanger] = {}
         self._metrics = StepMetrics()
+        self._controller: LGreCo | None = None
+        self._table: PreparedRequest | None = None
 
     def statistics(self) -> ShardedStatistics:
         """Return a copy of what this rank has counted so far."""
@@ -188,6 +209,17 @@ class ShardedCompression:
         found = self._metrics.read(now if settings.began else Statistics())
         return {name: found[name] for name in _METRICS}
 
+    def plan(self) -> dict[str, dict[str, str]]:
+        """Return the string forms of the compressors now, by ``"weights"`` and ``"gradients"`` and by parameter."""
+        return {
+            title: {
+                one.name: self._settings.compressor_of(kind, one, one.current.dtype).to_string()
+                for each in self._units
+                for one in each.unit.parameters
+            }
+            for title, kind in (("weights", ALL_GATHER), ("gradients", REDUCE_SCATTER))
+        }
+
     @contextmanager
     def exact_weights(self) -> Iterator[None]:
         """Send weights uncompressed within a ``with`` block, as to evaluate what a checkpoint holds.
@@ -211,7 +243,8 @@ class ShardedCompression:
         if self._exchangers and faked:
             refuse_to_save(self._state.config)
         counts = {each.unit.name: each.counts for each in self._units}
-        return {"version": 1, "steps": self._settings.steps, "units": counts}
+        state = {"version": 1, "steps": self._settings.steps, "units": counts}
+        return state if self._settings.lgreco is None else {**state, "lgreco": self._settings.lgreco.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from :meth:`state_dict`, after the model was loaded.
@@ -223,6 +256,12 @@ class ShardedCompression:
             raise StateError("this is no state of a ShardedCompression, as its state_dict() returns it")
         if list(counts := state["units"]) != names:
             raise StateError(f"the state is of units {list(counts)}, the model has {names}")
+        if (self._settings.lgreco is None) != ("lgreco" not in state):
+            raise StateError(
+                "the state and this compression are not both with, or both without, a controller"
+            )
+        if self._settings.lgreco is not None:
+            self._settings.lgreco.resume(state["lgreco"])
         if self._settings.steps is not None:
             self._settings.steps = state["steps"] or 0
         for each in self._units:
@@ -242,6 +281,7 @@ class ShardedCompression:
             "reuse": settings.reuse,
             "redraw": settings.redraw,
             "optimizer": optimizer is not None,
+            "controller": repr(self._controller),
             "scale of the loss": scale,
             "units": {u.name: [[p.name, list(p.shape), p.dimension] for p in u.parameters] for u in units},
         }
@@ -253,6 +293,8 @@ class ShardedCompression:
             transport.close()
         if state.what_if(ranks):
             self._begin_grid(says=state.rank == ranks[0])
+        if self._controller is not None:
+            self._begin_control(self._controller)
         for each in self._units:
             self._exchanger(each.unit.ranks)
             for module in each.unit.modules:
@@ -296,9 +338,43 @@ class ShardedCompression:
                 settings.grid.steps,
             )
 
+    def _begin_control(self, controller: LGreCo) -> None:
+        """Begin the choice of quantisers, among the ranks of all units."""
+        units, policies = (
+            [each.unit for each in self._units],
+            (self._settings.weights, self._settings.gradients),
+        )
+
+        def own(kind: str, one: Sharded) -> Compressor | None:
+            dtype, policy = one.current.dtype, policies[kind == REDUCE_SCATTER]
+            chosen = compressor(one, dtype, policy)
+            return None if policy.choose(one.spec(dtype))[1] is not None or chosen.traits.exact else chosen
+
+        transport = self._exchanger(units[0].ranks).pipeline.transport
+        rows = rows_of(units, controller, own, _check_compressor)
+        self._settings.lgreco = ShardedLGreCo(
+            controller, rows, transport.rank, transport.size, self._state.config.seed, self._gather_tables
+        )
+
+    def _gather_tables(self, own: Doubles) -> list[Doubles]:
+        """Return the tables of all ranks, in rank order. Collective. Wire: 8 bytes for each number and other rank."""
+        exchanger, world = self._exchanger(self._units[0].unit.ranks), len(self._units[0].unit.ranks)
+        if self._table is None:
+            layer = LayerSpec("lgreco", (world * own.size,), "float64")
+            self._table = exchanger.prepare(Request(ALL_GATHER, (layer,), (Identity(),), name="lgreco"))
+        found = np.empty(world * own.size)
+        exchanger.begin([Run(self._table, [own], [found])])
+        exchanger.finish()
+        self._table.discard()
+        return list(found.reshape(world, -1))
+
     def _stepped(self, *_: object) -> None:
-        assert self._settings.steps is not None, "there is an optimizer"
-        self._settings.steps += 1
+        settings = self._settings
+        assert settings.steps is not None, "there is an optimizer"
+        settings.steps += 1
+        if settings.lgreco is not None and settings.lgreco.end_step(settings.steps):
+            for each in self._units:
+                each.forget()
 
     def _reshard(self) -> None:
         for each in self._units:
@@ -380,18 +456,21 @@ def _check(
             continue
         for unit in units:
             for one in unit.parameters:
-                chosen = compressor(one, one.current.dtype, policy)
-                check_suits(kind, one.spec(one.current.dtype), chosen)
-                if chosen.traits.keeps_residual:
-                    raise ConfigError(
-                        f"{chosen.to_string()} keeps a residual of the whole model on every rank, which sharding is "
-                        "meant to avoid: use feedback=False"
-                    )
+                _check_compressor(kind, one, compressor(one, one.current.dtype, policy))
     if any(a >= b for unit in units for a, b in zip(unit.ranks, unit.ranks[1:], strict=False)):
         raise ConfigError("the mesh's ranks must be in ascending order: make the DeviceMesh so")
     if not all(hasattr(module, "set_custom_reduce_scatter") for unit in units for module in unit.modules):
         raise ConfigError(
             f"fully_shard of torch {torch.__version__} takes no custom collectives; use torch 2.13 or newer"
+        )
+
+
+def _check_compressor(kind: str, one: Sharded, chosen: Compressor) -> None:
+    check_suits(kind, one.spec(one.current.dtype), chosen)
+    if chosen.traits.keeps_residual:
+        raise ConfigError(
+            f"{chosen.to_string()} keeps a residual of the whole model on every rank, which sharding is meant to "
+            "avoid: use feedback=False"
         )
 
 

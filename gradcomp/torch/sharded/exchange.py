@@ -23,6 +23,7 @@ from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, Arr
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 from gradcomp.torch.optimizers import StepWatch
+from gradcomp.torch.sharded.lgreco import ShardedLGreCo
 from gradcomp.torch.sharded.what_if import Grid, part_of, zero_the_rest
 from gradcomp.torch.tensors import dtype_name
 
@@ -71,12 +72,19 @@ class ShardedSettings:
     watch: StepWatch
     exact: bool = False
     grid: Grid | None = None
+    lgreco: ShardedLGreCo | None = None
     statistics: ShardedStatistics = field(default_factory=ShardedStatistics)
     #: When the first exchange began; None before it.
     began: float | None = None
     #: Exchanger -> checksum of the codes that its last gather received.
     decoded: dict[Exchanger, int] = field(default_factory=dict)
     _seen: dict[Exchanger, int] = field(default_factory=dict)
+
+    def compressor_of(self, kind: str, parameter: Sharded, dtype: torch.dtype) -> Compressor:
+        """Return the compressor of a parameter's weights or gradients: the controller's choice, or the policy's."""
+        if self.lgreco is not None and (chosen := self.lgreco.chosen.get((kind, parameter.name))) is not None:
+            return chosen
+        return compressor(parameter, dtype, self.weights if kind == ALL_GATHER else self.gradients)
 
     def fake(self, kind: str) -> Fake | None:
         """Return the fake compression of these collectives, or None if they are not faked."""
@@ -132,6 +140,11 @@ class UnitExchange:
         self._seen, self._seen_steps = self.unit.snapshot(), self.settings.steps
         self._codes.clear()
 
+    def forget(self) -> None:
+        """Prepare all exchanges anew when they are next used, since compressors have changed."""
+        self._prepared.clear()
+        self._codes.clear()
+
     def gather(self, output: torch.Tensor, own: torch.Tensor, ranks: Ranks) -> None:
         """Fill ``output`` with the decoded shards of all ranks."""
         settings, unit, in_backward = self.settings, self.unit, torch._C._current_graph_task_id() != -1
@@ -169,6 +182,8 @@ class UnitExchange:
         unchanged = settings.reuse and self._codes.get(request) == shards
         draw = self.gathers if settings.redraw else self.changes if settings.steps is None else settings.steps
         settings.statistics.weight_bytes += self._run(exchanger, request, own, output, draw, unchanged)
+        if settings.lgreco is not None and not unchanged:
+            settings.lgreco.ran(ALL_GATHER, unit)
         self._end_fake(ALL_GATHER, output, ranks)
         if settings.reuse:
             self._codes[request] = shards
@@ -190,6 +205,11 @@ class UnitExchange:
             numbers = self.unit.reduced(whole.numel(), len(ranks))
             request = self._request(exchanger, REDUCE_SCATTER, numbers, whole.dtype, ranks, average=average)
         self.unit.with_gradient.difference_update(numbers)
+        lgreco, steps = self.settings.lgreco, self.settings.steps
+        if lgreco is not None and steps is not None:
+            lgreco.ran(REDUCE_SCATTER, self.unit)
+            if lgreco.is_sampled(steps):
+                lgreco.see_gradients(self.unit, numbers, whole.detach().float().cpu().numpy())
         statistics.gradient_bytes += self._run(exchanger, request, whole, output, self.scatters)
         statistics.dense_bytes += (len(ranks) - 1) * whole.nbytes // len(ranks)
         self.scatters += 1
@@ -213,13 +233,15 @@ class UnitExchange:
         key = kind, tuple(numbers), dtype, ranks, exact, average, fake
         if key not in self._prepared:
             parameters = [self.unit.parameters[i] for i in numbers]
-            policy = self.settings.weights if kind == ALL_GATHER else self.settings.gradients
             blocks = self.unit.blocks(numbers, len(ranks))
             if fake is None:
                 request = Request(
                     kind,
                     tuple(one.spec(dtype) for one in parameters),
-                    tuple(Identity() if exact else compressor(one, dtype, policy) for one in parameters),
+                    tuple(
+                        Identity() if exact else self.settings.compressor_of(kind, one, dtype)
+                        for one in parameters
+                    ),
                     tuple(one.borders(len(ranks)) for one in parameters),
                     average,
                     self.unit.name,
