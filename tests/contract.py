@@ -42,6 +42,8 @@ class Engine:
     leave: Callable[[Rank], None] | None = lambda rank: os._exit(0)
     #: Its allreduce sends what the formula says.
     flat: bool = True
+    #: It sums to one rank, and sends from one rank, in one operation: of two levels those inside each host.
+    rooted: bool = False
     #: What is not here, or nothing.
     missing: Callable[[], str] = lambda: ""
 

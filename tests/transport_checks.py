@@ -10,7 +10,7 @@ import pytest
 from contract import Rank, wait_until
 
 from gradcomp.core.errors import TransportError
-from gradcomp.transport.base import wait
+from gradcomp.transport.base import Rooted, wait
 
 CHECKS: dict[str, Callable[[Rank], None]] = {}
 
@@ -70,6 +70,35 @@ def sums_of_infinity_and_not_a_number_are_so_everywhere(r: Rank) -> None:
     assert np.isnan(array[1])
     assert np.isnan(array[2]) if several else array[2] == -np.inf
     assert array[3:].tolist() == [r.size] * 2
+
+
+@check
+def a_root_gets_sums_and_sends_its_bytes(r: Rank) -> None:
+    """Of two levels those of the ranks of a host, of which all hosts take turns alike."""
+    ours, members = r.transport, list(range(r.size))
+    assert (isinstance(ours, Rooted) or ours.reduces_inside) == r.engine.rooted
+    if not r.engine.rooted:
+        return
+    if not isinstance(ours, Rooted):
+        members = list(ours.topology.members(r.rank))
+    reduce = ours.reduce if isinstance(ours, Rooted) else ours.reduce_inside
+    broadcast = ours.broadcast if isinstance(ours, Rooted) else ours.broadcast_inside
+    for turn, length in enumerate((0, 1, 7, 1000, 100_003)):
+        root, before = members[turn % len(members)], ours.bytes_sent
+        values = [
+            np.random.default_rng([turn, rank]).standard_normal(length).astype(np.float32) for rank in members
+        ]
+        array, buffer = values[members.index(r.rank)].copy(), pattern(length, r.rank)
+        r.settle(reduce(array, root), broadcast(buffer, root))
+        exact = np.sum([value.astype(np.float64) for value in values], axis=0)
+        bound = len(members) * np.finfo(np.float32).eps * np.sum([np.abs(value) for value in values], axis=0)
+        if r.rank == root:
+            assert np.all(np.abs(array - exact) <= bound)
+        else:
+            np.testing.assert_array_equal(array, values[members.index(r.rank)])
+        np.testing.assert_array_equal(buffer, pattern(length, root))
+        sent = (len(members) - 1) * length if r.rank == root else 4 * length
+        assert ours.bytes_sent - before == sent
 
 
 # ------------------------------------------------------------------------------------------ alltoallv, allgatherv

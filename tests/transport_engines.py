@@ -303,7 +303,7 @@ ENGINES = [
     Engine(
         "horovod", horovod, under_horovodrun, worlds=(3,), begin=begin_horovod, leave=None, missing=no_horovod
     ),
-    Engine("nccl's stand-in", nccl_stand_in, launch=None, leave=leave_nccl),
+    Engine("nccl's stand-in", nccl_stand_in, launch=None, leave=leave_nccl, rooted=True),
     Engine(
         "nccl's stand-in+inprocess",
         over(inprocess, nccl_stand_in, inprocess),
@@ -311,11 +311,20 @@ ENGINES = [
         worlds=(3, 4),
         leave=leave_both,
         flat=False,
+        rooted=True,
     ),
 ]
 
 #: What only tests/gpu runs.
 ON_GPUS = [
-    Engine(f"nccl-{n}", nccl, on_gpus, (n,), leave=None, missing=functools.partial(fewer_gpus_than, n))
+    Engine(
+        f"nccl-{n}",
+        nccl,
+        on_gpus,
+        (n,),
+        leave=None,
+        rooted=True,
+        missing=functools.partial(fewer_gpus_than, n),
+    )
     for n in (1, 2, 4)
 ]

@@ -84,6 +84,8 @@ class Transport(ABC):
     bytes_sent: int = 0
     #: True if Python code can read the messages that it sends, as checksums need; messages on a GPU it cannot read.
     checksums: bool = True
+    #: True if an engine inside each host sums to one of its ranks, for :mod:`gradcomp.transport.two_level`.
+    reduces_inside: bool = False
     #: The processor's seconds for a byte that this rank sends and one that it receives; 0 where nothing was measured.
     byte_seconds: float = 0.0
 
@@ -182,6 +184,25 @@ class Transport(ABC):
         parts[self.rank][:] = np.frombuffer(payload, dtype=np.uint8)
         wait_for(self.allgatherv(buffer, sizes.tolist()))
         return [part.tobytes() for part in parts]
+
+
+@runtime_checkable
+class Rooted(Protocol):
+    """Lets an engine sum to one rank, and send from one rank to all, each in one collective."""
+
+    def reduce(self, array: npt.NDArray[np.float32], root: int) -> Handle:
+        """Sum ``array`` over ranks, in the engine's order, in place on ``root``; other ranks' arrays do not change.
+
+        Wire: d bytes from every rank but the root, for an array of d bytes.
+        """
+        ...
+
+    def broadcast(self, buffer: Bytes, root: int) -> Handle:
+        """Fill ``buffer`` on all ranks with the bytes that it has on ``root``.
+
+        Wire: d (N-1) bytes for a buffer of d bytes, which count as the root's, whichever rank forwards them.
+        """
+        ...
 
 
 class PointToPoint(Transport):

@@ -171,6 +171,17 @@ class CupyCommunicator:
         with self._calls():
             self._communicator.allReduce(address, address, count, kind, self._nccl.NCCL_SUM, self._stream)
 
+    def reduce(self, address: int, count: int, root: int) -> None:
+        """Start a sum of ``count`` elements of float32 over ranks, in place on ``root``; others are only read."""
+        kind, add = self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
+        with self._calls():
+            self._communicator.reduce(address, address, count, kind, add, root, self._stream)
+
+    def broadcast(self, address: int, nbytes: int, root: int) -> None:
+        """Start to send bytes from ``root`` to all ranks."""
+        with self._calls():
+            self._communicator.broadcast(address, address, nbytes, self._nccl.NCCL_UINT8, root, self._stream)
+
     def check(self) -> None:
         """Raise TransportError if NCCL has an asynchronous error."""
         with self._calls():
@@ -326,6 +337,28 @@ class NcclTransport(PointToPoint):
         self._communicator.add_up(staging.address(array), len(array), array.dtype)
         return self._issued(staging)
 
+    def reduce(self, array: npt.NDArray[np.float32], root: int) -> Handle:
+        """Sum to ``root``, see :class:`gradcomp.transport.base.Rooted`."""
+        is_root = self.rank == root
+        self.bytes_sent += 0 if is_root else array.nbytes
+        if self.size == 1 or not array.nbytes:
+            return Done()
+        staging = _Staging(self._driver, [array], [array] if is_root else [])
+        staging.up()
+        self._communicator.reduce(staging.address(array), len(array), root)
+        return self._issued(staging)
+
+    def broadcast(self, buffer: Bytes, root: int) -> Handle:
+        """Send from ``root`` to all, see :class:`gradcomp.transport.base.Rooted`."""
+        is_root = self.rank == root
+        self.bytes_sent += len(buffer) * (self.size - 1) if is_root else 0
+        if self.size == 1 or not len(buffer):
+            return Done()
+        staging = _Staging(self._driver, [buffer] if is_root else [], [] if is_root else [buffer])
+        staging.up()
+        self._communicator.broadcast(staging.address(buffer), len(buffer), root)
+        return self._issued(staging)
+
     def alltoallv(
         self, send: Bytes, send_counts: Sequence[int], recv: Bytes, recv_counts: Sequence[int]
     ) -> Handle:
@@ -381,9 +414,10 @@ class NcclTransport(PointToPoint):
         return False
 
     def _connect(self, timeout_seconds: float) -> None:
-        """Run an all-gather and an allreduce, so that NCCL connects all ranks."""
-        byte = np.zeros(self.size, dtype=np.uint8)
-        handles = [self.allgatherv(byte, [1] * self.size), self.allreduce(np.zeros(1, dtype=np.float32))]
+        """Run each kind of collective once, so that NCCL connects all ranks."""
+        byte, one = np.zeros(self.size, dtype=np.uint8), np.zeros(1, dtype=np.float32)
+        handles = [self.allgatherv(byte, [1] * self.size), self.allreduce(one)]
+        handles += [self.reduce(one, 0), self.broadcast(byte, 0)]
         deadline = monotonic() + timeout_seconds
         try:
             while not all(handle.poll() for handle in handles):

@@ -8,6 +8,8 @@ hosts leave its host.
 sends that sum to the ranks of every host, so all ranks have the same bytes. Each of H hosts sends 2 d (H-1)/H bytes to
 the others, however many ranks it has.
 
+**ReduceInside** and **BroadcastInside** are collectives of ``local`` with a root, if its engine has them.
+
 A phase starts when a handle is polled. On each transport all ranks must issue the same collectives in the same order,
 so the second and the third phase have transports of their own, on which they start in the order of the allreduces.
 """
@@ -15,7 +17,7 @@ so the second and the third phase have transports of their own, on which they st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +27,17 @@ import numpy.typing as npt
 
 from gradcomp.core.errors import ConfigError
 from gradcomp.core.topology import Topology
-from gradcomp.transport.base import Bytes, Handle, Messages, PointToPoint, Transport, parts_of
+from gradcomp.transport.base import (
+    Bytes,
+    Handle,
+    Messages,
+    Operation,
+    PointToPoint,
+    Rooted,
+    Start,
+    Transport,
+    parts_of,
+)
 
 
 @dataclass(eq=False)
@@ -111,6 +123,7 @@ class TwoLevelTransport(PointToPoint):
         self._transports = [each for each in (local, back, remote, leaders) if each is not None]
         self._consecutive = self._members[-1] - self._members[0] + 1 == len(self._members)
         self.byte_seconds = remote.byte_seconds
+        self.reduces_inside = isinstance(local, Rooted)
         self._sums: deque[_Sum] = deque()
 
     @property
@@ -148,6 +161,20 @@ class TwoLevelTransport(PointToPoint):
         ]
         return self._both(self._local.exchange(*inside), sends, recvs)
 
+    def reduce_inside(self, array: npt.NDArray[np.float32], root: int) -> Handle:
+        """Sum over the ranks of this host to its rank ``root``, see :class:`gradcomp.transport.base.Rooted`."""
+        assert isinstance(self._local, Rooted), "reduces_inside says that it is"
+        handle = self._local.reduce(array, self._place[root])
+        self._count()
+        return handle
+
+    def broadcast_inside(self, buffer: Bytes, root: int) -> Handle:
+        """Send from ``root`` to all ranks of its host, see :class:`gradcomp.transport.base.Rooted`."""
+        assert isinstance(self._local, Rooted), "reduces_inside says that it is"
+        handle = self._local.broadcast(buffer, self._place[root])
+        self._count()
+        return handle
+
     def _both(self, inside: Handle, sends: Messages, recvs: Messages) -> Handle:
         handles = [inside]
         if len(self.topology.leaders) > 1:
@@ -177,6 +204,37 @@ class TwoLevelTransport(PointToPoint):
         while self._sums and self._sums[0].done:
             self._sums.popleft()
         self._count()
+
+
+@dataclass(eq=False)
+class ReduceInside(Operation):
+    """Requests a :meth:`TwoLevelTransport.reduce_inside`; all ranks of all hosts issue it."""
+
+    array: npt.NDArray[np.float32]
+    root: int
+
+    def _prepare(self, transport: Transport) -> Start:
+        assert isinstance(transport, TwoLevelTransport), "reduces_inside says that it is"
+        return partial(transport.reduce_inside, self.array, self.root)
+
+    def _senders(self, transport: Transport) -> Iterable[int]:
+        assert isinstance(transport, TwoLevelTransport), "reduces_inside says that it is"
+        return transport.topology.members(self.root) if transport.rank == self.root else ()
+
+
+@dataclass(eq=False)
+class BroadcastInside(Operation):
+    """Requests a :meth:`TwoLevelTransport.broadcast_inside`; all ranks of all hosts issue it."""
+
+    buffer: Bytes
+    root: int
+
+    def _prepare(self, transport: Transport) -> Start:
+        assert isinstance(transport, TwoLevelTransport), "reduces_inside says that it is"
+        return partial(transport.broadcast_inside, self.buffer, self.root)
+
+    def _senders(self, transport: Transport) -> Iterable[int]:
+        return (self.root,)
 
 
 def _check(name: str, transport: Transport, rank: int, size: int) -> None:

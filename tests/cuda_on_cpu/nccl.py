@@ -6,6 +6,7 @@ import ctypes
 import queue
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,10 @@ from threads import on_each
 
 from cuda_on_cpu.driver import CpuDriver
 from gradcomp.core.errors import TransportError
+from gradcomp.core.topology import Topology
+from gradcomp.transport.inprocess import World as InProcessWorld
 from gradcomp.transport.nccl import NcclTransport
+from gradcomp.transport.two_level import TwoLevelTransport
 
 
 class QueuedDriver(CpuDriver):
@@ -77,7 +81,7 @@ class World:
         self.size = size
         self._changed = threading.Condition()
         self._mail: dict[tuple[int, int], list[bytes]] = {}
-        self._sums: dict[int, dict[int, np.ndarray]] = {}
+        self._met: dict[tuple[str, int], dict[int, np.ndarray]] = {}
         self._failure = ""
 
     def kill(self, rank: int) -> None:
@@ -111,19 +115,39 @@ class World:
                 ctypes.memmove(address, message, nbytes)
             self._wait_for(lambda: not any(boxes))
 
-    def add_up(self, number: int, rank: int, array: np.ndarray) -> None:
+    def collective(self, kind: str, number: int, rank: int, root: int, array: np.ndarray) -> None:
+        """Numbers are by kind. The sum for a root is in descending order of ranks, that for all in ascending order."""
         with self._changed:
-            parts = self._sums.setdefault(number, {})
+            parts = self._met.setdefault((kind, number), {})
             parts[rank] = array.copy()
             self._wait_for(lambda: len(parts) == self.size)
-            with np.errstate(all="ignore"):
-                array[:] = np.sum([parts[other] for other in range(self.size)], axis=0, dtype=array.dtype)
+            order = range(self.size) if kind == "allreduce" else range(self.size)[::-1]
+            if kind == "broadcast":
+                array[:] = parts[root]
+            elif kind == "allreduce" or rank == root:
+                with np.errstate(all="ignore"):
+                    array[:] = np.sum([parts[other] for other in order], axis=0, dtype=array.dtype)
 
 
 def nccl_ranks(size: int) -> list[NcclTransport]:
     """Transports of ranks that are threads."""
     world = World(size)
     return on_each(size, lambda rank: NcclTransport(Communicator(world, rank), 30.0))
+
+
+def hosts_over_nccl(hosts: tuple[int, ...]) -> list[TwoLevelTransport]:
+    """Transports of ranks that are threads: the stand-in inside hosts, and between hosts in process."""
+    topology = Topology(hosts)
+    numbers = range(len(topology.leaders))
+    remote, leaders = InProcessWorld(topology.world).transports(), InProcessWorld(len(numbers)).transports()
+    local = [nccl_ranks(hosts.count(host)) for host in numbers]
+    back = [InProcessWorld(hosts.count(host)).transports() for host in numbers]
+    made = []
+    for rank, host in enumerate(hosts):
+        place = topology.members(rank).index(rank)
+        leads = leaders[host] if rank in topology.leaders else None
+        made.append(TwoLevelTransport(local[host][place], remote[rank], topology, leads, back[host][place]))
+    return made
 
 
 class Communicator:
@@ -135,7 +159,7 @@ class Communicator:
         self.groups: list[int] = []
         self._sends: list[tuple[int, int, int]] = []
         self._recvs: list[tuple[int, int, int]] = []
-        self._additions = 0
+        self._numbers: Counter[str] = Counter()
         self.released = False
 
     def _on_device(self, address: int, nbytes: int) -> None:
@@ -163,12 +187,22 @@ class Communicator:
         self._recvs.append((address, nbytes, source))
 
     def add_up(self, address: int, count: int, dtype: np.dtype[Any]) -> None:
+        self._together("allreduce", address, count, dtype, 0)
+
+    def reduce(self, address: int, count: int, root: int) -> None:
+        self._together("reduce", address, count, np.dtype(np.float32), root)
+
+    def broadcast(self, address: int, nbytes: int, root: int) -> None:
+        self._together("broadcast", address, nbytes, np.dtype(np.uint8), root)
+
+    def _together(self, kind: str, address: int, count: int, dtype: np.dtype[Any], root: int) -> None:
+        assert 0 <= root < self.size
         self._on_device(address, count * dtype.itemsize)
         assert address % dtype.itemsize == 0
-        number, self._additions = self._additions, self._additions + 1
+        number, self._numbers[kind] = self._numbers[kind], self._numbers[kind] + 1
         room = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
         array = np.frombuffer(room, dtype)
-        self.driver.start(lambda: self.world.add_up(number, self.rank, array))
+        self.driver.start(lambda: self.world.collective(kind, number, self.rank, root, array))
 
     def check(self) -> None:
         self.world.check()

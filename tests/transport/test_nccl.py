@@ -272,6 +272,8 @@ def test_calls_of_nccl(machine: Machine) -> None:
         ours.send(256, 10, 2)
         ours.recv(512, 20, 0)
     ours.add_up(1024, 5, np.dtype(np.float64))
+    ours.reduce(2048, 6, 2)
+    ours.broadcast(4096, 30, 1)
     ours.abort()
     ours.destroy()
     stream = driver.stream
@@ -281,6 +283,8 @@ def test_calls_of_nccl(machine: Machine) -> None:
         ("recv", 512, 20, "bytes", 0, stream),
         ("groupEnd",),
         ("allReduce", 1024, 1024, 5, "float64", "sum", stream),
+        ("reduce", 2048, 2048, 6, "float32", "sum", 2, stream),
+        ("broadcast", 4096, 4096, 30, "bytes", 1, stream),
         ("abort",),
         ("destroy",),
     ]
