@@ -13,10 +13,12 @@ class Topology:
 
     Hosts may have any number.
 
-    The first rank of a host is its leader.
+    The first rank of a host is its leader. ``reduces_inside`` says that the transport has an engine inside each host
+    that sums to one of its ranks.
     """
 
     hosts: tuple[int, ...]
+    reduces_inside: bool = False
 
     @staticmethod
     def of(names: Sequence[str]) -> Topology:

@@ -118,7 +118,8 @@ class PlanCompiler:
         self._layers, self._config, self._device = layers, config, settings.device
         #: The most elements of an exchange bucket.
         self.slice_elements = config.slice_elements
-        self._topology = topology = settings.topology or Topology.one_host(transport.size)
+        topology = settings.topology or Topology.one_host(transport.size)
+        self._topology = topology = replace(topology, reduces_inside=transport.reduces_inside)
         assert topology.world == transport.size, f"{topology} is not of {transport.size} ranks"
         self._network, self._rank = settings.network, transport.rank
         self._memory = memory_on(settings.device, transport)

@@ -50,7 +50,8 @@ class Message:
 class Move:
     """Requests one round of messages; :mod:`gradcomp.reduce.base` writes and checks their headers.
 
-    ``operation`` sends the messages ``sends`` and receives ``arrivals``, each with the rank that sent it. ``whole``
+    ``operation`` sends the messages ``sends`` and receives ``arrivals``, each with the rank that sent it. ``values``
+    are operations without headers, whose values the headers of these messages describe. ``whole``
     says that the messages are results: they carry the flags of all ranks, and every rank gets every one of them.
     ``common`` says that every rank gets every message, each with its sender's flags. ``framed_in`` is the round in
     which the arriving messages got their headers, if a rank forwards them unchanged; None means this round.
@@ -62,6 +63,7 @@ class Move:
     whole: bool = False
     framed_in: int | None = None
     common: bool = False
+    values: Sequence[Operation] = ()
 
     @cached_property
     def written(self) -> Sequence[Headers]:
@@ -279,7 +281,7 @@ def framed(
             return end.value  # type: ignore[no-any-return]
         if isinstance(step, Move):
             frames.close(step)
-            yield [step.operation]
+            yield [step.operation, *step.values]
             frames.open(step)
         else:
             yield step

@@ -35,7 +35,8 @@ from gradcomp.reduce.header import BucketFlags, ByteHeader
 from gradcomp.reduce.model import Cost, Load, to, to_owners
 from gradcomp.reduce.sra import ScatterReduceAllgather
 from gradcomp.reduce.sums import carried, contribute
-from gradcomp.transport.base import Bytes, Exchange
+from gradcomp.transport.base import Bytes, Exchange, Messages, Operation
+from gradcomp.transport.two_level import BroadcastInside, ReduceInside
 
 
 @register("hierarchical")
@@ -49,13 +50,17 @@ class Hierarchical(Reduction):
     forwards the codes that it gathered unchanged, so all ranks decode the same bytes. The ranks of a host lead in turn,
     exchange bucket by exchange bucket, so that they share the work. A value is encoded twice.
 
+    Where the topology has ``reduces_inside``, the engine inside the host adds the contributions to the leader in an
+    order of its own, and broadcasts the codes to the members. A member's message to the leader then has a header only.
+    Sums of two contributions have the same bits either way, longer ones are equal up to the rounding of float32.
+
     Wire: 4 rounds; 2 if there is one host, or if every host has one rank, where this is plain
     scatter-reduce-allgather. A member sends n bytes for n bytes of float32. The leader of a host with m ranks sends
     2 d (H-1)/H bytes to other hosts and d (m-1) inside its host, for a payload of d bytes. Each message has a header
-    per chunk.
+    per chunk. An engine that adds and broadcasts sends as many bytes; :meth:`cost` has the times of messages.
     State: for groups with feedback, a residual per layer and, on leaders, the server-side error of the owned chunk.
     Residuals are in the units of a sum over ranks, as in every reduction.
-    Source: Markov 2024, section 2.2.1. Differs: inside a host, one rank adds everything.
+    Source: Markov 2024, sections 2.2.1 and 3.5.2. Differs: without such an engine one rank of a host adds everything.
     """
 
     sums_travel = True
@@ -80,12 +85,15 @@ class Hierarchical(Reduction):
         self._between = 2 if len(leaders) > 1 else 0
         self.rounds = self._between + 2 * self._several
 
+        self._by_engine = self._several and topology.reduces_inside
+
         self._dense = Chunks(as_float32(parts), layers, 1)
-        up = ByteHeader(layers, np.full(topology.world, self._dense.payload_bytes[0], dtype=np.int64))
+        payload = 0 if self._by_engine else self._dense.payload_bytes[0]
+        up = ByteHeader(layers, np.full(topology.world, payload, dtype=np.int64))
         self._inputs = self._dense.inputs()
         self._inner: ScatterReduceAllgather | None = None
         if rank == self._leader:
-            self._own = floats(self._dense, memory.local)
+            self._own = floats(self._dense, memory.messages if self._by_engine else memory.local)
             roles = Roles(leaders, len(leaders), topology.world)
             self._inner = ScatterReduceAllgather(carried(parts), layers, rank, topology.world, roles, memory)
             self.ranges = self._inner.ranges
@@ -95,15 +103,26 @@ class Hierarchical(Reduction):
             self._own = floats(self._dense, memory.messages)
             self._mean = Mean(Chunks(carried(parts), layers, len(leaders)), memory)
             self.bytes_sent = self._dense.sizes[0]
-        self._message = Message(self._own, up, rank)
         self._received: list[Message] = []
         if self._others and self._inner:
             self._sums = self._dense.place()
-            buffers = self._dense.copies(memory, len(self._others))
+            count, size = len(self._others), up.message_bytes[0]
+            buffers = memory.messages(
+                count * size, [(at * size, at * size + up.nbytes) for at in range(count)]
+            )
             self._received = [
-                Message(buffer, up, member) for member, buffer in zip(self._others, buffers, strict=True)
+                Message(buffer, up, member)
+                for member, buffer in zip(self._others, buffers.reshape(count, size), strict=True)
             ]
             self._sum = floats(self._dense, memory.local)
+        own = Message(self._own[: up.message_bytes[0]], up, rank)
+        self._up = exchange(
+            [] if self._inner else [(self._leader, own)],
+            [(message.chunk, message) for message in self._received],
+        )
+        if self._by_engine:
+            values = self._own[up.nbytes :].view(np.float32)
+            self._up = replace(self._up, values=[ReduceInside(values, self._leader)])
 
     def assign(self, rows: Sequence[int]) -> None:
         """Set the rows of the server-side error, which only leaders have."""
@@ -139,10 +158,10 @@ class Hierarchical(Reduction):
 
     def _follow(self, context: StepContext, binding: Binding, flags: BucketFlags) -> Waits[None]:
         yield from encode(self._dense.parts, self._inputs, self._own, context, binding, flags)
-        yield exchange([(self._leader, self._message)])
+        yield self._up
         for _ in range(self._between):
             yield exchange()
-        operation = Exchange([], [(self._leader, self._mean.buffer)])
+        operation = self._down([], [(self._leader, self._mean.buffer)])
         arrivals = list(zip(self._leaders, self._mean.messages, strict=True))
         # The leader forwards what it gathered unchanged, with the headers of the round in which it gathered.
         yield Move(operation, arrivals=arrivals, whole=True, framed_in=2 if self._between else None)
@@ -150,24 +169,33 @@ class Hierarchical(Reduction):
     def _lead(
         self, inner: ScatterReduceAllgather, context: StepContext, binding: Binding, flags: BucketFlags
     ) -> Waits[None]:
+        if self._by_engine and self._others:
+            yield from encode(self._dense.parts, self._inputs, self._own, context, binding, flags)
         if self._several:
-            yield exchange(arrivals=[(message.chunk, message) for message in self._received])
+            yield self._up
         if self._others:
             with binding.span("reduce"):
                 self._add(context, binding, flags)
             context, binding = replace(context, scale=1.0), _Sums(binding, self._addresses())
         yield from inner.gather_means(context, binding, flags)
         if self._several:
-            operation = Exchange([(member, self._mean.buffer) for member in self._others], [])
+            operation = self._down([(member, self._mean.buffer) for member in self._others], [])
             yield Move(operation, [] if self._between else self._mean.messages, whole=True)
 
+    def _down(self, sends: Messages, recvs: Messages) -> Operation:
+        """Return the operation that brings the codes from the leader to the other ranks of the host."""
+        if self._by_engine:
+            return BroadcastInside(self._mean.buffer, self._leader)
+        return Exchange(sends, recvs)
+
     def _add(self, context: StepContext, binding: Binding, flags: BucketFlags) -> None:
-        """Add the contributions of the host's ranks, in rank order, to the sum."""
-        messages = [message.buffer for message in self._received]
+        """Add the contributions of the host's ranks, in rank order, to the sum; an engine has added them to the own."""
+        messages = [] if self._by_engine else [message.buffer for message in self._received]
         messages.insert(self._place, self._own)
         for part, mine, sums in zip(self._dense.parts, self._inputs, self._sums, strict=True):
             found = mine.flags()
-            contribute(part, mine, _at(self._own, mine.table), found, context, binding)
+            if not self._by_engine:
+                contribute(part, mine, _at(self._own, mine.table), found, context, binding)
             device = part.group.device
             part.codec.reduce(device, sums.table, messages, self._sum, found, context.draw, 1.0)
             mine.note(found, flags)

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cuda_on_cpu.nccl import nccl_ranks
+from cuda_on_cpu.nccl import hosts_over_nccl, nccl_ranks
 from culprits import culprits
 
 from gradcomp import Config, LayerSpec, PlanMismatchError, Policy, Quantize, StateError, TransportError
+from gradcomp.core.topology import Topology
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import Digests
@@ -118,6 +119,32 @@ def test_a_step_leaves_the_mean_in_every_ranks_outputs(ranks):
 def test_a_step_over_nccl_leaves_the_same_bytes(ranks):
     found = [[g.tobytes() for g in rank] for rank in ranks(3, connect=nccl_ranks).each(step)]
     assert found == [[g.tobytes() for g in rank] for rank in ranks(3).each(step)]
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "does not come"])
+def test_a_sum_inside_a_host_that_loses_a_rank_ends_on_all(ranks, dies: bool):
+    def work(rank, exchanger):
+        step(rank, exchanger)
+        if rank != 3:
+            step(rank, exchanger)
+        elif dies:
+            inside = exchanger._transport._local
+            starts = inside._communicator.reduce
+            inside._communicator.reduce = lambda *given: (starts(*given), inside.abandon())
+            step(rank, exchanger)
+        else:
+            time.sleep(2.5)
+            step(rank, exchanger)
+
+    topology = Topology((0, 0, 1, 1))
+    settings = {"of": lambda rank: Settings(topology=topology), "reduction": "hierarchical"}
+    world = ranks(4, connect=lambda _: hosts_over_nccl(topology.hosts), timeout_seconds=1.0, **settings)
+    *others, lost = world.errors(work)
+    if dies:
+        assert all("NCCL failed: rank 1 is gone" in text for text in (*others, lost))  # of the host's two
+    else:
+        assert all("rank 3 has only reached step 1" in text for text in others)
+        assert lost.startswith("aborted: ")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no timer slack")

@@ -1,4 +1,7 @@
-"""Between a device's kernels and NCCL, payloads stay on the device: steps over the stand-ins of both."""
+"""Between a device's kernels and NCCL, payloads stay on the device: steps over the stand-ins of both.
+
+Inside hosts NCCL's stand-in sums for `hierarchical`, to any rank, and broadcasts from it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu.nccl import nccl_ranks
+from cuda_on_cpu.nccl import hosts_over_nccl, nccl_ranks
 from exchange.test_device_calls import Copies
 from exchange.test_devices import LAYERS, TOPOLOGY, assert_alike
 from kernels import standin
@@ -17,11 +20,12 @@ from tiers import every_value
 
 from gradcomp import DGC, Cast, Compressor, LayerSpec, OneBit, PowerSGD, Quantize, ScaledSign, Signum, TopK
 from gradcomp.compress import Identity
+from gradcomp.core.topology import Topology
 from gradcomp.kernels.cuda import mirrors
 from gradcomp.kernels.cuda.mirrors import DeviceMirror
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.header import ByteHeader
-from gradcomp.testing.simulation import Simulation
+from gradcomp.testing.simulation import Simulation, same_bytes, true_mean
 from gradcomp.transport.base import host_allocator, wait
 
 DOUBLE = LayerSpec("e.weight", (50,), "float64", "weight")
@@ -166,3 +170,101 @@ def test_messages_of_both_kinds_travel_together(gpu: Device) -> None:
     assert list(ctypes.string_at(buffers[0].address, 100)) == [41] * 10 + [0] * 10 + [8] * 40 + [0] * 40
     with pytest.raises(AssertionError, match="cannot send itself"):
         transports[0].alltoallv(buffers[0], [50, 50], np.zeros(100, np.uint8), [50, 50])
+
+
+# --- sums inside hosts ----------------------------------------------------------------------------------------
+
+SUMMED: dict[str, Compressor] = {
+    "none": Cast("float32"),
+    "4 bits": Quantize(4, bucket_size=33),
+    "3 bits, with feedback": Quantize(3, bucket_size=100, rounding="nearest", feedback=True),
+    "bits by bucket": Quantize(4, bucket_size=32, allocate="bucket", feedback=True),
+    "one bit": OneBit(50),
+}
+HALVES = [LayerSpec("empty", (0,)), LayerSpec("half", (129,), "float16"), LayerSpec("odd", (301,))]
+
+
+def hierarchies(
+    hosts: tuple[int, ...], compressor: Compressor, devices: Any = (), **settings: Any
+) -> tuple[Simulation, Simulation]:
+    """The same ranks twice: messages go to leaders in process; NCCL inside hosts sums and broadcasts."""
+    settings = {"topology": Topology(hosts), "reduction": "hierarchical", "slice_elements": 100, **settings}
+    transports: list[Any] = hosts_over_nccl(hosts)
+    return (
+        Simulation(HALVES, compressor, len(hosts), **settings),
+        Simulation(HALVES, compressor, len(hosts), transports=transports, devices=devices, **settings),
+    )
+
+
+TWOS = [(0,), (0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 2)]
+
+
+@pytest.mark.parametrize(("hosts", "name"), every_value([(h, name) for name in SUMMED for h in TWOS]))
+def test_sums_of_two_have_the_bytes_of_messages(hosts: tuple[int, ...], name: str) -> None:
+    messages, sums = hierarchies(hosts, SUMMED[name])
+    for _ in range(3):
+        gradients = messages.gradients()
+        want = messages.step([[g.copy() for g in rank] for rank in gradients]).all_means()
+        assert all(map(same_bytes, step(sums, gradients).all_means(), want))
+    for ours, theirs in zip(sums.pipelines, messages.pipelines, strict=True):
+        assert ours.transport.bytes_sent == theirs.transport.bytes_sent
+        for layer in range(len(HALVES)):
+            assert same_bytes(ours.residuals.first.value(layer), theirs.residuals.first.value(layer))
+
+
+THREES = [(0, 0, 0), (0, 0, 0, 1), (0, 1, 1, 0, 1)]
+
+
+@pytest.mark.parametrize("hosts", THREES)
+def test_longer_sums_have_the_order_of_the_engine(hosts: tuple[int, ...]) -> None:
+    messages, sums = hierarchies(hosts, SUMMED["none"])
+    gradients = messages.gradients()
+    want, means = messages.step(gradients), step(sums, gradients)
+    assert not same_bytes(means.mean(2), want.mean(2))  # the stand-in's order is another
+    for layer, eps in ((1, np.finfo(np.float16).eps), (2, np.finfo(np.float32).eps)):
+        sizes = np.mean([np.abs(rank[layer].astype(np.float64)) for rank in gradients], axis=0)
+        error = np.abs(means.mean(layer).astype(np.float64) - true_mean(gradients, layer))
+        assert (error <= len(hosts) * eps * sizes).all()
+
+
+@pytest.mark.parametrize("hosts", THREES[1:])
+@pytest.mark.parametrize("name", ["bits by bucket", "one bit"])
+def test_feedback_telescopes_over_sums_of_the_engine(hosts: tuple[int, ...], name: str) -> None:
+    _, ranks = hierarchies(hosts, SUMMED[name])
+    missing = np.zeros(301)
+    for _ in range(8):
+        gradients = ranks.gradients()
+        missing += true_mean(gradients, 2) - step(ranks, gradients).mean(2).astype(np.float64)
+        owed = ranks.owed(2)
+        np.testing.assert_allclose(missing, owed, rtol=0, atol=4e-6 * max(1.0, np.abs(owed).max()))
+
+
+@pytest.mark.parametrize("values", [(np.nan, 0.0), (3e38, 3e38)], ids=["of a rank", "of a host's sum"])
+def test_what_is_not_finite_in_a_sum_of_the_engine_is_so_everywhere(values: tuple[float, float]) -> None:
+    _, ranks = hierarchies((0, 0, 1, 1), SUMMED["4 bits"], slice_elements=1000)
+    gradients = ranks.gradients()
+    gradients[2][2][7], gradients[3][2][7] = values
+    outcome = step(ranks, gradients)
+    assert outcome.committed == [False] * 4
+    assert outcome.result.nonfinite.tolist() == [False, False, True]
+    assert np.isnan(outcome.mean(2)).all()
+
+
+def test_gradients_on_a_device_are_summed_from_pinned_memory(gpu: Device) -> None:
+    compressor = SUMMED["3 bits, with feedback"]
+    messages, sums = hierarchies((0, 0, 1), compressor, devices=[gpu] * 3, slice_elements=300)
+    for _ in range(2):
+        gradients = messages.gradients()
+        want = messages.step([[g.copy() for g in rank] for rank in gradients]).all_means()
+        assert all(map(same_bytes, step(sums, gradients).all_means(), want))
+
+
+def test_a_round_waits_for_the_ranks_whose_values_it_brings() -> None:
+    """Clocks are aligned by this: a member may have sent its part before another member has begun."""
+    _, ranks = hierarchies((0, 0, 0), SUMMED["4 bits"], slice_elements=1000)
+    step(ranks, ranks.gradients())
+    senders = [
+        [span.senders for span in pipeline.trace.spans() if span.name == "send" and span.bucket == 0]
+        for pipeline in ranks.pipelines
+    ]
+    assert [[sorted(each) for each in rank] for rank in senders] == [[[1, 2], []], [[], [0]], [[], [0]]]
