@@ -1,7 +1,7 @@
 """L-GreCo's objectives "time" and "position" beside "bytes", on hosts made of network namespaces. Needs root.
 
     python benchmarks/objectives.py --link 1gbit --json objectives.json
-    python benchmarks/objectives.py --settings 12 --steps 20
+    python benchmarks/objectives.py --link 100mbit --steps 12 --warmup 2 --blocks 2 --block-steps 6 --decisions 3
 
 The LSTM of step.py (10.6 M parameters) or --model resnet18 (11.2 M) under 4 bits, two ranks, one core each. Three
 parts, in the same processes:
@@ -10,7 +10,8 @@ parts, in the same processes:
     50 steps after 5 warm-up steps. The synchronisation time of a step is that from the start of its first exchange
     bucket's first round to the end of the last round, on the slower rank; the median over a setting's steps is one
     sample. It is regressed, by least squares, on all bytes, and on the bytes of each bucket, T(b), if there are more
-    settings than buckets; R^2 is that of the fit, and of settings that were left out one at a time.
+    settings than buckets whose bytes vary independently: the buckets of one layer all have its level. A slower link
+    has more and smaller buckets. R^2 is that of the fit, and of settings that were left out one at a time.
 2.  Plans. L-GreCo(objective="time") decides --decisions times. Its last table, with its fitted T(l), is then given to
     all three objectives.
 3.  Steps. Uniform 4 bits and the three plans alternate in blocks. A step is the median over its steps.
@@ -184,7 +185,7 @@ def samples(ranks: list[dict[str, Any]], each: int, warmup: int, count: int) -> 
 def regress(x: Any, y: Any) -> dict[str, Any]:
     """Least squares with a constant: coefficients, R^2, and R^2 of samples that were left out one at a time.
 
-    Buckets that always have as many bytes, those of one layer, share their coefficient.
+    Of buckets whose bytes are in a fixed proportion, those of one layer, the coefficients are the smallest that fit.
     """
 
     def fit(rows: Any) -> tuple[float, Any]:
@@ -207,10 +208,16 @@ def regress(x: Any, y: Any) -> dict[str, Any]:
     }
 
 
+def regress_by_bucket(x: Any, y: Any) -> dict[str, Any] | None:
+    """Return :func:`regress` on the bytes of each bucket; None if some setting, left out, leaves too few others."""
+    independent = int(np.linalg.matrix_rank(x - x.mean(axis=0)))
+    return regress(x, y) if independent < len(y) - 1 else None
+
+
 def evaluate(work: Work, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     x, y = samples([rank["drawn"] for rank in ranks], work.warmup + work.steps, work.warmup, work.settings)
     total = regress(x.sum(axis=1, keepdims=True), y)
-    by_bucket = regress(x, y) if x.shape[1] < work.settings - 1 else None
+    by_bucket = regress_by_bucket(x, y)
     arms, each = ranks[0]["arms"], work.warmup + work.block_steps
     sizes, synchronised = samples(
         [rank["compared"] for rank in ranks], each, work.warmup, len(arms) * work.blocks
@@ -244,7 +251,8 @@ def show(found: dict[str, Any], names: list[str], weights: list[float]) -> str:
     lines = [f"{len(y)} settings of {span}, synchronised in {y.min() * 1e3:.1f} to {y.max() * 1e3:.1f} ms"]
     for where, fit in (("all bytes", total), ("the bytes of each bucket", by_bucket)):
         if fit is not None:
-            shown = ", ".join(f"{slope * 1e9:.2f}" for slope in fit["slopes"])
+            slopes = sorted({f"{slope * 1e9:.2f}" for slope in fit["slopes"]}, key=float)
+            shown = " to ".join(dict.fromkeys((slopes[0], slopes[-1])))
             about = f"R^2 {fit['r2']:.4f}, of settings left out {fit['r2_left_out']:.4f}"
             lines.append(f"on {where}: {fit['constant'] * 1e3:.2f} ms + {shown} ns per byte, {about}")
     cells = []

@@ -53,3 +53,14 @@ def test_a_line_is_found_and_one_that_is_none_is_not():
     assert fit["slopes"] == pytest.approx([1, 5, 3])
     assert min(fit["r2"], fit["r2_left_out"]) == pytest.approx(1)
     assert objectives.regress(x, draw.random(20))["r2_left_out"] < 0.3
+
+
+def test_the_buckets_of_a_layer_count_once_for_the_settings_that_a_fit_needs():
+    """Five settings, two layers: nine buckets of theirs can be fitted, buckets of four layers cannot."""
+    draw = np.random.default_rng(1)
+    layers = draw.random((5, 4))
+    buckets = np.repeat(layers[:, :2], (4, 5), axis=1)
+    fit = objectives.regress_by_bucket(buckets, 1.0 + layers[:, :2] @ [8.0, 5.0])
+    assert fit["slopes"] == pytest.approx([2.0] * 4 + [1.0] * 5)
+    assert min(fit["r2"], fit["r2_left_out"]) == pytest.approx(1)
+    assert objectives.regress_by_bucket(layers, draw.random(5)) is None
