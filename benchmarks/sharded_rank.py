@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 import gradcomp.torch as gc
-from gradcomp import Quantize
+from gradcomp import Compressor, Identity, Quantize
+from gradcomp.compress.quantise.learned import with_levels
 from gradcomp.exchange.request_group import RequestGroup, Run
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
 from gradcomp.transport.inprocess import World
@@ -35,11 +36,14 @@ BATCH, LENGTH, VOCABULARY, WIDTH, BLOCKS = 4, 32, 8000, 256, 6
 LEARNING_RATE = 1e-3
 SMALL = 1024  # parameters with fewer elements travel exactly
 BUCKET = 1024
+EXACT = 32  # bits
+#: The parts of a training after which the paper learns levels: 400, 1,900 and 3,800 of 4,800 steps.
+LEARNS_AT = (400 / 4800, 1900 / 4800, 3800 / 4800)
 
 
 @dataclass(frozen=True)
 class Row:
-    """``bits`` of weights and of gradients; None: fully_shard alone, or without any exchange."""
+    """``bits`` of weights and of gradients, 32 for float32; None: fully_shard alone, or without any exchange."""
 
     bits: tuple[int, int] | None = None
     exchanges: bool = True
@@ -50,13 +54,14 @@ class Row:
     bucket: int = BUCKET
     #: Steps between decisions of L-GreCo; 0: the bits stay.
     every_steps: int = 0
+    learns: bool = False  # levels
 
-    def compressors(self) -> tuple[Quantize, Quantize]:
+    def compressors(self) -> tuple[Compressor, Compressor]:
         assert self.bits is not None, "of rows with bits"
         weights, gradients = self.bits
         return (
             Quantize(bits=weights, bucket_size=self.bucket, rounding=self.rounding, feedback=False),
-            Quantize(bits=gradients, bucket_size=BUCKET),
+            Identity() if gradients == EXACT else Quantize(bits=gradients, bucket_size=BUCKET),
         )
 
 
@@ -78,10 +83,23 @@ ROWS = {
     "w4g6": Row((4, 6)),
     "w8g8-lgreco": Row((8, 8), every_steps=100),
     "w4g4-lgreco": Row((4, 4), every_steps=100),
+    "w4g8": Row((4, 8)),
+    "w5g8": Row((5, 8)),
+    "w4g32": Row((4, EXACT)),
+    "w3g32": Row((3, EXACT)),
+    "w2g32": Row((2, EXACT)),
+    "w8g3": Row((8, 3)),
+    "w8g2": Row((8, 2)),
+    "w4g8-nearest": Row((4, 8), rounding="nearest"),
+    "w5g8-nearest": Row((5, 8), rounding="nearest"),
     "w8g8-nearest": Row((8, 8), rounding="nearest"),
     "w8g8-coin": Row((8, 8), rounding="stochastic"),
     "w8g8-nearest-whole": Row((8, 8), rounding="nearest", bucket=1 << 30),
     "w8g8-coin-whole": Row((8, 8), rounding="stochastic", bucket=1 << 30),
+}
+ROWS |= {
+    f"{name}-learned": replace(ROWS[name], learns=True)
+    for name in ["w6g4", "w5g4", "w4g4", "w4g32", "w3g32", "w2g32", "w8g3", "w8g2", "w4g8", "w5g8"]
 }
 
 
@@ -162,7 +180,10 @@ class Trainer:
         return 0.0 if self.state is None else self.state.statistics().exchange_seconds / steps
 
 
-def make_trainer(row: Row, text: models.Text, rank: int, world: int, seed: int) -> Trainer:
+def make_trainer(
+    row: Row, text: models.Text, rank: int, world: int, seed: int, learn_levels: Sequence[int] = (0,)
+) -> Trainer:
+    """Rows with learned levels learn after the given steps; by default in the first one, for all others to use."""
     torch.manual_seed(seed)
     model = GPT()
     mesh = init_device_mesh("cpu", (world,))
@@ -188,6 +209,7 @@ def make_trainer(row: Row, text: models.Text, rank: int, world: int, seed: int) 
             reuse=row.reuse,
             redraw=row.redraw,
             controller=gc.LGreCo(row.every_steps) if row.every_steps else None,
+            learn_levels=learn_levels if row.learns else (),
         )
     return trainer
 
@@ -229,7 +251,7 @@ def _bytes(
 ) -> int:
     rows = -(-shape[0] // world)
     mine = max(0, min(shape[0] - rank * rows, rows)) * math.prod(shape[1:])
-    if bits is None or len(shape) < 2 or math.prod(shape) < SMALL:
+    if bits in (None, EXACT) or len(shape) < 2 or math.prod(shape) < SMALL:
         return item * mine
     return -(-mine * bits // 8) + 8 * -(-mine // bucket)
 
@@ -245,6 +267,9 @@ def codec_seconds(model: GPT, row: Row, world: int) -> float:
     if row.bits is None:
         return 0.0
     weights, gradients = row.compressors()
+    if row.learns:
+        weights = with_levels(weights, unbiased=False) or weights
+        gradients = with_levels(gradients, unbiased=True) or gradients
     large = [p for p in model.parameters() if p.ndim > 1 and p.numel() >= SMALL]
     inner = {id(p) for layer in model.layers for p in layer.parameters()}
     total = 0.0
@@ -258,7 +283,7 @@ def codec_seconds(model: GPT, row: Row, world: int) -> float:
     return total
 
 
-def _times(kind: str, compressor: Quantize, size: int, repeats: int = 5) -> tuple[float, float]:
+def _times(kind: str, compressor: Compressor, size: int, repeats: int = 5) -> tuple[float, float]:
     """Medians of a request in a world of one, and of decoding once more what was gathered."""
     transport = World(1).transports()[0]
     request = PreparedRequest(Request.of(kind, [gc.LayerSpec("x", (size,))], compressor), 0, 1)
@@ -300,7 +325,8 @@ def train_rank(task: Training, out: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     gc.init(seed=task.seed)
     text = models.load_text(Path(task.data) if task.data else None, VOCABULARY)
-    trainer = make_trainer(ROWS[task.row], text, rank, world, task.seed)
+    learn_levels = sorted({round(at * task.steps) for at in LEARNS_AT})
+    trainer = make_trainer(ROWS[task.row], text, rank, world, task.seed, learn_levels)
     for _ in range(task.steps):
         trainer.step()
 

@@ -34,6 +34,8 @@ Levels levels(Codec codec) {
         case Codec::codebook_l2:
         case Codec::codebook_linf:
             return {2, 8};
+        case Codec::codebook_minmax:
+            return {1, 7};
         case Codec::e4m3:
         case Codec::e5m2:
             return {8, 8};
@@ -66,6 +68,7 @@ int scale_record_bytes(Codec codec) {
         case Codec::minmax:
         case Codec::onebit:
         case Codec::minmax_shift:
+        case Codec::codebook_minmax:
             return 8;
         case Codec::l2:
         case Codec::linf:
@@ -153,22 +156,25 @@ void check_segment(Codec codec, std::int64_t row, const Segment& segment, std::i
 }
 
 void check_magnitudes(Codec codec, const float* magnitudes) {
-    if ((magnitudes != nullptr) != (codec == Codec::codebook_l2 || codec == Codec::codebook_linf))
+    const bool wanted = codec == Codec::codebook_l2 || codec == Codec::codebook_linf ||
+                        codec == Codec::codebook_minmax;
+    if ((magnitudes != nullptr) != wanted)
         throw std::invalid_argument("magnitudes go with the codebook codecs, and with nothing else");
 }
 
-void check_magnitudes_row(const float* magnitudes, int bits) {
+void check_magnitudes_row(Codec codec, const float* magnitudes, int bits) {
     const float* const row = magnitudes + bits * magnitudes_per_row;
-    const int last = (1 << (bits - 1)) - 1;
-    bool ascend = row[0] == 0.0f && row[last] == 1.0f;
+    const bool signs = codec != Codec::codebook_minmax;
+    const int last = (1 << (signs ? bits - 1 : bits)) - 1;
+    bool ascend = signs ? row[0] == 0.0f && row[last] == 1.0f : row[0] >= 0.0f && row[last] <= 1.0f;
     for (int i = 0; i < last; ++i) ascend = ascend && row[i] <= row[i + 1];
     if (!ascend)
-        throw std::invalid_argument("magnitudes for " + std::to_string(bits) +
-                                    " bits do not ascend from 0 to 1");
+        throw std::invalid_argument("magnitudes for " + std::to_string(bits) + " bits do not ascend " +
+                                    (signs ? "from 0 to 1" : "within 0..1"));
 }
 
 Codec check_codec(int number) {
-    if (number < 0 || number > static_cast<int>(Codec::minmax_shift))
+    if (number < 0 || number > static_cast<int>(Codec::codebook_minmax))
         throw std::invalid_argument("unknown codec " + std::to_string(number));
     return static_cast<Codec>(number);
 }

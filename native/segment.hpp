@@ -25,6 +25,7 @@ enum class Codec : std::int32_t {
     minmax_least_error = 16,
     nvfp4 = 17,
     minmax_shift = 18,
+    codebook_minmax = 19,
 };
 
 enum class Dtype : std::int32_t { float32 = 0, float16 = 1, bfloat16 = 2, float64 = 3 };
@@ -51,7 +52,7 @@ inline constexpr std::int64_t max_elements = std::int64_t{1} << 35;
 // The rank in the random counter of a chunk's owner, who encodes the mean.
 inline constexpr std::uint32_t owner_rank = 0xFFFFFFFF;
 
-// A codebook's magnitudes: row b holds those for b bits, from 0 to 1.
+// A codebook's magnitudes: row b holds those for b bits, from 0 to 1, or the levels of codebook_minmax.
 inline constexpr std::int64_t magnitude_rows = 9;
 inline constexpr std::int64_t magnitudes_per_row = 128;
 
@@ -99,8 +100,9 @@ void check_segment(Codec codec, std::int64_t row, const Segment& segment, std::i
 // Throw std::invalid_argument unless a codebook has magnitudes and no other codec has.
 void check_magnitudes(Codec codec, const float* magnitudes);
 
-// Throw std::invalid_argument unless the magnitudes for so many bits ascend from 0 to 1.
-void check_magnitudes_row(const float* magnitudes, int bits);
+// Throw std::invalid_argument unless the magnitudes for so many bits ascend from 0 to 1; levels ascend within
+// that.
+void check_magnitudes_row(Codec codec, const float* magnitudes, int bits);
 
 // Throw std::invalid_argument for a number that is no codec.
 Codec check_codec(int number);

@@ -112,6 +112,8 @@ ROWS = {
     "codebook-l2-odd": Row(gc.Codebook((1 / 3, 1), 33, "l2"), **UNBIASED, constants=False),
     "codebook-nearest": Row(gc.Codebook((0.1, 0.4, 1), 48, rounding="nearest")),
     "codebook-no-feedback-odd": Row(gc.Codebook((0.2, 0.6, 1), 33, rounding="nearest", feedback=False)),
+    "codebook-minmax": Row(gc.Codebook((0, 0.3, 0.45, 0.6, 1), 64, "minmax"), **UNBIASED),
+    "codebook-minmax-free": Row(gc.Codebook((0.1, 0.4, 0.55, 0.85), 33, "minmax", "nearest", feedback=False)),
     "codebook-feedback": Row(gc.Codebook((0.5, 1), 50, feedback=True), draws=True),
     "dgc": Row(gc.DGC(0.1, momentum_factor=0.0, sample=0.5), **SPARSE),
     "dgc-momentum": Row(gc.DGC(0.05, momentum_factor=0.5), **SPARSE),

@@ -114,6 +114,21 @@ def of_moved_extremes(steps: int, elements: int) -> Distortion:
     return Distortion(elements / (6 * steps**2), True, 1 / steps)
 
 
+def of_levels(levels: Sequence[float], elements: int, *, nearest: bool) -> Distortion:
+    """Bound a code of ascending levels in [0, 1], in units of the span of some elements, above the smallest one.
+
+    With w the widest gap between levels, the variance is at most (w span)^2 / 4. To nearest, no error is above r span,
+    where r is w / 2 or the gap at an end. span <= 2 max |x|, and span^2 <= 2 ||x||^2. Pinned ends are exact.
+    """
+    if elements < 2:
+        return Distortion(0.0, not nearest, 0.0)
+    widest = max(b - a for a, b in pairwise(levels))
+    beyond = max(levels[0], 1.0 - levels[-1])
+    reach = max(widest / 2, beyond)
+    others = elements if beyond > 0 else elements - 2
+    return Distortion(2 * others * reach**2, not nearest, 2 * (reach if nearest else widest))
+
+
 def of_magnitudes(levels: Sequence[float], elements: int, *, l2: bool, nearest: bool) -> Distortion:
     """Bound a code of a sign and one of 0 and ascending levels up to 1, in units of a norm, l2 or linf.
 

@@ -416,6 +416,13 @@ class PreparedRequest:
         for _ in self._program.gathered.decode(self._context(0), binding, self.codes):
             raise AssertionError("kernels on the host's memory are done when they return")
 
+    def release(self) -> None:
+        """Free the working memory, with the codes of the last run. The request cannot be run again, but declined."""
+        self.codes, self.result = None, None
+        if self.problem is None:
+            self.problem = "the request was replaced"
+            del self._program
+
     def _context(self, number: int) -> StepContext:
         draw = Draw(self._seed, number & 0xFFFFFFFF, self._draw_rank)
         return StepContext(draw, self._world, average=self.request.average, number=self.number)

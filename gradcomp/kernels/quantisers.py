@@ -19,6 +19,7 @@ from gradcomp.kernels.reference_memory import ordered_sum
 from gradcomp.kernels.segments import (
     CODEBOOK_L2,
     CODEBOOK_LINF,
+    CODEBOOK_MINMAX,
     E2M1,
     E4M3,
     E5M2,
@@ -102,7 +103,7 @@ E4M3_SCALES = ScaleFormat(1, lambda scales: rounded_up(scales).astype(np.uint8),
 
 
 class Level(NamedTuple):
-    """The bit width of a code, and the codebook's magnitudes for it. Scales are multiples of ``unit``."""
+    """The bit width of a code, and the codebook's row for it. Scales are multiples of ``unit``."""
 
     bits: int
     magnitudes: Floats | None = None
@@ -111,7 +112,7 @@ class Level(NamedTuple):
     @staticmethod
     def of(segment: np.void, magnitudes: Magnitudes | None) -> Level:
         bits = int(segment["level"])
-        return Level(bits, None if magnitudes is None else magnitudes[bits, : 1 << (bits - 1)])
+        return Level(bits, None if magnitudes is None else magnitudes[bits])
 
 
 class Quantiser(NamedTuple):
@@ -135,16 +136,16 @@ def _quantise_minmax(c: Floats, u: Floats | None, level: Level) -> tuple[Columns
         # One bit decodes to the mean of the negative values or to that of the others; extremes would be too far away.
         (low, high), negative = _quantise_onebit(c, None, level)
         return (low, high - low), negative ^ np.uint8(1)
-    lo, unit, inverse = _steps(c, level)
+    lo, unit, inverse = _steps(c, _most_steps(level))
     code = _round((c - lo[:, None]) * inverse[:, None], u, _most_steps(level))
     return (lo, unit), code
 
 
-def _steps(c: Floats, level: Level) -> Columns:
+def _steps(c: Floats, levels: np.float32) -> Columns:
     """Returns minimum, unit and inverse unit of each bucket; the latter two are 0 in a constant bucket."""
     lo = c.min(axis=1) + np.float32(0)  # -0 becomes +0: which of the two a minimum returns is undefined
     hi = c.max(axis=1) + np.float32(0)
-    span, levels = hi - lo, _most_steps(level)
+    span = hi - lo
     unit, inverse = span / levels, levels / span
     flat = ~np.isfinite(inverse)
     unit[flat], inverse[flat] = 0, 0
@@ -162,7 +163,7 @@ def _quantise_shifted(c: Floats, u: Floats | None, level: Level) -> tuple[Column
     """
     if u is None:
         return _quantise_minmax(c, None, level)
-    lo, unit, inverse = _steps(c, level)
+    lo, unit, inverse = _steps(c, _most_steps(level))
     lo = lo + u[:, 0] * unit
     code = _round((c - lo[:, None]) * inverse[:, None], None, _most_steps(level))
     lo[~np.isfinite(lo + _most_steps(level) * unit)] = np.nan  # the largest code would decode to infinity
@@ -219,7 +220,7 @@ def _largest_magnitude(level: Level) -> int:
     return max((1 << (level.bits - 1)) - 1, 1)
 
 
-# --- sign and magnitude from a codebook ---------------------------------------------------------------------
+# --- levels from a codebook: a sign and a magnitude, or between minimum and maximum -----------------------------
 
 
 def _quantise_by_codebook(
@@ -228,11 +229,16 @@ def _quantise_by_codebook(
     assert level.magnitudes is not None
     norm, inverse = _divisible(norm_of(c), np.float32(1))
     r = np.minimum(np.abs(c) * inverse[:, None], np.float32(1))
-    # magnitudes[code] < r <= magnitudes[code + 1], except for r = 0; of equal magnitudes the first is taken.
-    code = np.searchsorted(level.magnitudes[1:], np.nan_to_num(r), side="left")
-    lower, upper = level.magnitudes[code], level.magnitudes[code + 1]
+    return (norm,), _with_sign(_round_to_entry(level.magnitudes[: 1 << (level.bits - 1)], r, u), c, level)
+
+
+def _round_to_entry(entries: Floats, r: Floats, u: Floats | None) -> Bytes:
+    """Returns the numbers of the entries to which r rounds; none is below the first entry or above the last."""
+    # entries[code] < r <= entries[code + 1], except for r = entries[0]; of equal entries the first is taken.
+    code = np.searchsorted(entries[1:], np.nan_to_num(r), side="left")
+    lower, upper = entries[code], entries[code + 1]
     above = upper - r < r - lower if u is None else u * (upper - lower) < r - lower
-    return (norm,), _with_sign((code + above).astype(np.uint8), c, level)
+    return (code + above).astype(np.uint8)
 
 
 def _dequantise_by_codebook(code: Bytes, scales: Sequence[Floats], level: Level) -> Floats:
@@ -240,6 +246,28 @@ def _dequantise_by_codebook(code: Bytes, scales: Sequence[Floats], level: Level)
     (norm,) = scales
     value: Floats = level.magnitudes[code & np.uint8((1 << (level.bits - 1)) - 1)] * norm
     return np.where(code >> np.uint8(level.bits - 1), -value, value)
+
+
+def _quantise_between(c: Floats, u: Floats | None, level: Level) -> tuple[Columns, Bytes]:
+    """Rounds (c - lo) / span to levels of the codebook; what lies outside of all levels gets the nearest one."""
+    assert level.magnitudes is not None
+    levels = level.magnitudes[: 1 << level.bits]
+    lo, span, inverse = _steps(c, np.float32(1))
+    r = np.clip((c - lo[:, None]) * inverse[:, None], levels[0], levels[-1])
+    lo[~np.isfinite(lo + span)] = np.nan
+    return (lo, span), _round_to_entry(levels, r, u)
+
+
+def _dequantise_between(code: Bytes, scales: Sequence[Floats], level: Level) -> Floats:
+    assert level.magnitudes is not None
+    lo, span = scales
+    value: Floats = lo + level.magnitudes[code] * span
+    return value
+
+
+def _ends(scales: Sequence[Floats], level: Level) -> Floats:  # noqa: ARG001
+    lo, span = scales
+    return np.concatenate((lo, lo + span))
 
 
 # --- narrow floating formats whose values share a scale --------------------------------------------------------
@@ -377,6 +405,7 @@ QUANTISER: dict[int, Quantiser] = {
     ONEBIT: Quantiser(2, _quantise_onebit, _dequantise_onebit, _recorded),
     CODEBOOK_L2: Quantiser(1, partial(_quantise_by_codebook, norm_of=l2_norm), *_OF_CODEBOOK),
     CODEBOOK_LINF: Quantiser(1, partial(_quantise_by_codebook, norm_of=linf_norm), *_OF_CODEBOOK),
+    CODEBOOK_MINMAX: Quantiser(2, _quantise_between, _dequantise_between, _ends),
     **{codec: _of_format(form, _quantise_block, E8M0_SCALES) for codec, form in FORMATS.items()},
     NVFP4: _of_format(FORMATS[E2M1], _quantise_in_units, E4M3_SCALES, partial(_unit, form=FORMATS[E2M1])),
 }

@@ -39,8 +39,10 @@ MINMAX_LEAST_BYTES: Final = 15
 MINMAX_LEAST_ERROR: Final = 16
 NVFP4: Final = 17
 MINMAX_SHIFT: Final = 18
+CODEBOOK_MINMAX: Final = 19
 
-CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
+SIGNED_CODEBOOKS: Final = (CODEBOOK_L2, CODEBOOK_LINF)
+CODEBOOKS: Final = (*SIGNED_CODEBOOKS, CODEBOOK_MINMAX)
 
 BLOCK_FLOATS: Final = (E4M3, E5M2, E2M1, NVFP4)
 
@@ -50,7 +52,8 @@ ALLOCATED: Final = (MINMAX_LEAST_BYTES, MINMAX_LEAST_ERROR)
 LEVELS: Final = {
     **dict.fromkeys((MINMAX, L2, LINF, *ALLOCATED, MINMAX_SHIFT), range(1, 9)),
     **dict.fromkeys((SIGN, VOTE, ONEBIT), range(1, 2)),
-    **dict.fromkeys(CODEBOOKS, range(2, 9)),
+    **dict.fromkeys(SIGNED_CODEBOOKS, range(2, 9)),
+    CODEBOOK_MINMAX: range(1, 8),
     **dict.fromkeys((E4M3, E5M2), range(8, 9)),
     **dict.fromkeys((E2M1, NVFP4), range(4, 5)),
 }
@@ -114,7 +117,10 @@ Doubles: TypeAlias = npt.NDArray[np.float64]
 MAGNITUDES_SHAPE: Final = (9, 128)
 
 Magnitudes: TypeAlias = npt.NDArray[np.float32]
-"""The magnitudes of codebooks: row b holds the 2**(b-1) ones for b bits in ascending order, from 0 to 1."""
+"""The magnitudes of codebooks: row b holds the 2**(b-1) ones for b bits in ascending order, from 0 to 1.
+
+For CODEBOOK_MINMAX row b holds the 2**b levels for b bits, in ascending order within 0..1.
+"""
 
 
 @dataclass(frozen=True)
@@ -181,8 +187,8 @@ def _payload_bytes(codec: int, length: Any, bits: Any, bucket_size: Any) -> Any:
 
 # codec: (bytes of a bucket's scale record, bits of a code or 0 for the segment's level)
 _WIRE_FORMAT: Final = {
-    **dict.fromkeys((MINMAX, MINMAX_SHIFT, ONEBIT), (8, 0)),
-    **dict.fromkeys((L2, LINF, SIGN, VOTE, *CODEBOOKS), (4, 0)),
+    **dict.fromkeys((MINMAX, MINMAX_SHIFT, ONEBIT, CODEBOOK_MINMAX), (8, 0)),
+    **dict.fromkeys((L2, LINF, SIGN, VOTE, *SIGNED_CODEBOOKS), (4, 0)),
     **dict.fromkeys(BLOCK_FLOATS, (1, 0)),
     **dict.fromkeys(ALLOCATED, (9, 0)),
     FP32: (0, 32),
@@ -263,7 +269,7 @@ def check_magnitudes(codec: int, table: SegmentTable, magnitudes: Magnitudes | N
 
     Raises:
         TypeError: not a contiguous float32 array.
-        ValueError: missing or not wanted, of another shape, or not ascending from 0 to 1.
+        ValueError: missing or not wanted, of another shape, not ascending from 0 to 1, or, as levels, within that.
     """
     if (magnitudes is not None) != (codec in CODEBOOKS):
         raise ValueError("magnitudes go with the codebook codecs, and with nothing else")
@@ -279,9 +285,13 @@ def check_magnitudes(codec: int, table: SegmentTable, magnitudes: Magnitudes | N
     if magnitudes.shape != MAGNITUDES_SHAPE:
         raise ValueError(f"magnitudes have the shape {magnitudes.shape}, not {MAGNITUDES_SHAPE}")
     for bits in np.unique(table["level"]):
-        row = magnitudes[bits, : 1 << (bits - 1)]
-        if not (row[0] == 0 and row[-1] == 1 and (row[:-1] <= row[1:]).all()):
-            raise ValueError(f"magnitudes for {bits} bits do not ascend from 0 to 1")
+        signed = codec in SIGNED_CODEBOOKS
+        row = magnitudes[bits, : 1 << (bits - signed)]
+        inside = row[0] == 0 and row[-1] == 1 if signed else row[0] >= 0 and row[-1] <= 1
+        if not (inside and (row[:-1] <= row[1:]).all()):
+            raise ValueError(
+                f"magnitudes for {bits} bits do not ascend {'from 0 to 1' if signed else 'within 0..1'}"
+            )
 
 
 def _words(levels: range) -> str:

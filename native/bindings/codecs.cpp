@@ -43,7 +43,7 @@ const float* view_magnitudes(gradcomp::Codec codec, const gradcomp::SegmentTable
     for (std::int64_t row = 0; row < table.size(); ++row) {
         const gradcomp::Segment segment = table[row];
         if ((outputs_only && segment.output == 0) || (checked >> segment.bits & 1) != 0) continue;
-        gradcomp::check_magnitudes_row(data, segment.bits);
+        gradcomp::check_magnitudes_row(codec, data, segment.bits);
         checked |= 1u << segment.bits;
     }
     return data;

@@ -51,11 +51,16 @@ bool with_codec(Codec codec, int bits, Function f) {
         case Codec::onebit:
             return f.template operator()<OneBit>();
         case Codec::codebook_l2:
-            return bits <= small_table_bits ? f.template operator()<Codebook<L2Norm, SmallTable>>()
-                                            : f.template operator()<Codebook<L2Norm, LargeTable>>();
+            return 1 << bits <= 2 * small_table_entries
+                       ? f.template operator()<Codebook<L2Norm, SmallTable>>()
+                       : f.template operator()<Codebook<L2Norm, LargeTable>>();
         case Codec::codebook_linf:
-            return bits <= small_table_bits ? f.template operator()<Codebook<LInfNorm, SmallTable>>()
-                                            : f.template operator()<Codebook<LInfNorm, LargeTable>>();
+            return 1 << bits <= 2 * small_table_entries
+                       ? f.template operator()<Codebook<LInfNorm, SmallTable>>()
+                       : f.template operator()<Codebook<LInfNorm, LargeTable>>();
+        case Codec::codebook_minmax:
+            return 1 << bits <= small_table_entries ? f.template operator()<MinMaxCodebook<SmallTable>>()
+                                                    : f.template operator()<MinMaxCodebook<LargeTable>>();
         case Codec::e4m3:
             return f.template operator()<BlockFloat<E4M3>>();
         case Codec::e5m2:

@@ -25,6 +25,7 @@ CODECS = {
     "onebit": segments.ONEBIT,
     "codebook-l2": segments.CODEBOOK_L2,
     "codebook-linf": segments.CODEBOOK_LINF,
+    "codebook-minmax": segments.CODEBOOK_MINMAX,
     "e4m3": segments.E4M3,
     "e5m2": segments.E5M2,
     "e2m1": segments.E2M1,
@@ -44,8 +45,8 @@ def magnitudes_of(codec: int) -> Any:
     if codec not in segments.CODEBOOKS:
         return None
     magnitudes = np.zeros(segments.MAGNITUDES_SHAPE, np.float32)
-    for bits in range(2, 9):
-        count = 1 << (bits - 1)
+    for bits in levels_of(codec):
+        count = 1 << (bits - (codec in segments.SIGNED_CODEBOOKS))
         distinct = count - count // 4
         magnitudes[bits, :distinct] = (np.arange(distinct) / (distinct - 1)) ** 2
         magnitudes[bits, distinct:count] = 1

@@ -55,6 +55,7 @@ def decoded(codec: int, gradient: Any, stochastic: bool = False, **row: Any) -> 
         (segments.ONEBIT, 9, 1, 8, 2 * 8 + 2),
         (segments.CODEBOOK_L2, 10, 3, 4, 3 * 4 + 4),
         (segments.CODEBOOK_LINF, 512, 8, 512, 4 + 512),
+        (segments.CODEBOOK_MINMAX, 9, 7, 4, 3 * 8 + 8),
         (segments.E4M3, 65, 8, 32, 3 + 65),
         (segments.E2M1, 65, 4, 32, 3 + 33),
         (segments.NVFP4, 65, 4, 16, 4 + 5 + 33),
@@ -86,6 +87,8 @@ BY_HAND = {
         [8],
         [*(0b000_010_000_000_001_111).to_bytes(3, "little")],
     ),
+    # 2 lies half way between 0 and 4: the lower level. -4 is below, and 12 above all levels.
+    "codebook-minmax": (2, 5, [-4, 2, 5, 9, 12], [-4, 16], [0b10_01_00_00, 0b11]),
 }
 
 
@@ -95,11 +98,15 @@ def test_payloads_by_hand(name: str) -> None:
     group = one(CODECS[name], np.array(gradient, np.float32), bits=bits, bucket_size=bucket_size)
     if name == "codebook-linf":
         group.magnitudes[3, :4] = 0, 0.25, 0.5, 1
+    if name == "codebook-minmax":
+        group.magnitudes[2, :4] = 0.25, 0.5, 0.75, 0.875
     payload = group.encode(HOST.kernels).payload
     assert np.frombuffer(payload[: 4 * len(scales)], "<f4").tolist() == scales
     assert payload[4 * len(scales) :] == bytes(codes)
     if name == "codebook-linf":
         assert group.values(payload)[0].tolist() == [-8, 2, 0, 0, 4, 0]
+    if name == "codebook-minmax":
+        assert group.values(payload)[0].tolist() == [0, 0, 4, 8, 10]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -148,7 +155,7 @@ def test_errors_are_within_a_step(codec: int, bits: int, stochastic: bool) -> No
 
 
 @ROUNDING
-@pytest.mark.parametrize("codec", segments.CODEBOOKS, ids=["l2", "linf"])
+@pytest.mark.parametrize("codec", segments.SIGNED_CODEBOOKS, ids=["l2", "linf"])
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_codebook_value_is_a_neighbour(codec: int, bits: int, stochastic: bool) -> None:
     gradient = normal(512)
@@ -163,6 +170,28 @@ def test_codebook_value_is_a_neighbour(codec: int, bits: int, stochastic: bool) 
     bound = distances.max(axis=0) if stochastic else distances.min(axis=0)
     assert (np.abs(gradient - value) <= bound + 1e-6 * norm).all()
     assert (np.abs(neighbours - np.abs(value)).min(axis=0) <= 1e-6 * norm).all()
+
+
+@ROUNDING
+@pytest.mark.parametrize("bits", range(1, 8))
+@pytest.mark.parametrize("ends", [(0, 1), (0.125, 0.75)], ids=["pinned", "free"])
+def test_a_value_between_extremes_gets_a_level_beside_it(
+    ends: tuple[float, float], bits: int, stochastic: bool
+) -> None:
+    gradient = normal(512)
+    group = one(segments.CODEBOOK_MINMAX, gradient, bits=bits)
+    row = group.magnitudes[bits, : 1 << bits]
+    row[:] = ends[0] + (ends[1] - ends[0]) * row
+    value = group.values(group.encode(HOST.kernels, stochastic=stochastic).payload)[0]
+    g, span = gradient.astype(np.float64), np.ptp(gradient)
+    levels = gradient.min() + span * np.unique(row).astype(np.float64)
+    inside = np.clip(g, levels[0], levels[-1])
+    above = np.clip(np.searchsorted(levels, inside), 1, len(levels) - 1)
+    neighbours = np.stack((levels[above - 1], levels[above]))
+    distances = np.abs(neighbours - inside)
+    bound = distances.max(axis=0) if stochastic else distances.min(axis=0)
+    assert (np.abs(inside - value) <= bound + 1e-6 * span).all()
+    assert (np.abs(neighbours - value).min(axis=0) <= 1e-6 * span).all()
 
 
 @pytest.mark.parametrize(
@@ -410,6 +439,7 @@ def test_non_finite_contribution_is_flagged_and_sends_zeros(codec: int, bad: flo
     [
         (segments.MINMAX, [3e38, -3e38]),  # the range overflows
         (segments.MINMAX_LEAST_BYTES, [3e38, -3e38]),
+        (segments.CODEBOOK_MINMAX, [3e38, -3e38]),
         (segments.L2, [3e38, 3e38]),  # the norm overflows
         (segments.CODEBOOK_L2, [3e38, 3e38]),
         (segments.BF16, [3.4e38, 0]),  # rounds to infinity

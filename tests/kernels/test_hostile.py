@@ -211,6 +211,7 @@ OF_CODECS = {
     "bits 2 of a sign": (segments.VOTE, {"level": 2}),
     "bits 1 of a codebook": (segments.CODEBOOK_L2, {"level": 1}),
     "bits 9 of a codebook": (segments.CODEBOOK_LINF, {"level": 9}),
+    "bits 8 between extremes": (segments.CODEBOOK_MINMAX, {"level": 8}),
     "payload too short for two means": (segments.ONEBIT, {"level": 1, "length": 512, "bucket_size": 64}),
     "bucket negative": (segments.FP16, {"bucket_size": -1, "length": 1}),
     "length huge": (segments.FP64, {"length": 2**62, "dtype": segments.FLOAT64}),
@@ -261,6 +262,19 @@ def test_wrong_magnitudes(backend: Any, wrong: Any, error: type[Exception]) -> N
         given = well_formed(kernel, segments.CODEBOOK_L2) | {"magnitudes": wrong}
         given["table"]["level"] = 3
         refused(backend, kernel, given, error)
+
+
+@each_of(HOST)
+@pytest.mark.parametrize(
+    "row", [(-0.1, 0.5, 0.7, 1), (0, 0.5, 0.4, 1), (0, 0.5, 0.7, 1.1), (0, np.nan, 0.7, 1)]
+)
+def test_levels_ascend_within_0_and_1(backend: Any, row: tuple[float, ...]) -> None:
+    magnitudes = magnitudes_of(segments.CODEBOOK_MINMAX)
+    magnitudes[2, :4] = row
+    for kernel in CODEC:
+        given = well_formed(kernel, segments.CODEBOOK_MINMAX) | {"magnitudes": magnitudes}
+        given["table"]["level"] = 2
+        refused(backend, kernel, given, ValueError, "ascend within 0..1")
 
 
 @each_of(HOST)

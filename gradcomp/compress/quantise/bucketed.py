@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gradcomp.compress.base import Coded, Traits
-from gradcomp.compress.bounds import ANY_LAYER, Distortion, check_feedback_around, of_magnitudes
+from gradcomp.compress.bounds import ANY_LAYER, Distortion, check_feedback_around, of_levels, of_magnitudes
 from gradcomp.compress.checks import check_flag, check_whole, check_word
 from gradcomp.compress.registry import register
 from gradcomp.core.errors import ConfigError
@@ -25,6 +25,7 @@ from gradcomp.kernels.segments import MAGNITUDES_SHAPE, Magnitudes
 WHOLE_LAYER = 2**31 - 1
 
 KINDS = {"l2": segments.CODEBOOK_L2, "linf": segments.CODEBOOK_LINF}
+_CODEBOOKS = KINDS | {"minmax": segments.CODEBOOK_MINMAX}
 ROUNDINGS = ("stochastic", "nearest")
 _FORMATS = {"fp8_e4m3": segments.E4M3, "fp8_e5m2": segments.E5M2, "fp4_e2m1": segments.E2M1}
 _CODECS = {("e8m0", name): codec for name, codec in _FORMATS.items()} | {("e4m3", "fp4_e2m1"): segments.NVFP4}
@@ -140,24 +141,30 @@ class NUQSGD(Rounded):
 @register("codebook")
 @dataclass(frozen=True)
 class Codebook(Rounded):
-    """Quantise to a sign and one of the given levels, in units of the bucket's norm.
+    """Quantise to the given levels, in units of the bucket's norm or between its minimum and maximum.
 
-    |v_i| / ||v|| is rounded to 0 or one of ``levels``; value = sign(v_i) ||v|| level.
+    ``scaling="linf"`` (default: the largest magnitude) or ``"l2"``
+        |v_i| / ||v|| is rounded to 0 or one of ``levels``; value = sign(v_i) ||v|| level. ``levels``: 1 to 127 numbers
+        in (0, 1], ascending (as float32 too), the last one 1: every value must lie between two levels, or rounding
+        could not be unbiased. 2^(b-1) - 1 levels use all codes of b bits. 4 bytes of scale per bucket.
+    ``scaling="minmax"``
+        lo, hi = min, max of the bucket; (v_i - lo) / (hi - lo) is rounded to one of ``levels``;
+        value = lo + (hi - lo) level. ``levels``: 2 to 128 numbers in [0, 1], none below the one before it. Stochastic
+        rounding needs 0 as the first level and 1 as the last one; to nearest, a value outside of all levels gets the
+        first or the last one. 2^b levels use all codes of b bits, from 1 to 7. 8 bytes of scale per bucket.
 
-    ``levels``: 1 to 127 numbers in (0, 1], ascending (as float32 too), the last one 1: every value must lie between two
-    levels, or rounding could not be unbiased. 2^(b-1) - 1 levels use all codes of b bits; any other number leaves codes
-    unused. In a string form they are separated by "/": ``"codebook:levels=0.125/0.25/0.5/1"``.
-    ``scaling``: the norm, ``"linf"`` (default: the largest magnitude) or ``"l2"``.
-    ``bucket_size``: values that share a norm; None: the whole layer.
+    Any other number of levels leaves codes unused. In a string form levels are separated by "/":
+    ``"codebook:levels=0.125/0.25/0.5/1"``.
+    ``bucket_size``: values that share a scale; None: the whole layer.
     ``rounding="stochastic"`` (default): to the upper level with probability (v - lower) / (upper - lower), unbiased.
     ``"nearest"``: biased, ties to the lower level; ``feedback`` is then on by default.
-    Wire, per direction: ceil(n b / 8) bytes of codes and 4 bytes per bucket; two rounds under
-    scatter-reduce-allgather. The levels are part of the plan and are not sent.
+    Wire, per direction: ceil(n b / 8) bytes of codes and the scales; two rounds under scatter-reduce-allgather. The
+    levels are part of the plan and are not sent.
     State: with feedback, a residual per layer and the chunk owner's server-side error.
     Errors: ConfigError for invalid levels, a bucket size below 1, unknown words; for feedback that would diverge, or
     never send anything.
-    Source: Markov 2024, section 2.2.3 (QSGD as a codebook) and 5.6 (levels learned by Algorithm 5.1). Differs: the
-    mean that is sent back has the same levels; this class does not learn them.
+    Source: Markov 2024, section 2.2.3 (QSGD as a codebook) and 5.6.2 (levels between minimum and maximum, which
+    ``compress_fsdp`` learns). Differs: the mean that is sent back has the same levels; this class does not learn them.
     """
 
     levels: tuple[float, ...]
@@ -167,45 +174,72 @@ class Codebook(Rounded):
     feedback: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", _checked(self.levels))
+        check_word("scaling", self.scaling, _CODEBOOKS)
+        check_word("rounding", self.rounding, ROUNDINGS)
+        checked = (
+            _checked_between(self.levels, self.rounding)
+            if self.scaling == "minmax"
+            else _checked(self.levels)
+        )
+        object.__setattr__(self, "levels", checked)
         check_whole("bucket_size", self.bucket_size, 1, WHOLE_LAYER, or_none=True)
-        check_word("scaling", self.scaling, KINDS)
         self.check_rounding()
 
     def distortion(self, layer: LayerSpec) -> Distortion:
-        elements = min(self.bucket_size or WHOLE_LAYER, layer.size)
-        return of_magnitudes(
-            self.levels, elements, l2=self.scaling == "l2", nearest=self.rounding == "nearest"
-        )
+        elements, nearest = min(self.bucket_size or WHOLE_LAYER, layer.size), self.rounding == "nearest"
+        if self.scaling == "minmax":
+            return of_levels(self.levels, elements, nearest=nearest)
+        return of_magnitudes(self.levels, elements, l2=self.scaling == "l2", nearest=nearest)
 
     @property
     def code_bits(self) -> int:
-        """Return one bit for the sign, and enough bits for zero and every level."""
+        """Return enough bits for every level; for magnitudes also for zero, and one for the sign."""
+        if self.scaling == "minmax":
+            return (len(self.levels) - 1).bit_length()
         return 1 + len(self.levels).bit_length()
 
     def codec_for(self, table: Table) -> Codec:
-        return Codec(KINDS[self.scaling], self.rounding == "stochastic", _magnitudes(self.levels))
+        entries = self.levels if self.scaling == "minmax" else (0.0, *self.levels)
+        return Codec(_CODEBOOKS[self.scaling], self.rounding == "stochastic", _table(entries, self.code_bits))
 
 
 @cache
-def _magnitudes(levels: tuple[float, ...]) -> Magnitudes:
-    """Return a table with the levels in the row of their number of bits; the last one is repeated."""
-    bits = 1 + len(levels).bit_length()
+def _table(entries: tuple[float, ...], bits: int) -> Magnitudes:
+    """Return a table with the entries in the row of their number of bits; the last one is repeated."""
     magnitudes = np.zeros(MAGNITUDES_SHAPE, np.float32)
-    magnitudes[bits, 1 : 1 + len(levels)] = levels
-    magnitudes[bits, 1 + len(levels) : 1 << (bits - 1)] = 1
+    magnitudes[bits] = entries[-1]
+    magnitudes[bits, : len(entries)] = entries
     magnitudes.flags.writeable = False
     return magnitudes
 
 
-def _checked(levels: Any) -> tuple[float, ...]:
+def _numbers(levels: Any, least: int) -> tuple[float, ...]:
+    """Return the levels as a tuple; an empty one unless they are ``least`` or more numbers in [0, 1]."""
     numbers = tuple(levels) if isinstance(levels, Sequence) and not isinstance(levels, str) else (levels,)
-    known = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= 1 for x in numbers)
-    if known and 1 <= len(numbers) <= 127:
+    known = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1 for x in numbers)
+    return tuple(float(x) for x in numbers) if known and least <= len(numbers) < 127 + least else ()
+
+
+def _checked_between(levels: Any, rounding: str) -> tuple[float, ...]:
+    numbers = _numbers(levels, 2)
+    if numbers:
+        exact = np.array(numbers, np.float32)
+        pinned = rounding == "nearest" or (exact[0] == 0 and exact[-1] == 1)
+        if pinned and (np.diff(exact) >= 0).all() and (exact[exact > 0] >= np.finfo(np.float32).tiny).all():
+            return numbers
+    ends = "" if rounding == "nearest" else ", the first one 0 and the last one 1"
+    raise ConfigError(
+        f"levels between minimum and maximum must be 2 to 128 ascending numbers in [0, 1]{ends}, got {levels!r}"
+    )
+
+
+def _checked(levels: Any) -> tuple[float, ...]:
+    numbers = _numbers(levels, 1)
+    if numbers:
         exact = np.array((0, *numbers), np.float32)
         # Subnormal float32 numbers have too few digits to interpolate between two levels.
         if exact[-1] == 1 and exact[1] >= np.finfo(np.float32).tiny and (np.diff(exact) > 0).all():
-            return tuple(float(x) for x in numbers)
+            return numbers
     raise ConfigError(f"levels must be 1 to 127 ascending numbers in (0, 1], the last one 1, got {levels!r}")
 
 

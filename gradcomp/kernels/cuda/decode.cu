@@ -158,6 +158,8 @@ template <class Norm>
 inline constexpr int decoding_blocks<SignMagnitude<Norm>> = 2;
 template <class Norm>
 inline constexpr int decoding_blocks<Codebook<Norm, LargeTable>> = 2;
+template <>
+inline constexpr int decoding_blocks<MinMaxCodebook<LargeTable>> = 2;
 
 KERNEL(256, decoding_blocks<Class>) decode(const DecodeParams __grid_constant__ params) {
     for_parts(params, decode_tile);

@@ -50,6 +50,7 @@ from gradcomp.torch.sharded.exchange import (
     UnitExchange,
     compressor,
 )
+from gradcomp.torch.sharded.levels import check_points, codebook_of
 from gradcomp.torch.sharded.lgreco import ShardedLGreCo, check_controller, rows_of
 from gradcomp.torch.sharded.what_if import Grid
 from gradcomp.transport.base import Transport
@@ -79,6 +80,7 @@ def compress_fsdp(
     reuse: str | None = None,
     redraw: str = "step",
     controller: LGreCo | None = None,
+    learn_levels: Sequence[int] = (),
     process_set: Members = None,
 ) -> ShardedCompression:
     """Compress the all-gathers and reduce-scatters of a model that ``torch.distributed.fsdp.fully_shard`` has sharded.
@@ -102,18 +104,23 @@ def compress_fsdp(
         redraw: weights are rounded anew in every ``"step"``, or in every ``"gather"`` (Markov 2024, Algorithm C.1).
         controller: an :class:`gradcomp.LGreCo` that chooses the bits of every parameter's weights and gradients, within
             one budget for the errors of both; ``weights`` and ``gradients`` are its reference. It needs ``optimizer``.
+        learn_levels: after so many steps of ``optimizer`` the levels of layers above 100,000 elements are learned,
+            apart for weights and gradients: those of :class:`gradcomp.Quantize` by minimum and maximum with 1 to 7
+            bits, or of a :class:`gradcomp.Codebook` between them. The paper learns at (400, 1900, 3800). Under
+            ``rounding="shift"``, weights are then rounded to the nearest level, and gradients without bias.
         process_set: the ranks that call this, if not all of the job: those of all meshes in the model.
 
     Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and quantisation buckets of
     B elements: a gather takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients the same,
-    and headers; before each, 56 (N-1) bytes, until steps repeat. State: no residuals; with ``reuse`` the codes of the
-    model on every rank. Gradients that are not finite make the means of their parameters NaN on all ranks.
+    and headers; before each, 56 (N-1) bytes, until steps repeat. Learning takes 8 (2^b + 1) (N-1) bytes a layer, once
+    for each number of ``learn_levels``. State: no residuals; learned levels; with ``reuse`` the codes of the model on
+    every rank. Gradients that are not finite make the means of their parameters NaN on all ranks.
     Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism in addition to
     sharding, meshes beyond the job, and compressors that keep state; StateError if the model is compressed already;
     PlanMismatchError on every rank if the ranks differ.
-    Source: Markov 2024, chapter 5 and Algorithm C.1 (QSDP). Differs: by default backward computes with the weights of
-    forward, which Algorithm C.1 quantises anew. On GPUs tensors are copied to the host and back; the cost is not
-    measured.
+    Source: Markov 2024, chapter 5, Algorithms 5.1 (levels) and C.1 (QSDP). Differs: by default backward computes with
+    the weights of forward, which Algorithm C.1 quantises anew. On GPUs tensors are copied to the host and back; the
+    cost is not measured.
     """
     state = runtime.current()
     ranks = members(process_set)
@@ -128,11 +135,15 @@ def compress_fsdp(
             check_controller(controller)
             if optimizer is None:
                 raise ConfigError("controller= decides by the optimizer's steps: pass optimizer= too")
+            if learn_levels:
+                raise ConfigError(
+                    "controller= changes bits, and learn_levels= learns levels of fixed bits: pass one"
+                )
             if len({unit.ranks for unit in units}) > 1:
                 raise ConfigError(
                     "controller= has one budget for the model: all units must have the same ranks"
                 )
-        _check(state, model, units, policies, optimizer, reuse, redraw)
+        _check(state, model, units, policies, optimizer, reuse, redraw, learn_levels)
         for unit in units:
             if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
                 raise ConfigError(
@@ -146,7 +157,10 @@ def compress_fsdp(
     (units, policies), transport = validate_together(
         state, ranks, validate, "compress its sharded model", "has not called compress_fsdp"
     )
-    compression = ShardedCompression(state, units, policies, optimizer, reuse == "codes", redraw == "gather")
+    points = tuple(learn_levels)
+    compression = ShardedCompression(
+        state, units, policies, optimizer, reuse == "codes", redraw == "gather", points
+    )
     if controller is not None and not state.what_if(ranks):
         compression._controller = controller
     if transport is not None:
@@ -169,11 +183,14 @@ class ShardedCompression:
         optimizer: torch.optim.Optimizer | None,
         reuse: bool,
         redraw: bool,
+        learn_levels: tuple[int, ...],
     ) -> None:
         self._state = state
         steps = None if optimizer is None else 0
         watch = StepWatch(one.current for unit in units for one in unit.parameters)
-        self._settings = ShardedSettings(*policies, self._exchanger, state.rank, reuse, redraw, steps, watch)
+        self._settings = ShardedSettings(
+            *policies, self._exchanger, state.rank, reuse, redraw, steps, watch, learn_levels
+        )
         self._units = [UnitExchange(unit, self._settings) for unit in units]
         self._exchangers: dict[Ranks, Exchanger] = {}
         self._metrics = StepMetrics()
@@ -213,7 +230,7 @@ class ShardedCompression:
         """Return the string forms of the compressors now, by ``"weights"`` and ``"gradients"`` and by parameter."""
         return {
             title: {
-                one.name: self._settings.compressor_of(kind, one, one.current.dtype).to_string()
+                one.name: each.current(kind, one, one.current.dtype).to_string()
                 for each in self._units
                 for one in each.unit.parameters
             }
@@ -235,7 +252,9 @@ class ShardedCompression:
             self._reshard()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters that random numbers depend on, the same on all ranks, as numbers and strings.
+        """Return the counters that random numbers depend on, and learned levels, as numbers and strings.
+
+        They are the same on all ranks that share shards.
 
         Raises StateError in a run with fake compression, unless the settings allow it to save.
         """
@@ -243,13 +262,15 @@ class ShardedCompression:
         if self._exchangers and faked:
             refuse_to_save(self._state.config)
         counts = {each.unit.name: each.counts for each in self._units}
-        state = {"version": 1, "steps": self._settings.steps, "units": counts}
-        return state if self._settings.lgreco is None else {**state, "lgreco": self._settings.lgreco.state()}
+        state: dict[str, Any] = {"version": 1, "steps": self._settings.steps, "units": counts}
+        if levels := {each.unit.name: each.levels.state() for each in self._units if each.levels.found}:
+            state |= {"version": 2, "levels": levels}
+        return state if self._settings.lgreco is None else state | {"lgreco": self._settings.lgreco.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from :meth:`state_dict`, after the model was loaded.
 
-        Raises StateError if the state is that of another model.
+        Raises StateError if the state is that of another model, or has levels of other compressors.
         """
         names = [each.unit.name for each in self._units]
         if not _is_state(state):
@@ -265,6 +286,7 @@ class ShardedCompression:
         if self._settings.steps is not None:
             self._settings.steps = state["steps"] or 0
         for each in self._units:
+            each.load_levels(state.get("levels", {}).get(each.unit.name, {}))
             each.resume(*counts[each.unit.name])
 
     def _begin(
@@ -280,6 +302,7 @@ class ShardedCompression:
             "gradients": repr(settings.gradients),
             "reuse": settings.reuse,
             "redraw": settings.redraw,
+            "learn_levels": list(settings.learn_levels),
             "optimizer": optimizer is not None,
             "controller": repr(self._controller),
             "scale of the loss": scale,
@@ -375,6 +398,8 @@ class ShardedCompression:
         if settings.lgreco is not None and settings.lgreco.end_step(settings.steps):
             for each in self._units:
                 each.forget()
+        for each in self._units:
+            each.stepped()
 
     def _reshard(self) -> None:
         for each in self._units:
@@ -402,7 +427,9 @@ class ShardedCompression:
 
 def _is_state(state: Any) -> bool:
     """Return True if it has the form of :meth:`ShardedCompression.state_dict`."""
-    if not isinstance(state, dict) or state.get("version") != 1 or not isinstance(state.get("units"), dict):
+    if not isinstance(state, dict) or state.get("version") not in (1, 2):
+        return False
+    if not isinstance(state.get("units"), dict) or not isinstance(state.get("levels", {}), dict):
         return False
     counts = list(state["units"].values())
     numbers = (
@@ -429,6 +456,7 @@ def _check(
     optimizer: Any,
     reuse: str | None,
     redraw: str,
+    learn_levels: Sequence[int],
 ) -> None:
     """Raise ConfigError or StateError for arguments that cannot work."""
     if any(_compressed.get(module) is state for module in model.modules()):
@@ -447,6 +475,7 @@ def _check(
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    unlearned = check_points(learn_levels, has_optimizer=optimizer is not None)
     for kind, policy in zip((ALL_GATHER, REDUCE_SCATTER), policies, strict=True):
         if isinstance(policy.default, Fake):
             if policy.overrides:
@@ -456,7 +485,14 @@ def _check(
             continue
         for unit in units:
             for one in unit.parameters:
-                _check_compressor(kind, one, compressor(one, one.current.dtype, policy))
+                chosen, layer = compressor(one, one.current.dtype, policy), one.spec(one.current.dtype)
+                _check_compressor(kind, one, chosen)
+                unlearned = unlearned and codebook_of(kind, layer, chosen) is None
+    if unlearned:
+        raise ConfigError(
+            "learn_levels: no layer of more than 100,000 elements is quantised between minimum and maximum to at most "
+            "7 bits; choose Quantize(bits=5, ...) for weights= or gradients=, or leave learn_levels out"
+        )
     if any(a >= b for unit in units for a, b in zip(unit.ranks, unit.ranks[1:], strict=False)):
         raise ConfigError("the mesh's ranks must be in ascending order: make the DeviceMesh so")
     if not all(hasattr(module, "set_custom_reduce_scatter") for unit in units for module in unit.modules):

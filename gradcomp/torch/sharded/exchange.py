@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, Arr
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 from gradcomp.torch.optimizers import StepWatch
+from gradcomp.torch.sharded.levels import KINDS, UnitLevels
 from gradcomp.torch.sharded.lgreco import ShardedLGreCo
 from gradcomp.torch.sharded.what_if import Grid, part_of, zero_the_rest
 from gradcomp.torch.tensors import dtype_name
@@ -58,8 +59,8 @@ class ShardedSettings:
 
     ``exchanger`` returns the exchanger among ranks of torch.distributed, made when it is first asked for.
     ``draw_rank`` is this rank's number in the job. ``steps`` counts steps of the optimizer, or is None if
-    none was given. ``watch`` counts the steps of all optimizers on the model. ``exact`` is set while weights
-    travel uncompressed. ``grid`` has the ratios of a what-if run.
+    none was given. ``watch`` counts the steps of all optimizers on the model. After ``learn_levels`` steps levels
+    are learned. ``exact`` is set while weights travel uncompressed. ``grid`` has the ratios of a what-if run.
     """
 
     weights: Policy
@@ -70,6 +71,7 @@ class ShardedSettings:
     redraw: bool
     steps: int | None
     watch: StepWatch
+    learn_levels: tuple[int, ...] = ()
     exact: bool = False
     grid: Grid | None = None
     lgreco: ShardedLGreCo | None = None
@@ -79,12 +81,6 @@ class ShardedSettings:
     #: Exchanger -> checksum of the codes that its last gather received.
     decoded: dict[Exchanger, int] = field(default_factory=dict)
     _seen: dict[Exchanger, int] = field(default_factory=dict)
-
-    def compressor_of(self, kind: str, parameter: Sharded, dtype: torch.dtype) -> Compressor:
-        """Return the compressor of a parameter's weights or gradients: the controller's choice, or the policy's."""
-        if self.lgreco is not None and (chosen := self.lgreco.chosen.get((kind, parameter.name))) is not None:
-            return chosen
-        return compressor(parameter, dtype, self.weights if kind == ALL_GATHER else self.gradients)
 
     def fake(self, kind: str) -> Fake | None:
         """Return the fake compression of these collectives, or None if they are not faked."""
@@ -110,6 +106,18 @@ class ShardedSettings:
         return KEPT if accumulates else DISCARDED
 
 
+class _Key(NamedTuple):
+    """Identifies a request of a unit."""
+
+    kind: str
+    numbers: tuple[int, ...]
+    dtype: torch.dtype
+    ranks: Ranks
+    exact: bool
+    average: bool
+    fake: Fake | None
+
+
 @dataclass(eq=False)
 class UnitExchange:
     """Exchanges the weights and gradients of one unit.
@@ -123,11 +131,15 @@ class UnitExchange:
     changes: int = 0
     gathers: int = 0
     scatters: int = 0
-    _prepared: dict[Any, PreparedRequest] = field(default_factory=dict)
+    _prepared: dict[_Key, PreparedRequest] = field(default_factory=dict)
     #: Request -> the shards that its codes belong to, as ``changes`` and the number of steps.
     _codes: dict[PreparedRequest, tuple[int, int | None]] = field(default_factory=dict)
     _seen: Snapshot | None = None
     _seen_steps: int | None = None
+    levels: UnitLevels = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.levels = UnitLevels(self.settings.learn_levels)
 
     @property
     def counts(self) -> list[int]:
@@ -140,10 +152,38 @@ class UnitExchange:
         self._seen, self._seen_steps = self.unit.snapshot(), self.settings.steps
         self._codes.clear()
 
-    def forget(self) -> None:
-        """Prepare all exchanges anew when they are next used, since compressors have changed."""
-        self._prepared.clear()
-        self._codes.clear()
+    def chosen(self, kind: str, parameter: Sharded, dtype: torch.dtype) -> Compressor:
+        """Return the compressor of a parameter before any levels were learned: the controller's, or the policy's."""
+        lgreco = self.settings.lgreco
+        if lgreco is not None and (found := lgreco.chosen.get((kind, parameter.name))) is not None:
+            return found
+        policy = self.settings.weights if kind == ALL_GATHER else self.settings.gradients
+        return compressor(parameter, dtype, policy)
+
+    def current(self, kind: str, parameter: Sharded, dtype: torch.dtype) -> Compressor:
+        """Return the compressor of a parameter now."""
+        return self.levels.compressor(kind, parameter.spec(dtype), self.chosen(kind, parameter, dtype))
+
+    def stepped(self) -> None:
+        """Use the levels that were learned in the last step, if there are any."""
+        self.forget(self.levels.adopt())
+
+    def load_levels(self, state: Any) -> None:
+        """Restore the levels of a saved state; StateError, and nothing changes, if they do not fit."""
+        chosen = {
+            (kind, one.name): (one.spec(one.current.dtype), self.chosen(kind, one, one.current.dtype))
+            for kind in KINDS
+            for one in self.unit.parameters
+        }
+        self.levels.load(state, chosen)
+        self.forget(KINDS)
+
+    def forget(self, kinds: Collection[str] = KINDS) -> None:
+        """Forget the compressed requests of these kinds; they are prepared anew, with the levels of now."""
+        for key in [key for key in self._prepared if key.kind in kinds and not key.exact]:
+            request = self._prepared.pop(key)
+            self._codes.pop(request, None)
+            request.release()
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, ranks: Ranks) -> None:
         """Fill ``output`` with the decoded shards of all ranks."""
@@ -230,7 +270,7 @@ class UnitExchange:
         average: bool = True,
     ) -> PreparedRequest:
         fake = None if exact else self.settings.fake(kind)
-        key = kind, tuple(numbers), dtype, ranks, exact, average, fake
+        key = _Key(kind, tuple(numbers), dtype, ranks, exact, average, fake)
         if key not in self._prepared:
             parameters = [self.unit.parameters[i] for i in numbers]
             blocks = self.unit.blocks(numbers, len(ranks))
@@ -238,10 +278,7 @@ class UnitExchange:
                 request = Request(
                     kind,
                     tuple(one.spec(dtype) for one in parameters),
-                    tuple(
-                        Identity() if exact else self.settings.compressor_of(kind, one, dtype)
-                        for one in parameters
-                    ),
+                    tuple(Identity() if exact else self.current(kind, one, dtype) for one in parameters),
                     tuple(one.borders(len(ranks)) for one in parameters),
                     average,
                     self.unit.name,
@@ -279,13 +316,15 @@ class UnitExchange:
         self.settings.began = self.settings.began or begin
         outcome = self.settings.outcome(exchanger, self.unit)
         fingerprint = self.settings.fingerprint(exchanger)
+        given = _array(source.cpu())
         with _on_host(target) as outputs:
-            exchanger.begin(
-                [Run(request, [_array(source.cpu())], [outputs], draw, unchanged, outcome, fingerprint)]
-            )
+            exchanger.begin([Run(request, [given], [outputs], draw, unchanged, outcome, fingerprint)])
             exchanger.finish()
         if request.result is not None and request.request.kind == ALL_GATHER:
             self.settings.decoded[exchanger] = request.result.checksum
+        if request.result is not None and request.result.finite:
+            with _told(exchanger):
+                self.levels.learn(exchanger, request.request, given, self.settings.steps)
         request.discard()  # frees its references to the outputs
         self.settings.statistics.exchange_seconds += perf_counter() - begin
         return exchanger.pipeline.transport.bytes_sent - before
