@@ -116,7 +116,8 @@ class LGreCo(Periodic):
     the residual was added); layers are measured by the ranks that own them instead of by one worker, each on its own
     gradients; the budget is the sum of the rounded errors (otherwise the reference itself would not fit); of equal
     costs the smaller error is taken; bytes are those on the wire, with scales and indices, and for TopK without zeros
-    those of the average number of nonzero elements in the sampled steps; all families can be mixed. The paper's losses
+    those of the average number of nonzero elements in the sampled steps, or of their number in the sum; all families
+    can be mixed. The paper's losses
     are those at the end of runs of 50 steps from a checkpoint, a run for each layer and choice, in which every step's
     gradient of the layer is compressed; here the sum of 50 steps is compressed, while training goes on.
     """

@@ -207,13 +207,13 @@ class Windowed(Gathering):
     They take another 8 bytes while the sums of the closed period are measured.
     """
 
-    ELEMENT_BYTES = 8
-    TITLE = "sums of gradients"
+    ELEMENT_BYTES = 16
+    TITLE = "sums of gradients of two periods"
 
     def __init__(self, share: Share, every: int, window: int) -> None:
         self._first, self._end = max(every - window, 0), every
         self._sums = DoubleBuffer(share.sizes, share.environment.device.zeros)
-        super().__init__(share, self._sums.nbytes)
+        super().__init__(share, 2 * self._sums.nbytes)
 
     def open(self, step: int) -> None:
         # Steps from ``every`` on, while work is late, do not count.

@@ -435,8 +435,9 @@ class Periodic(Controller):
 
     Wire: twice a period one sum of a table of float64 over ranks, the first with the learning rate.
 
-    State: 8 bytes per element of the model, divided among the ranks, or 4 with ``samples``, and at least as much as the
-    largest layer again while it is measured. ``memory_bytes`` limits both on every rank.
+    State: 8 bytes per element of the model, divided among the ranks, and as many again while they are measured, or 4
+    with ``samples``; in addition what measuring takes, at least as much as the largest layer. ``memory_bytes`` limits
+    all of them on every rank.
 
     Errors: ConfigError at the start if the gathered values do not fit into ``memory_bytes``, and if both ``window`` and
     ``samples`` are given.

@@ -14,11 +14,12 @@ from loudest import LAYERS, Loudest, levels
 
 from gradcomp import Accordion, ConfigError, KMeans, LayerSpec, LGreCo, PowerSGD, Quantize, TopK
 from gradcomp.compress import at_level
+from gradcomp.control import periodic
 from gradcomp.control.candidates import CandidateLevels, layer_bytes
 from gradcomp.control.distortion import Budget
 from gradcomp.control.distortion.errors import errors
 from gradcomp.control.distortion.magnitudes import rest_norms
-from gradcomp.control.measurement import COLUMNS, folded, sample_steps, share_out
+from gradcomp.control.measurement import COLUMNS, folded, measure, sample_steps, share_out
 from gradcomp.core.scheme import Scheme
 from gradcomp.core.topology import Topology
 from gradcomp.testing.simulation import Simulation
@@ -115,13 +116,27 @@ def test_late_measuring_leaves_samples_out_and_never_mixes_them():
     assert {int(row[0]) for row in rows} <= {5, 6, 7, 8}
 
 
-def test_a_sample_takes_half_the_memory_of_a_sum():
+def test_a_sample_takes_a_fourth_of_the_memory_of_the_sums_of_two_periods():
     sizes = sum(layer.size for layer in LAYERS[:4])
-    for samples, each in ((2, 4), (None, 8)):
+    for samples, each in ((2, 4), (None, 16)):
         need = each * sizes
         Simulation(LAYERS, FOUR, 1, controller=Loudest(5, samples=samples, memory_bytes=need))
         with pytest.raises(ConfigError, match=f"take {need} bytes"):
             Simulation(LAYERS, FOUR, 1, controller=Loudest(5, samples=samples, memory_bytes=need - 1))
+
+
+@pytest.mark.parametrize(("samples", "each"), [(2, 4), (None, 16)])
+def test_measuring_gets_what_the_gathered_gradients_leave_of_the_limit(samples, each, monkeypatch):
+    """While sums are measured, those of the next period are gathered beside them."""
+    left = []
+    monkeypatch.setattr(periodic, "measure", lambda *given: left.append(given[-1]) or measure(*given))
+    layer = LayerSpec("a", (32, 16))
+    limited = Loudest(3, samples=samples, memory_bytes=each * layer.size + 100_000)
+    ranks = Simulation([layer], FOUR, 1, controller=limited)
+    for _ in range(5):
+        ranks.step()
+    assert left
+    assert set(left) == {100_000}
 
 
 def test_what_l_greco_does_by_default():
