@@ -12,7 +12,7 @@ import numpy as np
 from gradcomp.core.errors import ConfigError, GradcompError, PlanMismatchError, StateError, WireFormatError
 from gradcomp.core.strings import printable
 from gradcomp.exchange.fingerprint import NOTHING, Fingerprint, Fingerprints, exchange_fingerprints
-from gradcomp.exchange.requests import Array, PreparedRequest
+from gradcomp.exchange.requests import Array, Inputs, PreparedRequest
 from gradcomp.exchange.step import InFlight
 from gradcomp.exchange.waiting import Waiting
 from gradcomp.reduce.base import Framed
@@ -191,7 +191,7 @@ class Run:
     """
 
     request: PreparedRequest
-    inputs: Sequence[Array]
+    inputs: Inputs
     outputs: Sequence[Array] | None = None
     draw: int | None = None
     unchanged: bool = False

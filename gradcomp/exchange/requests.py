@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -51,6 +51,8 @@ from gradcomp.reduce.varying import fixed
 from gradcomp.transport.base import Allocator, Bytes
 
 Array = npt.NDArray[Any]
+#: An array for each layer; None where a rank has nothing for a layer of a reduce-scatter.
+Inputs = Sequence[Array | None]
 Shape = tuple[int, ...]
 
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
@@ -122,7 +124,7 @@ class Arrays:
             owners = (self.borders[layers, 1:-1] <= table["start"][:, None]).sum(axis=1)
             at = bases[layers, owners]
         found: Addresses = at + (byte_offsets(table) if offsets is None else offsets)
-        return found
+        return found if np.count_nonzero(at) == len(at) else np.where(at == 0, at, found)
 
 
 class SharedMemory:
@@ -149,13 +151,13 @@ class SharedMemory:
         return Memory(make, make)
 
 
-def bases_of_layers(arrays: Sequence[Array], begins: Sizes) -> Addresses:
+def bases_of_layers(arrays: Sequence[Array | None], begins: Sizes) -> Addresses:
     """Return, by layer, where its element 0 would be, if an array begins with element ``begins`` of its layer.
 
-    The address wraps if it would be below 0, and adding an offset wraps it back.
+    The address wraps if it would be below 0, and adding an offset wraps it back. It is 0 for a layer without an array.
     """
-    items = np.array([array.itemsize for array in arrays], dtype=np.int64)
-    addresses = np.array([array.ctypes.data for array in arrays], dtype=np.uint64)
+    items = np.array([0 if array is None else array.itemsize for array in arrays], dtype=np.int64)
+    addresses = np.array([0 if array is None else array.ctypes.data for array in arrays], dtype=np.uint64)
     return addresses - (begins * items).astype(np.uint64)
 
 
@@ -307,6 +309,7 @@ class PreparedRequest:
         sizes = borders[:, -1] if scatters else shards
         #: The shapes of a run's inputs and outputs: whole layers and shards for a reduce-scatter, else the reverse.
         self.input_shapes, self.output_shapes = (whole, sharded) if scatters else (sharded, whole)
+        self._may_lack = scatters and request.blocks is None
         self._program = _KINDS[request.kind](chunks, rank, world, memory=memory)
         self.bytes_sent = self._program.bytes_sent
         held = np.zeros(len(request.layers), dtype=np.bool_)
@@ -316,7 +319,7 @@ class PreparedRequest:
         #: A residual for each layer, empty without feedback.
         self.residuals = DoubleBuffer((sizes * held).tolist())
 
-    def objection(self, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> str | None:
+    def objection(self, inputs: Inputs, outputs: Sequence[Array] | None) -> str | None:
         """Return why the request cannot be run with these arrays, or None if it can."""
         if self.problem is not None:
             return self.problem
@@ -328,6 +331,12 @@ class PreparedRequest:
                 return f"{len(arrays)} {what}s were given where {len(shapes)} are needed"
             for name, dtype, array, shape in zip(self._names, self._dtypes, arrays, shapes, strict=True):
                 size = np.prod(shape, dtype=np.int64)
+                if array is None and arrays is inputs and self._may_lack:
+                    continue
+                if array is None:
+                    return (
+                        f"{name}: only layers of a reduce-scatter, and not those in blocks, may lack an input"
+                    )
                 if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
                     return (
                         f"{name}: the {what} must be a contiguous array of {size} x {dtype}, "
@@ -337,7 +346,7 @@ class PreparedRequest:
 
     def run(
         self,
-        inputs: Sequence[Array],
+        inputs: Inputs,
         outputs: Sequence[Array] | None,
         draw: int | None = None,
         changed: bool | None = None,
@@ -346,6 +355,7 @@ class PreparedRequest:
     ) -> Generator[Framed, None, None]:
         """Exchange once; then ``result`` is set. Inputs must stay untouched until then.
 
+        An input of a reduce-scatter may be None: this rank has nothing for the layer, which counts as zeros.
         ``draw`` is the number that random numbers depend on, by default that of the run. Shards in blocks may be
         gathered in place: the input is then this rank's block of the output. ``changed`` is None after a
         comparison. Without one it says whether this rank's inputs are others than in the last run; if a rank
@@ -360,6 +370,7 @@ class PreparedRequest:
             outputs = [*map(np.empty, self.output_shapes, self._dtypes)]
         told = self.outcome if self.keeps_state else outcome
         flags = self._flags_of(told | CHANGED * bool(changed), fingerprint)
+        flags.states[[i for i, array in enumerate(inputs) if array is None]] = 0
         number = self.number if draw is None else draw
         binding = self._binding(inputs, outputs)
         program = self._program.run(self._context(number), binding, flags)
@@ -376,7 +387,7 @@ class PreparedRequest:
         outcomes = int(flags.states[-1]) & (APPLIED | DISCARDED | KEPT | REPEATED)
         different = bool(flags.notices & DIFFERENT)
         self.result = RequestResult(
-            list(outputs), flags.nonfinite, outcomes, flags.changed, different, flags.checksum
+            list(outputs), flags.nonfinite, outcomes, flags.changed, different, flags.checksum, flags.present
         )
 
     def decline(self) -> Generator[Framed, None, None]:
@@ -440,13 +451,13 @@ class PreparedRequest:
         """Discard the last run; residuals do not change."""
         self.result, self.outcome = None, DISCARDED
 
-    def _binding(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> Arrays:
+    def _binding(self, inputs: Inputs, outputs: Sequence[Array]) -> Arrays:
         borders, blocks, scatters = self._borders, self.request.blocks, self.request.kind == REDUCE_SCATTER
         # The elements of layers with which arrays begin: those of whole layers, and those of shards.
         whole, sharded = borders[:, 0], borders[:, self._rank]
 
-        def bases(arrays: Sequence[Array], are_whole: bool) -> Addresses:
-            if blocks is None:
+        def bases(arrays: Inputs, are_whole: bool) -> Addresses:
+            if blocks is None or arrays[0] is None:
                 return bases_of_layers(arrays, whole if are_whole else sharded)
             return bases_of_blocks(arrays[0], blocks, borders, None if are_whole else self._rank)
 
@@ -460,7 +471,8 @@ class RequestResult:
 
     ``nonfinite`` marks layers in which a rank gave a NaN or an infinity; it is the same on all ranks. ``changed``
     says, after a run without a comparison, that some rank had new inputs. ``different`` says that ranks had
-    different fingerprints. ``checksum`` covers the codes of all ranks that an all-gather has brought.
+    different fingerprints. ``checksum`` covers the codes of all ranks that an all-gather has brought. ``present`` marks
+    layers for which some rank had an input.
     """
 
     arrays: list[Array]
@@ -469,6 +481,7 @@ class RequestResult:
     changed: bool
     different: bool = False
     checksum: int = 0
+    present: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
 
     @property
     def finite(self) -> bool:

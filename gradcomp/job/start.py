@@ -236,6 +236,18 @@ def start(
     )
 
 
+def start_requests(state: Runtime, ranks: Ranks, transport: Transport) -> Exchanger:
+    """Return an exchanger without layers, for requests between steps. Collective: see :class:`Exchanger`."""
+    settings = Settings(
+        name=state.name(ranks), topology=state.topology.among(ranks), roster=state.roster(ranks)
+    )
+    exchanger = Exchanger(
+        state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, settings
+    )
+    state.add(exchanger)
+    return exchanger
+
+
 def say_what_is_bypassed(policy: Policy) -> None:
     """Warn, in a world of one, if more than compression is bypassed."""
     if changing := [c for c in policy.compressors if c.traits.preconditions]:

@@ -49,6 +49,7 @@ from gradcomp.torch.saving import load, save
 from gradcomp.torch.sensitivity import Sensitivity
 from gradcomp.torch.sharded import ShardedCompression, compress_fsdp
 from gradcomp.torch.sync_batch_norm import SyncBatchNorm
+from gradcomp.torch.zero import ZeroOptimizer
 
 if TYPE_CHECKING:
     from gradcomp.contrib.post_momentum import PostMomentumSGD
@@ -64,14 +65,14 @@ __getattr__ = names.refusing(__name__, _INSTEAD)
 
 __all__ = [
     "DistributedOptimizer", "Handle", "PostMomentumSGD", "ReduceOp", "Sensitivity", "ShardedCompression",
-    "SyncBatchNorm", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
-    "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_",
-    "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
+    "SyncBatchNorm", "ZeroOptimizer", "allgather", "allgather_async", "allgather_object", "allreduce",
+    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast",
+    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
     "broadcast_parameters", "compress_fsdp", "ddp_comm_hook", "gloo_built", "grouped_allgather",
     "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init",
-    "is_homogeneous", "join", "load", "poll", "record_gradients", "reducescatter", "reducescatter_async",
-    "save", "sparse_allreduce_async", "synchronize",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
+    "join", "load", "poll", "record_gradients", "reducescatter", "reducescatter_async", "save",
+    "sparse_allreduce_async", "synchronize",
 ]  # fmt: skip
 __all__ += names.__all__
 __all__ += gradcomp.__all__

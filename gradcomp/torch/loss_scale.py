@@ -111,7 +111,8 @@ class LossScale:
 def means_before_unscaling() -> None:
     """Patch GradScaler, once, to finish a wrapped optimizer's exchange before it looks at the gradients.
 
-    On a rank whose loss reaches no parameter there are no gradients before, which GradScaler refuses.
+    On a rank whose loss reaches no parameter there are no gradients before, which GradScaler refuses. An optimizer may
+    return another object, whose gradients are looked at and unscaled in place of its own.
     """
     look: Any = torch.amp.GradScaler._unscale_grads_
     if hasattr(look, "of_gradcomp"):
@@ -120,7 +121,7 @@ def means_before_unscaling() -> None:
     @functools.wraps(look)
     def after_the_exchange(scaler: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
         if (finish := getattr(optimizer, "_finish_exchange", None)) is not None:
-            finish()
+            optimizer = finish() or optimizer
         return look(scaler, optimizer, *arguments, **named)
 
     after_the_exchange.of_gradcomp = True  # type: ignore[attr-defined]

@@ -18,27 +18,24 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress import Compressor, Fake, Identity, Policy, Quantize, as_policy
-from gradcomp.compress.policy import Automatic
 from gradcomp.control.base import Doubles
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.core.errors import ConfigError, StateError, TransportError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.metrics import PREFIX, StepMetrics
-from gradcomp.core.plan import Plan
 from gradcomp.core.trace import Statistics
 from gradcomp.core.what_if import parse as ratios_of
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import refuse_to_save
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.request_group import Run
-from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, check_suits
-from gradcomp.exchange.settings import Settings
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
 from gradcomp.job.membership import who_waits
 from gradcomp.job.network import make_transport
 from gradcomp.job.process_sets import Members, members
-from gradcomp.job.start import validate_together
+from gradcomp.job.start import start_requests, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.optimizers import StepWatch
@@ -48,6 +45,8 @@ from gradcomp.torch.sharded.exchange import (
     ShardedSettings,
     ShardedStatistics,
     UnitExchange,
+    check_compressor,
+    check_policy,
     compressor,
 )
 from gradcomp.torch.sharded.levels import check_points, codebook_of
@@ -369,12 +368,11 @@ class ShardedCompression:
         )
 
         def own(kind: str, one: Sharded) -> Compressor | None:
-            dtype, policy = one.current.dtype, policies[kind == REDUCE_SCATTER]
-            chosen = compressor(one, dtype, policy)
-            return None if policy.choose(one.spec(dtype))[1] is not None or chosen.traits.exact else chosen
+            chosen, reason = policies[kind == REDUCE_SCATTER].choose(one.spec(one.current.dtype))
+            return None if reason is not None or chosen.traits.exact else chosen
 
         transport = self._exchanger(units[0].ranks).pipeline.transport
-        rows = rows_of(units, controller, own, _check_compressor)
+        rows = rows_of(units, controller, own, check_compressor)
         self._settings.lgreco = ShardedLGreCo(
             controller, rows, transport.rank, transport.size, self._state.config.seed, self._gather_tables
         )
@@ -414,15 +412,8 @@ class ShardedCompression:
         return self._exchangers[ranks]
 
     def _add_exchanger(self, transport: Transport, ranks: Ranks) -> None:
-        state = self._state
-        settings = Settings(
-            name=state.name(ranks), topology=state.topology.among(ranks), roster=state.roster(ranks)
-        )
-        exchanger = Exchanger(
-            state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, settings
-        )
-        state.add(exchanger)
-        self._exchangers[tuple(state.network.ranks[rank] for rank in ranks)] = exchanger
+        torchs = tuple(self._state.network.ranks[rank] for rank in ranks)
+        self._exchangers[torchs] = start_requests(self._state, ranks, transport)
 
 
 def _is_state(state: Any) -> bool:
@@ -461,10 +452,6 @@ def _check(
     """Raise ConfigError or StateError for arguments that cannot work."""
     if any(_compressed.get(module) is state for module in model.modules()):
         raise StateError("compress_fsdp was called on this model, or on a part of it, before; call it once")
-    if any(isinstance(policy, Automatic) for policy in policies):
-        raise ConfigError(
-            '"auto" chooses by the times of steps, which compress_fsdp does not measure: name a compressor'
-        )
     if reuse not in (None, "codes"):
         raise ConfigError(f"reuse must be 'codes' or None, got {reuse!r}")
     if redraw not in ("step", "gather"):
@@ -476,6 +463,7 @@ def _check(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     unlearned = check_points(learn_levels, has_optimizer=optimizer is not None)
+    specs = [one.spec(one.current.dtype) for unit in units for one in unit.parameters]
     for kind, policy in zip((ALL_GATHER, REDUCE_SCATTER), policies, strict=True):
         if isinstance(policy.default, Fake):
             if policy.overrides:
@@ -483,11 +471,10 @@ def _check(
                     "compress_fsdp fakes all parameters of a unit or none: leave the overrides out"
                 )
             continue
-        for unit in units:
-            for one in unit.parameters:
-                chosen, layer = compressor(one, one.current.dtype, policy), one.spec(one.current.dtype)
-                _check_compressor(kind, one, chosen)
-                unlearned = unlearned and codebook_of(kind, layer, chosen) is None
+        check_policy(kind, specs, policy)
+        unlearned = unlearned and all(
+            codebook_of(kind, layer, compressor(layer, policy)) is None for layer in specs
+        )
     if unlearned:
         raise ConfigError(
             "learn_levels: no layer of more than 100,000 elements is quantised between minimum and maximum to at most "
@@ -498,15 +485,6 @@ def _check(
     if not all(hasattr(module, "set_custom_reduce_scatter") for unit in units for module in unit.modules):
         raise ConfigError(
             f"fully_shard of torch {torch.__version__} takes no custom collectives; use torch 2.13 or newer"
-        )
-
-
-def _check_compressor(kind: str, one: Sharded, chosen: Compressor) -> None:
-    check_suits(kind, one.spec(one.current.dtype), chosen)
-    if chosen.traits.keeps_residual:
-        raise ConfigError(
-            f"{chosen.to_string()} keeps a residual of the whole model on every rank, which sharding is meant to "
-            "avoid: use feedback=False"
         )
 
 

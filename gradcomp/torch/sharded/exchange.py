@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -14,12 +14,21 @@ import torch.distributed as dist
 
 from gradcomp.compress import Cast, Compressor, Fake, Identity, Policy
 from gradcomp.compress.fake import spend
+from gradcomp.compress.policy import Automatic
 from gradcomp.core.errors import ConfigError, GradcompError
-from gradcomp.core.layers import ITEM_BYTES
+from gradcomp.core.layers import ITEM_BYTES, LayerSpec
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import NOTHING, Fingerprint
 from gradcomp.exchange.request_group import Run
-from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, Array, PreparedRequest, Request
+from gradcomp.exchange.requests import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    REPEATED,
+    Array,
+    PreparedRequest,
+    Request,
+    check_suits,
+)
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 from gradcomp.torch.optimizers import StepWatch
@@ -158,7 +167,7 @@ class UnitExchange:
         if lgreco is not None and (found := lgreco.chosen.get((kind, parameter.name))) is not None:
             return found
         policy = self.settings.weights if kind == ALL_GATHER else self.settings.gradients
-        return compressor(parameter, dtype, policy)
+        return compressor(parameter.spec(dtype), policy)
 
     def current(self, kind: str, parameter: Sharded, dtype: torch.dtype) -> Compressor:
         """Return the compressor of a parameter now."""
@@ -193,7 +202,7 @@ class UnitExchange:
         # Other ranks are those of a mesh for resharding after forward, whose weights are rounded already.
         exact = settings.exact or ranks != unit.ranks
         exchanger = settings.exchanger(ranks)
-        with _told(exchanger):
+        with told(exchanger):
             _check_dtype(own)
             unit.check_gathered(output.numel(), len(ranks))
             request = self._request(
@@ -239,7 +248,7 @@ class UnitExchange:
     def scatter(self, output: torch.Tensor, whole: torch.Tensor, ranks: Ranks, op: Any) -> None:
         """Fill ``output`` with this rank's shards of the sum, or mean, over ranks."""
         exchanger, statistics = self.settings.exchanger(ranks), self.settings.statistics
-        with _told(exchanger):
+        with told(exchanger):
             _check_dtype(whole)
             average, factor = _operation(op)
             numbers = self.unit.reduced(whole.numel(), len(ranks))
@@ -316,14 +325,14 @@ class UnitExchange:
         self.settings.began = self.settings.began or begin
         outcome = self.settings.outcome(exchanger, self.unit)
         fingerprint = self.settings.fingerprint(exchanger)
-        given = _array(source.cpu())
+        given = array_of(source.cpu())
         with _on_host(target) as outputs:
             exchanger.begin([Run(request, [given], [outputs], draw, unchanged, outcome, fingerprint)])
             exchanger.finish()
         if request.result is not None and request.request.kind == ALL_GATHER:
             self.settings.decoded[exchanger] = request.result.checksum
         if request.result is not None and request.result.finite:
-            with _told(exchanger):
+            with told(exchanger):
                 self.levels.learn(exchanger, request.request, given, self.settings.steps)
         request.discard()  # frees its references to the outputs
         self.settings.statistics.exchange_seconds += perf_counter() - begin
@@ -366,15 +375,32 @@ class ReduceGradients(_Collective):
         self.exchange.scatter(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)), op)
 
 
-def compressor(parameter: Sharded, dtype: torch.dtype, policy: Policy) -> Compressor:
-    """Return the compressor of a parameter.
-
-    Parameters that the policy excludes travel uncompressed, or in bfloat16 if the policy says so.
-    """
-    chosen, reason = policy.choose(parameter.spec(dtype))
+def compressor(layer: LayerSpec, policy: Policy) -> Compressor:
+    """Return the compressor of a layer, which travels uncompressed, or in bfloat16, if the policy excludes it."""
+    chosen, reason = policy.choose(layer)
     if reason is None or chosen == Cast("bfloat16"):
         return chosen
     return Identity()
+
+
+def check_policy(kind: str, layers: Iterable[LayerSpec], policy: Policy) -> None:
+    """Raise ConfigError unless requests of this kind can have the compressors of all layers, without residuals."""
+    if isinstance(policy, Automatic):
+        raise ConfigError(
+            '"auto" chooses by the times of steps, which a sharded exchange does not measure: name a compressor'
+        )
+    for layer in layers:
+        check_compressor(kind, layer, compressor(layer, policy))
+
+
+def check_compressor(kind: str, layer: LayerSpec, chosen: Compressor) -> None:
+    """Raise ConfigError unless a request of this kind can have this compressor, without a residual."""
+    check_suits(kind, layer, chosen)
+    if chosen.traits.keeps_residual:
+        raise ConfigError(
+            f"{chosen.to_string()} keeps a residual. Of gradients it has the size of the whole model on all ranks, "
+            "which sharding is meant to avoid; owners do not round their weights: use feedback=False"
+        )
 
 
 def _operation(op: Any) -> tuple[bool, float]:
@@ -389,7 +415,7 @@ def _operation(op: Any) -> tuple[bool, float]:
 
 
 @contextmanager
-def _told(exchanger: Exchanger) -> Iterator[None]:
+def told(exchanger: Exchanger) -> Iterator[None]:
     """Abort the other ranks' exchange at once, with this rank's error as the reason."""
     try:
         yield
@@ -402,14 +428,14 @@ def _told(exchanger: Exchanger) -> Iterator[None]:
 def _on_host(target: torch.Tensor) -> Iterator[Array]:
     """Yield the tensor's memory for writing, or host memory that is copied to the tensor's device at the end."""
     if target.device.type == "cpu":
-        yield _array(target)
+        yield array_of(target)
         return
     host = torch.empty_like(target, device="cpu")
-    yield _array(host)
+    yield array_of(host)
     target.copy_(host)
 
 
-def _array(tensor: torch.Tensor) -> Array:
+def array_of(tensor: torch.Tensor) -> Array:
     dtype = DTYPES[DTYPE_NUMBERS[dtype_name(tensor.dtype)]]
     array: Array = tensor.detach().view(torch.uint8).numpy().view(dtype)
     return array

@@ -230,7 +230,7 @@ def rows_of(
     units: Sequence[Unit],
     controller: LGreCo,
     own: Callable[[str, Sharded], Compressor | None],
-    check_choice: Callable[[str, Sharded, Compressor], None],
+    check_choice: Callable[[str, LayerSpec, Compressor], None],
 ) -> list[Row]:
     """Return the controlled rows; ``own`` gives the reference of a parameter, or None if it travels exactly."""
     rows = []
@@ -239,9 +239,10 @@ def rows_of(
             for number, parameter in enumerate(unit.parameters):
                 if (reference := own(kind, parameter)) is None:
                     continue
-                choices = choices_of(parameter.spec(parameter.current.dtype), reference, controller.levels)
+                spec = parameter.spec(parameter.current.dtype)
+                choices = choices_of(spec, reference, controller.levels)
                 for choice in choices:
-                    check_choice(kind, parameter, choice)
+                    check_choice(kind, spec, choice)
                 rows.append(Row(kind, unit, number, parameter, choices, choices.index(reference)))
     if not rows:
         raise ConfigError("LGreCo has nothing to choose: no parameter of the sharded model is quantised")
