@@ -1,8 +1,9 @@
-"""Held-out loss of a GPT that fully_shard has sharded, trained with quantised weights and gradients.
+"""Held-out loss of a GPT, sharded by fully_shard or under ZeroOptimizer, with quantised weights and gradients.
 
     python benchmarks/sharded_convergence.py                            # three seeds, 1,500 steps
     python benchmarks/sharded_convergence.py --rows plain-g16,w8g8 --seeds 1 --data wikitext2.txt --json out.json
     python benchmarks/sharded_convergence.py --json out.json --resume   # what out.json lacks
+    python benchmarks/sharded_convergence.py --rows zero-exact,zero-w4,zero-w4-plain --baseline zero-exact
 
 The model and its settings are those of benchmarks/sharded.py; two hosts of network namespaces, over links that nothing
 limits. Rows of one seed start from the same values and see the same batches. The baseline is that of Markov 2024,
@@ -11,7 +12,7 @@ the training as the paper does: after 400, 1,900 and 3,800 of 4,800 steps.
 
 Columns
     loss      mean cross entropy over the held-out text, with the weights that training computes with
-    worse %   relative to the baseline of the same seed: the mean over seeds, and its standard error
+    worse %   relative to the row --baseline of the same seed: the mean over seeds, and its standard error
     exact     the loss with the optimizer's own weights
     bytes     what rank 0 sends in a step, of weights and of gradients, in the mean over the run
 """
@@ -31,17 +32,17 @@ from typing import Any
 import hosts
 import report
 from options import positive
-from sharded_rank import ROWS, Training, train_rank
+from sharded_rank import REPLICATED, ROWS, Training, train_rank
 
 BASELINE = "plain-g16"
 
 Run = dict[str, Any]
 
 
-def summary(runs: Sequence[Run]) -> list[list[object]]:
+def summary(runs: Sequence[Run], baseline: str = BASELINE) -> list[list[object]]:
     """A line for each row, seeds in order."""
     by_row = report.by_row(sorted(runs, key=lambda run: run["seed"]))
-    base = by_row.get(BASELINE, {})
+    base = by_row.get(baseline, {})
     lines: list[list[object]] = []
     for name, found in by_row.items():
         each = [100 * (run["loss"] / base[seed]["loss"] - 1) for seed, run in found.items() if seed in base]
@@ -71,7 +72,11 @@ def measure(options: argparse.Namespace) -> None:
         runs.append({"row": name, "seed": seed, **found[0]})
         print(f"seed {seed}, {name}: {found[0]['loss']:.4f}, exact {found[0]['exact_loss']:.4f}", flush=True)
         report.write_json(options.json, {**about, "machine": machine, "runs": runs})
-    print(report.table(["row", "loss by seed", "worse %", "exact", "bytes per step"], summary(runs)))
+    print(
+        report.table(
+            ["row", "loss by seed", "worse %", "exact", "bytes per step"], summary(runs, options.baseline)
+        )
+    )
 
 
 def _kept(path: Path, about: dict[str, Any]) -> list[Run]:
@@ -87,7 +92,9 @@ def _kept(path: Path, about: dict[str, Any]) -> list[Run]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", default="plain-g16,plain,w8g8,w4g4", help=f"of {', '.join(ROWS)}")
+    known = ROWS | REPLICATED
+    parser.add_argument("--rows", default="plain-g16,plain,w8g8,w4g4", help=f"of {', '.join(known)}")
+    parser.add_argument("--baseline", default=BASELINE, help=f"a row (default: {BASELINE})")
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=1500)
@@ -95,8 +102,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all figures here, after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
     options = hosts.parse(parser, lambda task, out: train_rank(Training(**json.loads(task)), out))
-    if unknown := [name for name in options.rows.split(",") if name not in ROWS]:
-        parser.error(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    if unknown := [name for name in options.rows.split(",") if name not in known]:
+        parser.error(f"unknown rows {', '.join(unknown)}; there are {', '.join(known)}")
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
     if options.data is not None and not options.data.is_file():

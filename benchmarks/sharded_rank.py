@@ -55,6 +55,9 @@ class Row:
     #: Steps between decisions of L-GreCo; 0: the bits stay.
     every_steps: int = 0
     learns: bool = False  # levels
+    #: How a replicated model is trained: local, ddp, optimizer or zero; None: sharded by fully_shard.
+    replicated: str | None = None
+    differences: bool = True
 
     def compressors(self) -> tuple[Compressor, Compressor]:
         assert self.bits is not None, "of rows with bits"
@@ -100,6 +103,17 @@ ROWS = {
 ROWS |= {
     f"{name}-learned": replace(ROWS[name], learns=True)
     for name in ["w6g4", "w5g4", "w4g4", "w4g32", "w3g32", "w2g32", "w8g3", "w8g2", "w4g8", "w5g8"]
+}
+#: Of models that every rank has whole. A width of 32 bits is no compression.
+REPLICATED = {
+    "local": Row(replicated="local"),
+    "ddp": Row(replicated="ddp"),
+    "optimizer-g4": Row((32, 4), replicated="optimizer"),
+    "zero-exact": Row((32, 32), replicated="zero"),
+    "zero-w4": Row((4, 32), replicated="zero"),
+    "zero-w4-plain": Row((4, 32), replicated="zero", differences=False),
+    "zero-w4g8": Row((4, 8), replicated="zero"),
+    "zero-w4g4": Row((4, 4), replicated="zero"),
 }
 
 
@@ -186,6 +200,8 @@ def make_trainer(
     """Rows with learned levels learn after the given steps; by default in the first one, for all others to use."""
     torch.manual_seed(seed)
     model = GPT()
+    if row.replicated:
+        return make_replicated(row, model, text.batches(rank, BATCH, LENGTH, seed))
     mesh = init_device_mesh("cpu", (world,))
     policy = (
         MixedPrecisionPolicy(reduce_dtype=torch.float16) if row.half_gradients else MixedPrecisionPolicy()
@@ -212,6 +228,33 @@ def make_trainer(
             learn_levels=learn_levels if row.learns else (),
         )
     return trainer
+
+
+def make_replicated(row: Row, model: GPT, batches: Iterator[tuple[Tensor, Tensor]]) -> Trainer:
+    called: Any = model
+    if row.replicated == "zero":
+        weights, gradients = (
+            "none" if bits == 32 else Quantize(bits, **options)
+            for bits, options in zip(
+                row.bits or (), ({"rounding": "nearest", "feedback": False}, {}), strict=True
+            )
+        )
+        optimizer: torch.optim.Optimizer = gc.ZeroOptimizer(
+            model.named_parameters(),
+            torch.optim.AdamW,
+            gradients,
+            weights,
+            differences=row.differences,
+            lr=LEARNING_RATE,
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if row.replicated == "ddp":
+        called = nn.parallel.DistributedDataParallel(model)
+    if row.replicated == "optimizer":
+        assert row.bits is not None, "of rows with compression"
+        optimizer = gc.DistributedOptimizer(optimizer, model.named_parameters(), Quantize(row.bits[1]))
+    return Trainer(row, called, optimizer, batches)
 
 
 @dataclass(frozen=True)
@@ -326,7 +369,7 @@ def train_rank(task: Training, out: Path) -> None:
     gc.init(seed=task.seed)
     text = models.load_text(Path(task.data) if task.data else None, VOCABULARY)
     learn_levels = sorted({round(at * task.steps) for at in LEARNS_AT})
-    trainer = make_trainer(ROWS[task.row], text, rank, world, task.seed, learn_levels)
+    trainer = make_trainer((ROWS | REPLICATED)[task.row], text, rank, world, task.seed, learn_levels)
     for _ in range(task.steps):
         trainer.step()
 
@@ -339,6 +382,11 @@ def train_rank(task: Training, out: Path) -> None:
     found = {"loss": held_out()}
     if sent is not None:
         found["bytes_per_step"] = (sent.weight_bytes + sent.gradient_bytes) / task.steps
+    if isinstance(trainer.optimizer, gc.ZeroOptimizer):
+        with torch.no_grad():
+            masters = trainer.optimizer.full_state_dict()["masters"]
+            for parameter, master in zip(trainer.model.parameters(), masters, strict=True):
+                parameter.copy_(master)
     with trainer.state.exact_weights() if trainer.state else nullcontext():
         found["exact_loss"] = held_out()
     out.with_name(f"{rank}.json").write_text(json.dumps(found))

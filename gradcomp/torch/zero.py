@@ -58,13 +58,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         defaults: arguments of ``optimizer_class``, such as ``lr=1e-3``.
 
     All is exchanged in ``step()``; gradients earlier if :meth:`clip_grad_norm_` or ``GradScaler.unscale_`` needs them.
-    ``.grad`` holds a rank's own gradients, and accumulates over backward passes. A gradient that only some ranks have
-    counts as zeros on the others; a parameter of which no rank has one is not stepped. Parameters that were changed
-    between two steps, as by ``model.load_state_dict()``, become the masters.
+    Until then ``.grad`` holds a rank's own gradients, and accumulates over backward passes; ``step()`` uses its memory,
+    and leaves None. A gradient that only some ranks have counts as zeros on the others; a parameter of which no rank
+    has one is not stepped. Parameters that were changed between two steps, as by ``model.load_state_dict()``, become
+    the masters.
 
     Collective. All ranks get the parameters of the first. Wire, for d elements: a rank sends (N-1)/N d (b_g + b_w) / 8
-    bytes a step for b_g and b_w bits, scales and headers. Memory: 4 d bytes of gradients, (8 + optimizer) d / N, and
-    buffers for 4 Mi elements, or for the largest parameter. State: no residuals.
+    bytes a step for b_g and b_w bits, scales and headers. Memory: beside parameters and gradients, (4 + optimizer) d/N
+    bytes, and buffers for 2 Mi elements, or for the largest parameter. State: no residuals.
     Raises ConfigError for arguments that cannot work, PlanMismatchError on every rank if the ranks differ, StateError
     in the next step after one that only some ranks took.
     Source: Rajbhandari et al. 2020 (ZeRO, stage 1); Jia et al. 2024 (SDP4Bit), for the differences. Differs: rounding
@@ -145,9 +146,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         parts = []
         for (name, parameter), layer in zip(self._named, layers, strict=True):
             begin, end = even_borders(layer.size, self._world)[self._place :][:2]
-            master, mean = torch.nn.Parameter(torch.zeros(end - begin)), torch.zeros(end - begin)
+            master = torch.nn.Parameter(torch.zeros(end - begin))
             by_difference = differences and not compressor(layer, weights).traits.exact
-            parts.append(Part(name, parameter, layer, begin, end, master, mean, by_difference))
+            parts.append(Part(name, parameter, layer, begin, end, master, by_difference))
         return parts
 
     @torch.no_grad()
@@ -170,6 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if self._exchange is None:
                 flat(part.parameter).copy_(part.master)
             part.version = part.parameter._version
+            part.clear()
         self._reduced = False
         self._note_gradients(stepped=True)
         return loss
@@ -187,13 +189,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             gradients = {part: part.gradient() for part in self._parts}
         if self._reduced:
             return
-        unchanged = self._stepped and any(self._seen) and not self._has_new_gradients()
-        outcome = DISCARDED if self._dropped else REPEATED if unchanged else APPLIED
+        again = self._stepped and not self._has_new_gradients()
+        outcome = DISCARDED if self._dropped else REPEATED if again else APPLIED
         if self._exchange is not None:
             self._exchange.reduce(gradients, outcome, scalars_of([self]))
         else:
             for part, gradient in gradients.items():
-                part.take(gradient)
+                mean = part.room(gradient)
+                part.take(mean if gradient is None else mean.copy_(gradient), present=gradient is not None)
         self._reduced, self._dropped = True, False
         self._note_gradients(stepped=False)
 

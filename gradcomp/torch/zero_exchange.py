@@ -20,7 +20,7 @@ from gradcomp.torch.sharded.exchange import ShardedStatistics, array_of, compres
 from gradcomp.torch.zero_parts import Part, flat
 
 #: The requests of a step have about this many elements each; a larger parameter has one of its own.
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,24 +76,20 @@ class ZeroExchange:
             fingerprint = Fingerprint(np.zeros(1, np.uint32), scalars, self._decoded)
         for chunk in self._chunks:
             inputs = [gradients[part] for part in chunk.parts]
-            means = [
-                part.mean if part.layer.dtype == "float32" else torch.empty(part.size, dtype=part.dtype)
-                for part in chunk.parts
-            ]
+            means = [part.room(gradients[part]) for part in chunk.parts]
             result = self._run(chunk.scatter, inputs, means, outcome, fingerprint)
             outcome, fingerprint = 0, NOTHING
             for part, mean, present in zip(chunk.parts, means, result.present.tolist(), strict=True):
-                part.take(mean if present else None)
+                part.take(mean, present=present)
 
     def gather(self) -> None:
         """Bring the replicas up to date with the masters of all ranks."""
         self._decoded = 0
         for chunk in self._chunks:
-            sizes = [part.layer.size for part in chunk.parts]
-            rooms = self._scratch.split([*sizes, len(self._scratch) - sum(sizes)])
+            ends = np.cumsum([0, *(part.layer.size for part in chunk.parts)]).tolist()
             decoded = [
-                room.view(part.dtype_gathered)[: len(room)]
-                for part, room in zip(chunk.parts, rooms, strict=False)
+                self._scratch[begin:end].view(part.dtype_gathered)[: part.layer.size]
+                for part, begin, end in zip(chunk.parts, ends, ends[1:], strict=False)
             ]
             result = self._run(chunk.gather, [part.to_send() for part in chunk.parts], decoded)
             self._decoded = zlib.crc32(result.checksum.to_bytes(4, "little"), self._decoded)

@@ -18,8 +18,8 @@ from gradcomp.torch.layers import Named, spec
 class Part:
     """This rank's part of one parameter: its elements from ``begin`` to ``end``, in memory order.
 
-    ``mean`` is memory for the mean of the gradients, and then for the difference. ``by_difference`` says that this is
-    what travels. ``version`` is that of the parameter's values as the exchange left them.
+    ``by_difference``: what the replica lacks of the master is what travels. ``version`` is that of the parameter's
+    values as the exchange left them. ``mean`` is the mean gradient, and memory for the difference after it.
     """
 
     name: str
@@ -28,9 +28,9 @@ class Part:
     begin: int
     end: int
     master: torch.nn.Parameter
-    mean: torch.Tensor
     by_difference: bool
     version: int = -1
+    mean: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -73,17 +73,27 @@ class Part:
             gradient = torch.empty_like(self.parameter).copy_(gradient)
         return flat(gradient)
 
-    def take(self, mean: torch.Tensor | None) -> None:
-        """Make the mean the master's gradient; None if no rank had a gradient."""
-        self.master.grad = None if mean is None else self.mean
-        if mean is not None and mean is not self.mean:
-            self.mean.copy_(mean)
+    def room(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Return memory for the mean: this rank's part of its gradient, where that is float32."""
+        if gradient is None or self.dtype != torch.float32:
+            return torch.empty(self.size, dtype=self.dtype)
+        # This tensor has a version of its own, so that changes of the mean do not count as changes of the gradient.
+        return torch.from_numpy(gradient.numpy()[self.begin : self.end])
+
+    def take(self, mean: torch.Tensor, *, present: bool) -> None:
+        """Make the mean the master's gradient; if it is not ``present``, no rank had a gradient."""
+        self.mean = mean.float()
+        self.master.grad = self.mean if present else None
 
     def to_send(self) -> torch.Tensor:
         """Return the difference, which overwrites the mean, or else the master as the replicas round it."""
         if not self.by_difference:
             return self.master.detach().to(self.dtype)
         return torch.sub(self.master.detach(), self.replica, out=self.mean)
+
+    def clear(self) -> None:
+        """Free the gradients, of which this rank's part was overwritten."""
+        self.mean = self.master.grad = self.parameter.grad = None
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -384,7 +384,14 @@ def test_a_rank_holds_a_third_of_masters_and_state():
     assert abs(sum(part.size for part in parts) - trained / 3) < len(parts)
     for part in parts:
         held = [v for v in ours.optimizer._inner.state[part.master].values() if v.dim()]
-        assert [v.numel() for v in (part.master, part.mean, *held)] == [part.size] * 4
+        assert [v.numel() for v in (part.master, *held)] == [part.size] * 3
+        assert (part.mean, part.master.grad, part.parameter.grad) == (None, None, None)
+    ours.optimizer.zero_grad()
+    ours.backward(1)
+    ours.optimizer.clip_grad_norm_(1.0)
+    for part in parts:  # means take no memory of their own
+        inside = part.mean.data_ptr() - part.parameter.grad.data_ptr()
+        assert inside == 4 * part.begin or not part.size
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
