@@ -39,7 +39,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-links \
            bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy bench-fingerprint bench-shm \
            bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
-           bench-multilevel bench-adaptive bench-sensitivity bench-objectives bench-many-layers bench-sharded bench-auto \
+           bench-multilevel bench-adaptive bench-sensitivity bench-objectives bench-many-layers bench-sharded bench-zero bench-auto \
            bench-estimates bench-what-if \
            bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned \
            bench-tf-ops bench-tf-step bench-tf-convergence bench-report
@@ -357,6 +357,9 @@ bench-many-layers: $(STAMP)/package
 
 bench-sharded: $(STAMP)/package
 	$(BIN)/python benchmarks/sharded.py $(ARGS)
+
+bench-zero: $(STAMP)/package
+	$(BIN)/python benchmarks/zero.py $(ARGS)
 
 bench-auto: $(STAMP)/package
 	$(BIN)/python benchmarks/auto.py $(ARGS)

@@ -75,10 +75,10 @@ class Part:
 
     def room(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """Return memory for the mean: this rank's part of its gradient, where that is float32."""
-        if gradient is None or self.dtype != torch.float32:
+        if gradient is None or self.dtype != torch.float32 or not self.size:
             return torch.empty(self.size, dtype=self.dtype)
         # This tensor has a version of its own, so that changes of the mean do not count as changes of the gradient.
-        return torch.from_numpy(gradient.numpy()[self.begin : self.end])
+        return torch.from_numpy(gradient.numpy())[self.begin : self.end]
 
     def take(self, mean: torch.Tensor, *, present: bool) -> None:
         """Make the mean the master's gradient; if it is not ``present``, no rank had a gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -75,6 +75,42 @@ def test_blocks_give_the_bits_of_arrays_by_layer_and_touch_nothing_else(kind, sh
     for rank, ((got,),) in enumerate(found):
         wanted = packed(request, outputs[rank], world, rank if scatters else None)
         assert got.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_input_that_a_rank_lacks_counts_as_zeros(world: int):
+    """Of layer i every rank but rank i has an input; the last layer has none at all."""
+    layers = [LayerSpec(f"layer{i}", (37,), "bfloat16" if i == 1 else "float32") for i in range(world + 1)]
+    request = Request.of(REDUCE_SCATTER, layers, Quantize(4, 16))
+    given = numbers(Ranked(request, world).prepared, 1)
+    lacks = [[i in (rank, world) for i in range(world + 1)] for rank in range(world)]
+
+    def run(absent: Callable[[np.ndarray], np.ndarray | None]) -> tuple[list, list]:
+        ranked = Ranked(request, world)
+        inputs = [
+            [absent(array) if no else array for array, no in zip(*pair, strict=True)]
+            for pair in zip(given, lacks, strict=True)
+        ]
+        found = ranked.run(inputs, commit=False)
+        return found, [one.result.present.tolist() for one in ranked.prepared]
+
+    zeros, nothing = run(np.zeros_like), run(lambda _: None)
+    assert [[a.tobytes() for a in rank] for rank in nothing[0]] == [
+        [a.tobytes() for a in rank] for rank in zeros[0]
+    ]
+    assert nothing[1] == [[world > 1] * world + [False]] * world
+    assert zeros[1] == [[True] * (world + 1)] * world
+
+
+@every_kind
+@pytest.mark.parametrize("in_blocks_", [False, True])
+def test_only_layers_of_a_reduce_scatter_may_lack_an_input(kind: str, in_blocks_: bool):
+    request = (
+        in_blocks(kind, [40], [0], 2) if in_blocks_ else Request.of(kind, [LayerSpec("x", (40,))], CODEC)
+    )
+    prepared = PreparedRequest(request, 0, 2)
+    objection = prepared.objection([None], None)
+    assert (objection is None) == (kind == REDUCE_SCATTER and not in_blocks_)
 
 
 def test_shards_are_gathered_in_place():
