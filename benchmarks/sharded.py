@@ -3,19 +3,22 @@
     python benchmarks/sharded.py                                 # two hosts, links of 1 Gbit/s
     python benchmarks/sharded.py --link unshaped --rows null,plain,w8g8
     python benchmarks/sharded.py --ranks 4 --json sharded.json
+    python benchmarks/sharded.py --ranks-per-host 2 --rows null,plain,w8g8-flat,w8g8,w8g8-levels
 
 6 blocks of width 256, a vocabulary of 8,000, sequences of 32: about 9 million parameters. A block is a unit.
-One rank per host, one thread and one core per rank while there are as many cores. All rows live in the same processes,
-each with its own copy of the same model, and alternate in blocks of steps. A figure is the median over all steps of a
-row but the first of each block, for the slowest rank.
+One rank per host unless --ranks-per-host says more, one thread and one core per rank while there are as many cores. All
+rows live in the same processes, each with its own copy of the same model, and alternate in blocks of steps. A figure is
+the median over all steps of a row but the first of each block, for the slowest rank.
 
 Columns
     x plain    median step over that of fully_shard alone
     roofline   step without exchange (row ``null``: collectives that copy a rank's own shards) + formula bytes at the
                link's measured rate + the codec's time alone, measured in the same process
     exchange   what gradcomp counts itself: time in its collectives, for which the program waits
-    formula    bytes that a rank sends in a step: of each gather and each reduction (N-1) (s b / 8 + 8 per
-               quantisation bucket) for a shard of s elements, and 4 bytes an element of what travels exactly
+    formula    bytes that a host sends to the others in a step: of each message s b / 8 + 8 per quantisation bucket
+               for a shard of s elements, and 4 bytes an element of what travels exactly. A rank sends its shard to each
+               rank of other hosts, or in two levels to one of each host. What plain sends among several ranks of a host
+               depends on Gloo
     beside     what gradcomp adds to that: headers, which are also a formula. The first steps have comparisons, too
     interface  what the host's interface sent in a step, without TCP's headers and what was sent again; none where TCP
                sent more than a twentieth again
@@ -35,14 +38,14 @@ from typing import Any
 
 import hosts
 import report
-from options import add_timing
+from options import add_timing, positive
 from sharded_rank import ROWS, Task, run_rank
 
 TIMED = ("null", "plain", "plain-g16", "w8g8", "w4g4", "w8g8-codes", "w8g8-gather")
 
 
 def evaluate(
-    found: list[dict[str, Any]], link: dict[str, float], names: list[str]
+    found: list[dict[str, Any]], link: dict[str, float], names: list[str], per_host: int
 ) -> dict[str, dict[str, Any]]:
     """By row, what the tables show."""
     results: dict[str, dict[str, Any]] = {}
@@ -54,8 +57,8 @@ def evaluate(
             "interface": max(
                 (r["interface_bytes"] for r in ranks if r["interface_bytes"] is not None), default=None
             ),
-            "formula": max(r["formula_bytes"] for r in ranks),
-            "beside": max(r["beside_bytes"] for r in ranks),
+            "formula": most_of_a_host(ranks, "formula_bytes", per_host),
+            "beside": most_of_a_host(ranks, "beside_bytes", per_host),
             "exchange_seconds": max(r["exchange_seconds"] for r in ranks),
             "codec_seconds": max(r["codec_seconds"] for r in ranks),
             "loss": statistics.mean(ranks[0]["losses"][-5:]),
@@ -70,6 +73,11 @@ def evaluate(
             one["roofline"] = results["null"]["seconds"] + wire + one["codec_seconds"]
             one["times_roofline"] = one["seconds"] / one["roofline"]
     return results
+
+
+def most_of_a_host(ranks: list[dict[str, Any]], name: str, per_host: int) -> int:
+    """The largest sum over the ranks of a host."""
+    return max(sum(rank[name] for rank in ranks[at : at + per_host]) for at in range(0, len(ranks), per_host))
 
 
 def show(results: dict[str, dict[str, Any]]) -> str:
@@ -109,17 +117,19 @@ def measure(options: argparse.Namespace) -> int:
     task = Task(tuple(names), options.blocks, options.steps, options.warmup, options.seed)
     machine = report.machine()
     print(report.describe(machine))
-    found = hosts.run_task(hosts.Hosts(options.ranks, options.link), __file__, task)
+    per_host = options.ranks_per_host
+    found = hosts.run_task(hosts.Hosts(options.ranks, options.link, per_host), __file__, task)
     link = found[0]["link"]
     print(
-        f"{options.ranks} hosts, {options.link} links: {link['bytes_per_second'] * 8e-6:.0f} Mbit/s measured; "
+        f"{options.ranks} hosts of {per_host} ranks, {options.link} links: "
+        f"{link['bytes_per_second'] * 8e-6:.0f} Mbit/s measured; "
         f"{found[0]['parameters']:,} parameters; {task.blocks} blocks of {task.steps} steps after {task.warmup}"
     )
-    results = evaluate(found, link, names)
+    results = evaluate(found, link, names, per_host)
     if options.memory:
         for name in names:  # in processes of its own
             alone = dataclasses.replace(task, rows=(name,), blocks=1)
-            ranks = hosts.run_task(hosts.Hosts(options.ranks, "unshaped"), __file__, alone)
+            ranks = hosts.run_task(hosts.Hosts(options.ranks, "unshaped", per_host), __file__, alone)
             results[name]["peak_bytes"] = max(rank["peak_bytes"] for rank in ranks)
     print(show(results))
     report.write_json(
@@ -129,6 +139,7 @@ def measure(options: argparse.Namespace) -> int:
             "machine": machine,
             "link": {"name": options.link, **link},
             "ranks": options.ranks,
+            "ranks_per_host": per_host,
             "task": dataclasses.asdict(task),
             "rows": results,
         },
@@ -141,6 +152,7 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(TIMED), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--link", choices=hosts.LINKS, default="1gbit")
     add_timing(parser, blocks=4, steps=6)
+    parser.add_argument("--ranks-per-host", type=positive, default=1, help="of each host (default: 1)")
     parser.add_argument(
         "--memory", action="store_true", help="measure peak memory, each row in a run of its own"
     )

@@ -58,6 +58,7 @@ class Row:
     #: How a replicated model is trained: local, ddp, optimizer or zero; None: sharded by fully_shard.
     replicated: str | None = None
     differences: bool = True
+    hierarchical: bool | None = None
 
     def compressors(self) -> tuple[Compressor, Compressor]:
         assert self.bits is not None, "of rows with bits"
@@ -76,6 +77,10 @@ ROWS = {
     "w4g4": Row((4, 4)),
     "w8g8-codes": Row((8, 8), reuse="codes"),
     "w8g8-gather": Row((8, 8), redraw="gather"),
+    "w8g8-flat": Row((8, 8), hierarchical=False),
+    "w8g8-levels": Row((8, 8), hierarchical=True),
+    "w4g4-flat": Row((4, 4), hierarchical=False),
+    "w4g4-levels": Row((4, 4), hierarchical=True),
     "w6g6": Row((6, 6)),
     "w6g4": Row((6, 4)),
     "w6g5": Row((6, 5)),
@@ -226,6 +231,7 @@ def make_trainer(
             redraw=row.redraw,
             controller=gc.LGreCo(row.every_steps) if row.every_steps else None,
             learn_levels=learn_levels if row.learns else (),
+            hierarchical=row.hierarchical,
         )
     return trainer
 
@@ -259,16 +265,26 @@ def make_replicated(row: Row, model: GPT, batches: Iterator[tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes that a rank sends in a step, computed from shapes alone, and headers. Steps repeat: nothing is compared."""
+    """Bytes that a rank sends to other hosts in a step, computed from shapes alone, and headers.
+
+    Steps repeat: nothing is compared.
+    """
 
     formula: int
     beside: int
 
 
-def formula(model: GPT, row: Row, rank: int, world: int) -> Formula:
-    """(N-1)(s b / 8 + 8 per quantisation bucket) of every collective, 4 bytes an element of what travels exactly."""
+def formula(model: GPT, row: Row, rank: int, world: int, per_host: int = 1) -> Formula:
+    """s b / 8 + 8 per quantisation bucket of every message to another host, 4 bytes an element of what travels exactly.
+
+    In one level a rank sends to all ranks of other hosts, in two levels to one of each host.
+    """
     if not row.exchanges:
         return Formula(0, 0)
+    far = [j for j in range(world) if j // per_host != rank // per_host]
+    peers = [j for j in far if j % per_host == rank % per_host]
+    gathers_to = far if row.hierarchical is False or row.bits is None else peers
+    scatters_to = peers if row.hierarchical else far
     units = [(list(layer.parameters()), 2) for layer in model.layers]
     inside = {id(p) for parameters, _ in units for p in parameters}
     units.append(([p for p in model.parameters() if id(p) not in inside], 1))
@@ -278,14 +294,13 @@ def formula(model: GPT, row: Row, rank: int, world: int) -> Formula:
         others = sum(
             _bytes(p.shape, j, world, row.bits and row.bits[1], 2 if row.half_gradients else 4)
             for p in parameters
-            for j in range(world)
-            if j != rank
+            for j in scatters_to
         )
         sent = 1 if row.reuse else gathers
-        total += sent * (world - 1) * own + others
+        total += sent * len(gathers_to) * own + others
         if row.bits is not None:
             header = _header_bytes(len(parameters))
-            beside += (world - 1) * (sent + 1) * header
+            beside += (sent * len(gathers_to) + len(scatters_to)) * header
     return Formula(total, beside)
 
 
@@ -400,7 +415,9 @@ def run_rank(task: Task, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    found: dict[str, Any] = {"link": measure_link(rank, world)}
+    links = [measure_link(rank, world)] * world
+    dist.all_gather_object(links, links[rank])
+    found: dict[str, Any] = {"link": links[0]}
     gc.init(seed=task.seed)
     text = models.load_text(None, VOCABULARY)
     without = peak_bytes()
@@ -417,7 +434,7 @@ def run_rank(task: Task, out: Path) -> None:
     packet, steps = found["link"]["packet_bytes"], task.warmup + task.steps
     found["rows"] = {}
     for name, trainer in trainers.items():
-        bytes_of = formula(trainer.model, trainer.row, rank, world)
+        bytes_of = formula(trainer.model, trainer.row, rank, world, world // len(hosts.addresses()))
         certain = [t.payload_bytes(packet) for t in trainer.traffic if t.is_certain]
         found["rows"][name] = {
             "seconds": trainer.seconds,

@@ -313,13 +313,21 @@ def median_block(values: Sequence[float], steps: int) -> float:
 
 
 def measure_link(rank: int, world: int, nbytes: int = 16 << 20, repeats: int = 3) -> dict[str, float]:
-    """A bare transfer, every rank to the next and all at once: bytes per second, header bytes per packet."""
-    own = hosts.addresses()
-    with socket.create_server((own[rank], hosts.PORT + 1)) as server:
-        import torch.distributed as dist
+    """A bare transfer, every host to the next and all at once: bytes per second, header bytes per packet.
 
+    Of several ranks on a host the first one measures, for the others it is an empty dictionary.
+    """
+    import torch.distributed as dist
+
+    own = hosts.addresses()
+    host, place = divmod(rank, world // len(own))
+    if place:
+        for _ in range(1 + 2 * repeats):
+            dist.barrier()
+        return {}
+    with socket.create_server((own[host], hosts.PORT + 1)) as server:
         dist.barrier()
-        outgoing = socket.create_connection((own[(rank + 1) % world], hosts.PORT + 1))
+        outgoing = socket.create_connection((own[(host + 1) % len(own)], hosts.PORT + 1))
         incoming, _ = server.accept()
     payload, buffer = bytes(nbytes), bytearray(1 << 20)
     rates, headers, overheads = [], [], []

@@ -56,6 +56,30 @@ class Topology:
         """Returns the ranks on the host of ``rank``, itself included."""
         return self._by_host[self.hosts[rank]]
 
+    @property
+    def has_two_levels(self) -> bool:
+        """Returns whether there are several hosts, of which one or more have several ranks."""
+        return 1 < len(self._by_host) < self.world
+
+    def served(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Returns, for each member of this rank's host, the ranks that it serves inside its host, in rank order.
+
+        A member serves itself and, of each other host, the ranks at its own place there, modulo the number of members.
+        """
+        members = self.members(rank)
+        served = [self.members(each).index(each) % len(members) for each in range(self.world)]
+        return tuple(
+            tuple(each for each in range(self.world) if served[each] == place)
+            for place in range(len(members))
+        )
+
+    def counterparts(self, rank: int) -> tuple[int, ...]:
+        """Returns the rank of every other host that serves this rank there, in order of hosts; see :meth:`served`."""
+        place = self.members(rank).index(rank)
+        return tuple(
+            ranks[place % len(ranks)] for host, ranks in enumerate(self._by_host) if host != self.hosts[rank]
+        )
+
     def among(self, ranks: Sequence[int]) -> Topology:
         """Returns the topology of some of the ranks, renumbered in the given order."""
         return Topology.of([str(self.hosts[rank]) for rank in ranks])

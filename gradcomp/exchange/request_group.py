@@ -213,8 +213,8 @@ class RequestGroup:
     of the same sizes that decline; all ranks throw that exchange away, and compare. ``completed(seconds)`` is
     called for every round.
 
-    Wire: 56 bytes per rank, then the runs' own rounds, all issued before the first is waited for. A request that
-    was predicted has its own round only; if a rank declines, all that an unpredicted group sends follows.
+    Wire: 56 bytes per rank, then the runs' own rounds, the first ones all issued before one is waited for. A request
+    that was predicted has its own rounds only; if a rank declines, all that an unpredicted group sends follows.
 
     Errors: ``verdict`` is the error that all ranks have come to. After ConfigError (a rank has a problem) or
     PlanMismatchError (the ranks' requests differ) nothing was written, and the requests can be run again.
@@ -276,8 +276,14 @@ class RequestGroup:
             yield from _prepared(one)
             one.issue(self._transport)
         for one in in_flight:
-            yield from _prepared(one)
+            yield from self._finished(one)
         yield from self._judge()
+
+    def _finished(self, one: InFlight) -> Generator[Waiting, None, None]:
+        """Run the rounds that are left."""
+        yield from _prepared(one)
+        while one.issue(self._transport):
+            yield from _prepared(one)
 
     def _judge(self) -> Generator[Waiting, None, None]:
         """Check that the ranks' last outcomes and their fingerprints are equal."""
@@ -302,10 +308,7 @@ class RequestGroup:
             program = run.begin(changed=not run.unchanged)
         else:
             program = predicted.decline()
-        one = self._begun(0, program)
-        yield from _prepared(one)
-        one.issue(self._transport)
-        yield from _prepared(one)
+        yield from self._finished(self._begun(0, program))
         if not takes_part or predicted.result is None:
             return False
         self._order.note([predicted], predicted.result.changed)

@@ -17,6 +17,7 @@ from gradcomp.compress.groups import Piece, by_family, group_of
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.state import DoubleBuffer
+from gradcomp.core.topology import Topology
 from gradcomp.kernels.codec import Draw, Group, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import Spans
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES, byte_offsets
@@ -28,8 +29,8 @@ from gradcomp.reduce.base import (
     Memory,
     Part,
     Rounds,
-    alone,
     framed,
+    only,
     unless_declined,
 )
 from gradcomp.reduce.chunks import Chunks
@@ -47,6 +48,8 @@ from gradcomp.reduce.header import (
     BucketFlags,
     HeaderId,
 )
+from gradcomp.reduce.host_halves import HostAllGather, HostReduceScatter
+from gradcomp.reduce.sums import carried
 from gradcomp.reduce.varying import fixed
 from gradcomp.transport.base import Allocator, Bytes
 
@@ -59,6 +62,10 @@ REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
 #: An outcome of requests only, which need no READY bit: the optimizer stepped several times since the last run.
 REPEATED = READY
 _KINDS: dict[str, type[ReduceScatter | AllGather]] = {REDUCE_SCATTER: ReduceScatter, ALL_GATHER: AllGather}
+_OF_HOSTS: dict[str, type[HostReduceScatter | HostAllGather]] = {
+    REDUCE_SCATTER: HostReduceScatter,
+    ALL_GATHER: HostAllGather,
+}
 
 
 @dataclass(frozen=True)
@@ -180,7 +187,8 @@ class Request:
     + 1 elements of layer i: rank j's shard begins at element j of them and ends before the next one. By default
     shards are as equal as can be, see :func:`even_borders`. ``average=False`` gives the sum instead of the mean.
     ``name`` tells requests with equal layers apart. With ``blocks`` the layers share one array, of which each rank
-    has a block.
+    has a block. With ``hosts``, the number of each rank's host, messages travel in two levels, see
+    :mod:`gradcomp.reduce.host_halves`; several hosts, of which one or more have several ranks, are needed.
     """
 
     kind: str
@@ -190,6 +198,7 @@ class Request:
     average: bool = True
     name: str = ""
     blocks: Blocks | None = None
+    hosts: tuple[int, ...] | None = None
 
     @staticmethod
     def of(kind: str, layers: Sequence[LayerSpec], compressor: Compressor, **options: Any) -> Request:
@@ -209,7 +218,8 @@ class Request:
             for layer, text, borders in zip(self.layers, by, at, strict=False)
         ]
         blocks = [] if self.blocks is None else [f"in {self.blocks}"]
-        return "\n".join([f"{self.kind} {self.name!r}, average {self.average}", *lines, *blocks])
+        hosts = [] if self.hosts is None else [f"in two levels, by hosts {list(self.hosts)}"]
+        return "\n".join([f"{self.kind} {self.name!r}, average {self.average}", *lines, *blocks, *hosts])
 
     def check(self, world: int) -> None:
         """Raise ConfigError unless ``world`` ranks can run the request."""
@@ -235,6 +245,10 @@ class Request:
             )
         if self.blocks is not None:
             self.blocks.check(self.layers, borders)
+        if self.hosts is not None and (len(self.hosts) != world or not Topology(self.hosts).has_two_levels):
+            raise ConfigError(
+                f"two levels need several hosts of {world} ranks, and one with several; got {list(self.hosts)}"
+            )
 
 
 def even_borders(size: int, world: int) -> tuple[int, ...]:
@@ -275,6 +289,9 @@ class PreparedRequest:
         self.outcome = 0
         self.result: RequestResult | None = None
         self.bytes_sent = 0
+        self.sent_to: Sequence[int] = ()
+        #: The number of times that the messages of a run have been exchanged.
+        self.exchanged = 0
         #: The flags of the last run, as long as all of its codes are kept.
         self.codes: BucketFlags | None = None
         #: True if some layer has a residual; equal on all ranks.
@@ -284,6 +301,8 @@ class PreparedRequest:
         try:
             request.check(world)
             self._parts = fixed(_parts(request))
+            if request.hosts is not None and request.kind == REDUCE_SCATTER:
+                self._parts = carried(self._parts)
         except ConfigError as error:
             self.problem = str(error)
             self.text = f"a request with a problem: {error}"
@@ -310,14 +329,23 @@ class PreparedRequest:
         #: The shapes of a run's inputs and outputs: whole layers and shards for a reduce-scatter, else the reverse.
         self.input_shapes, self.output_shapes = (whole, sharded) if scatters else (sharded, whole)
         self._may_lack = scatters and request.blocks is None
-        self._program = _KINDS[request.kind](chunks, rank, world, memory=memory)
+        self._program = self._make(memory)
         self.bytes_sent = self._program.bytes_sent
+        #: The bytes that one run sends to each rank.
+        self.sent_to = self._program.sent_to
         held = np.zeros(len(request.layers), dtype=np.bool_)
         for part in self._parts:
             held[part.group.layers] = part.group.feedback
         self.keeps_state = bool(held.any())
         #: A residual for each layer, empty without feedback.
         self.residuals = DoubleBuffer((sizes * held).tolist())
+
+    def _make(self, memory: Memory) -> ReduceScatter | AllGather | HostReduceScatter:
+        """Return the rounds of the request, with tables and messages of their own."""
+        kind, hosts = self.request.kind, self.request.hosts
+        if hosts is not None:
+            return _OF_HOSTS[kind](self._chunks, self._rank, Topology(hosts), memory)
+        return _KINDS[kind](self._chunks, self._rank, self._world, memory=memory)
 
     def objection(self, inputs: Inputs, outputs: Sequence[Array] | None) -> str | None:
         """Return why the request cannot be run with these arrays, or None if it can."""
@@ -375,7 +403,7 @@ class PreparedRequest:
         binding = self._binding(inputs, outputs)
         program = self._program.run(self._context(number), binding, flags)
         if changed is not None:
-            program = unless_declined(program, flags)
+            program = unless_declined(program, flags, self._program.rounds)
         found = yield from self._framed(program, flags, binding, ahead=changed is not None)
         if flags.declined:
             return
@@ -396,7 +424,7 @@ class PreparedRequest:
         They tell the others not to use the run. They have memory of their own, so that the codes of the last run
         stay.
         """
-        program = alone(_KINDS[self.request.kind](self._chunks, self._rank, self._world).move)
+        program = only(self._make(HOST_MEMORY).moves)
         nowhere = np.zeros(0, dtype=np.uint64)
         binding = Arrays(nowhere, nowhere, self.residuals, self._borders, self._borders[:, 0])
         yield from self._framed(program, self._flags_of(DECLINED), binding, ahead=True)
@@ -415,7 +443,9 @@ class PreparedRequest:
             (DECLINED | CHANGED) * ahead | DIFFERENT * (flags.fingerprint != 0 or flags.declined)
         )
         header_id = HeaderId(self._check, self.number, 0, self._checksums)
-        return (yield from framed(program, header_id, flags))
+        found = yield from framed(program, header_id, flags)
+        self.exchanged += 1
+        return found
 
     def decode_again(self, outputs: Sequence[Array]) -> None:
         """Decode the codes of the last all-gather to ``outputs`` once more, bit for bit; nothing is sent."""
@@ -497,7 +527,7 @@ class RequestResult:
 def _parts(request: Request) -> list[Part]:
     """Return a part for the layers of each compressor and dtype."""
     for layer, compressor in zip(request.layers, request.compressors, strict=True):
-        check_suits(request.kind, layer, compressor)
+        check_suits(request.kind, layer, compressor, by_hosts=request.hosts is not None)
     pieces = [Piece(i, 0, layer.size) for i, layer in enumerate(request.layers)]
     parts = []
     for members in by_family(pieces, request.layers, request.compressors):
@@ -508,8 +538,11 @@ def _parts(request: Request) -> list[Part]:
     return parts
 
 
-def check_suits(kind: str, layer: LayerSpec, compressor: Compressor) -> None:
-    """Raise ConfigError unless the compressor codes values one by one, with no state but a residual."""
+def check_suits(kind: str, layer: LayerSpec, compressor: Compressor, *, by_hosts: bool = False) -> None:
+    """Raise ConfigError unless the compressor codes values one by one, with no state but a residual.
+
+    ``by_hosts`` says that sums over the ranks of a host are coded if gradients are reduced.
+    """
     name, bare = compressor.to_string(), compressor.bare()
     if not isinstance(bare, Coded):
         raise ConfigError(
@@ -521,6 +554,13 @@ def check_suits(kind: str, layer: LayerSpec, compressor: Compressor) -> None:
         )
     if compressor.traits.follows_rate:
         raise ConfigError(f"{kind}: {name} follows the learning rate, which only steps have")
+    if by_hosts and kind == REDUCE_SCATTER and (compressor.traits.keeps_residual or not bare.traits.accounts):
+        why = (
+            "keeps residuals of single ranks"
+            if compressor.traits.keeps_residual
+            else "counts votes of single ranks"
+        )
+        raise ConfigError(f"{kind}: {name} {why}, and in two levels sums over the ranks of a host are coded")
     if layer.dtype == "float64" and (kind == REDUCE_SCATTER or not bare.traits.exact):
         raise ConfigError(
             f"layer {layer.name!r} is float64, which can only be all-gathered, and only uncompressed"

@@ -287,20 +287,24 @@ def framed(
             yield step
 
 
-def unless_declined(program: Rounds, flags: BucketFlags) -> Rounds:
-    """Run the program, and stop after a round in which some rank has declined."""
-    while not flags.declined:
+def unless_declined(program: Rounds, flags: BucketFlags, rounds: int) -> Rounds:
+    """Run the program of this many rounds, and stop after the last one if some rank has declined.
+
+    It does not stop before, because other ranks may learn of it only in a later round.
+    """
+    while rounds or not flags.declined:
         try:
             step = next(program)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
+        rounds -= isinstance(step, Move)
         yield step
     return []
 
 
-def alone(move: Move) -> Rounds:
-    """Return a program that consists of this round."""
-    yield move
+def only(moves: Sequence[Move]) -> Rounds:
+    """Return a program that consists of these rounds."""
+    yield from moves
     return []
 
 

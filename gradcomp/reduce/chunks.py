@@ -29,6 +29,7 @@ from gradcomp.reduce.header import NONFINITE, BucketFlags, ByteHeader
 from gradcomp.transport.base import Allocator, Bytes
 
 _LINE_BYTES = 64
+_FLOATS = Codec(FP32)
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class Chunks:
     def __init__(
         self, parts: Sequence[Part], layers: int, count: int, borders: Sequence[Sizes] | None = None
     ) -> None:
-        self.parts, self.layers, self.count = parts, layers, count
+        self.parts, self.layers, self.count, self.borders = parts, layers, count, borders
         self.device = device_of(parts)
         self._chunk_segments = (
             _cut(parts, count)
@@ -149,17 +150,45 @@ class Chunks:
         """Return the segments of chunk j, by part; its message has a buffer of its own."""
         return [segments.chunk(j).copy() for segments in self._chunk_segments]
 
+    def some(self, numbers: Sequence[int]) -> list[ChunkSegments]:
+        """Return the segments of these chunks, by part; their messages follow one another in one buffer."""
+        begins = np.zeros(self.count, dtype=np.int64)
+        begins[list(numbers)] = np.cumsum([0, *(self.sizes[j] for j in numbers)])[:-1]
+        found = []
+        for segments in self.place(begins.tolist()):
+            bounds = [range(*segments.bounds[j : j + 2].tolist()) for j in numbers]
+            rows = np.array([row for each in bounds for row in each], dtype=np.int64)
+            ends = np.cumsum([0, *map(len, bounds)])
+            found.append(
+                ChunkSegments(
+                    segments.table[rows],
+                    segments.layers[rows],
+                    segments.header_index[rows],
+                    segments.cut_from[rows],
+                    ends,
+                )
+            )
+        return found
+
 
 class Mean:
-    """Holds the messages with the encoded mean, chunk after chunk, and decodes them to the outputs."""
+    """Holds the messages with the encoded mean, and decodes them to the outputs.
 
-    def __init__(self, chunks: Chunks, memory: Memory = HOST_MEMORY) -> None:
+    They follow one another in ``order``, by default that of the chunks.
+    """
+
+    def __init__(
+        self, chunks: Chunks, memory: Memory = HOST_MEMORY, order: Sequence[int] | None = None
+    ) -> None:
         self._chunks = chunks
-        self._bounds = np.concatenate(([0], np.cumsum(chunks.sizes))).tolist()
-        self._chunk_segments = chunks.place(self._bounds[:-1])
-        self.buffer = chunks.messages(memory, chunks.sizes)
+        order = range(chunks.count) if order is None else order
+        sizes = [chunks.sizes[j] for j in order]
+        begins = dict(zip(order, np.cumsum([0, *sizes]).tolist(), strict=False))
+        bases = [begins[j] for j in range(chunks.count)]
+        self._chunk_segments = chunks.place(bases)
+        self.buffer = chunks.messages(memory, sizes)
         #: The message of each chunk, as a view of the buffer.
-        self.messages = [chunks.message(self.buffer[at:], j) for j, at in enumerate(self._bounds[:-1])]
+        self.messages = [chunks.message(self.buffer[at:], j) for j, at in enumerate(bases)]
 
     def decode(
         self, context: StepContext, binding: Binding, flags: BucketFlags, divisor: float = 1.0
@@ -264,8 +293,17 @@ class WholeCodes:
             segments.table["dtype"] = FLOAT32
         self._dense_places = self.dense.place()
 
-    def add(self, messages: Sequence[Message], context: StepContext, binding: Binding) -> Waits[None]:
-        """Add messages in order: sum <- decode(first message) + decode(second message) + ..."""
+    def add(
+        self,
+        messages: Sequence[Message],
+        context: StepContext,
+        binding: Binding,
+        exact: Message | None = None,
+    ) -> Waits[None]:
+        """Add messages in order: sum <- decode(first message) + decode(second message) + ...
+
+        ``exact`` is the one of them that has float32 instead of codes.
+        """
         payloads = [message.buffer for message in messages]
         with binding.span("reduce"):
             for part, segments, dense in zip(self.codes.parts, self._places, self._dense_places, strict=True):
@@ -274,14 +312,28 @@ class WholeCodes:
                 if part.codec.kind == VOTE:
                     self._count(part.codec, segments, payloads, context)
             with self._device.kernels.together() as started:
-                for part, segments in zip(self.codes.parts, self._places, strict=True):
+                tables = self._places if exact is None else self._float_places
+                for part, segments, dense in zip(self.codes.parts, self._places, tables, strict=True):
                     if part.codec.kind == VOTE:
                         continue
-                    part.codec.decode(self._device, segments.table, payloads[0], segments.flags())
-                    for payload in payloads[1:]:
-                        part.codec.add(self._device, segments.table, payload)
+                    for number, message in enumerate(messages):
+                        codec, mine = (_FLOATS, dense) if message is exact else (part.codec, segments)
+                        if number == 0:
+                            codec.decode(self._device, mine.table, message.buffer, mine.flags())
+                        else:
+                            codec.add(self._device, mine.table, message.buffer)
         if started is not DONE:
             yield from finish(started, binding, "reduce")
+
+    @cached_property
+    def _float_places(self) -> list[ChunkSegments]:
+        """Return the segments of a message of float32 that is added to the sum."""
+        placed = self.dense.place()
+        for segments in placed:
+            segments.table["dtype"] = FLOAT32
+            places = segments.table["payload"].astype(np.uint64)
+            segments.table["output"] = np.uint64(address_of(self.sum)) + places
+        return placed
 
     def _count(
         self, codec: Codec, segments: ChunkSegments, payloads: Sequence[Bytes], context: StepContext

@@ -89,6 +89,13 @@ class ReduceScatter:
             coming = [0 if j == me else chunks.sizes[me] for j in roles.ranks]
             scatter = AllToAll(self._send, counts, self._recv.reshape(-1), coming)
             self.move = Move(scatter, [message for _, message in sends], arrivals)
+        #: The rounds of :meth:`run`.
+        self.moves = [self.move] * self.rounds
+
+    @property
+    def sent_to(self) -> list[int]:
+        """Return the bytes that one run sends to each rank; every rank must own a chunk."""
+        return [0 if j == self.place else size for j, size in enumerate(self._chunks.sizes)]
 
     @property
     def ranges(self) -> list[Range]:
@@ -192,6 +199,8 @@ class AllGather:
         else:
             gather = transport.AllGather(self.gathered.buffer, chunks.sizes)
             self._move = Move(gather, [messages[me]], arrivals, whole=True)
+        #: The rounds of :meth:`run`, in which a message has the flags of its owner alone.
+        self.moves = [replace(self._move, whole=False, common=True)] * self.rounds
 
     @property
     def own(self) -> Bytes:
@@ -202,8 +211,7 @@ class AllGather:
         """Encode this rank's chunk, gather all chunks and decode them to the outputs; every rank must own a chunk."""
         shared = StepContext(context.shared, context.world)
         yield from encode(self._chunks.parts, self._inputs, self.own, shared, binding, flags)
-        if self.rounds:
-            yield self.move
+        yield from self.moves
         return (yield from self.gathered.decode(context, binding, flags))
 
     def gather(self) -> Waits[None]:
@@ -211,10 +219,11 @@ class AllGather:
         if self.rounds:
             yield self._move
 
-    @cached_property
-    def move(self) -> Move:
-        """Return the round of :meth:`run`, in which a message has the flags of its owner alone."""
-        return replace(self._move, whole=False, common=True)
+    @property
+    def sent_to(self) -> list[int]:
+        """Return the bytes that one run sends to each rank; every rank must own a chunk."""
+        sizes = self._chunks.sizes
+        return [0 if j == self._me else sizes[self._me] for j in range(len(sizes))]
 
     @cached_property
     def _inputs(self) -> list[ChunkSegments]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -118,11 +119,17 @@ def test_the_request_that_ran_last_is_the_one_that_is_predicted():
 # --- ranks that do what is expected -----------------------------------------------------------------------------
 
 
+Hosts = tuple[int, ...] | None
+#: Worlds, and hosts if messages travel in two levels.
+PLACES = [(2, None), (3, None), (3, (0, 0, 1)), (4, (0, 0, 1, 1))]
+
+
 class Steps(Ranked):
     """All requests above on N ranks. ``without``: every group is compared."""
 
-    def __init__(self, world: int, *, without: bool = False, **options) -> None:
+    def __init__(self, world: int, *, without: bool = False, hosts: Hosts = None, **options) -> None:
         super().__init__(REQUESTS["first"], world, **options)
+        self.hosts = hosts
         self.requests = [self.prepare(rank) for rank in range(world)]
         self.without = without
         self.generator = np.random.default_rng(7)
@@ -130,7 +137,7 @@ class Steps(Ranked):
     def prepare(self, rank: int) -> dict[str, PreparedRequest]:
         checks = self.world.tamper is None
         return {
-            name: PreparedRequest(request, rank, self.size, checksums=checks)
+            name: PreparedRequest(replace(request, hosts=self.hosts), rank, self.size, checksums=checks)
             for name, request in REQUESTS.items()
         }
 
@@ -204,12 +211,15 @@ def test_in_steps_that_repeat_a_request_takes_one_round(world: int):
 
 @examples(40)
 @given(
-    st.lists(st.sampled_from([*STEP, "other"]), max_size=20), st.integers(2, 4), st.sampled_from([0.0, 0.4])
+    st.lists(st.sampled_from([*STEP, "other"]), max_size=20),
+    st.sampled_from([*PLACES, (4, None)]),
+    st.sampled_from([0.0, 0.4]),
 )
-def test_results_are_those_of_compared_groups(behind: list[str], world: int, delay: float):
+def test_results_are_those_of_compared_groups(behind: list[str], place: tuple[int, Hosts], delay: float):
     """Bit for bit, in any order of requests behind steps that repeat."""
-    names = [*STEP * 3, *behind, *STEP]
-    assert Steps(world, delay=delay).go(names) == Steps(world, without=True).go(names)
+    names, (world, hosts) = [*STEP * 3, *behind, *STEP], place
+    compared = Steps(world, without=True, hosts=hosts)
+    assert Steps(world, delay=delay, hosts=hosts).go(names) == compared.go(names)
 
 
 def test_a_world_of_one_predicts_nothing_that_it_would_wait_for():
@@ -249,11 +259,12 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize(("what", "error"), OTHERWISE.items())
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "hosts"), PLACES)
 def test_a_rank_that_does_otherwise_is_an_error_on_every_rank_and_changes_nothing(
-    what: str, error: type[GradcompError], world: int
+    what: str, error: type[GradcompError], world: int, hosts: Hosts
 ):
-    ranked, undisturbed = steady(world), steady(world)
+    """Also where other ranks hear of it in the second round only."""
+    ranked, undisturbed = steady(world, hosts=hosts), steady(world, hosts=hosts)
     for other in (0, world - 1):
         runs = [runs_of(ranked, what if rank == other else "first", rank) for rank in range(world)]
         found = ranked.attempt([], lambda rank, runs=runs: runs[rank])
@@ -265,23 +276,25 @@ def test_a_rank_that_does_otherwise_is_an_error_on_every_rank_and_changes_nothin
     assert ranked.expects == undisturbed.expects
     ranked.generator, undisturbed.generator = (np.random.default_rng(1) for _ in range(2))
     assert ranked.go() == undisturbed.go()
-    assert ranked.collectives() == [len(STEP)] * world
+    assert ranked.collectives() == [len(STEP) * (2 if hosts else 1)] * world
 
 
+@pytest.mark.parametrize("hosts", [None, (0, 0, 1)])
 @pytest.mark.parametrize("what", ["second", "other", "two requests", "made anew"])
-def test_ranks_that_all_do_otherwise_go_on(what: str):
+def test_ranks_that_all_do_otherwise_go_on(what: str, hosts: Hosts):
     """One exchange is thrown away, then they compare."""
-    ranked = steady(3)
+    ranked = steady(3, hosts=hosts)
     runs = [runs_of(ranked, what, rank) for rank in range(3)]
     found = ranked.attempt([], lambda rank: runs[rank])
     assert not any(isinstance(one, Exception) for one in found)
-    assert ranked.collectives() == [2 + len(runs[0])] * 3
+    rounds = 2 if hosts else 1
+    assert ranked.collectives() == [rounds + 1 + rounds * len(runs[0])] * 3
     for run in (run for of_rank in runs for run in of_rank):
         assert not any((array == 77).any() for array in run.outputs)
     ranked.go(STEP[1:] + STEP * 3)
     ranked.collectives()
     ranked.go()
-    assert ranked.collectives() == [len(STEP)] * 3
+    assert ranked.collectives() == [rounds * len(STEP)] * 3
 
 
 def test_codes_of_before_stay_where_a_rank_declines_and_are_gone_where_it_did_not():

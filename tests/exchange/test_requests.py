@@ -367,6 +367,7 @@ def test_a_value_that_is_not_finite_is_known_to_all_and_commits_nothing(kind: st
 PAIR = [LayerSpec("a", (12,)), LayerSpec("b", (4,))]
 scattered = partial(Request.of, REDUCE_SCATTER, PAIR, Quantize(4, 16))
 gathered = partial(Request.of, ALL_GATHER, PAIR)
+scattered_by_hosts = partial(Request.of, REDUCE_SCATTER, PAIR, hosts=(0, 0, 1))
 BASE = scattered()
 DIFFERENT = {
     "kind": (gathered(Quantize(4, 16)), "all_gather"),
@@ -380,6 +381,7 @@ DIFFERENT = {
     "shards": (scattered(borders=((0, 1, 2, 12), (0, 1, 2, 4))), "1, 2"),
     "sum": (scattered(average=False), "average False"),
     "name": (scattered(name="other"), "other"),
+    "hosts": (scattered(hosts=(0, 0, 1)), "two levels"),
 }
 
 
@@ -408,6 +410,10 @@ REFUSED = {
     "state": (Request.of(REDUCE_SCATTER, PAIR, EF21(Quantize(4, rounding="nearest"))), "another state"),
     "momentum": (Request.of(REDUCE_SCATTER, PAIR, Signum()), "momentum"),
     "borders": (gathered(Quantize(4), borders=((0, 5, 3, 12), (0, 1, 2, 4))), "ascending"),
+    "one rank a host": (gathered(Quantize(4), hosts=(0, 1, 2)), "several hosts of 3 ranks"),
+    "hosts of another world": (gathered(Quantize(4), hosts=(0, 0, 1, 1)), "several hosts of 3 ranks"),
+    "residuals by hosts": (scattered_by_hosts(Quantize(3, 16, rounding="nearest")), "residuals of single"),
+    "votes by hosts": (scattered_by_hosts(Signum(16, momentum=0.0)), "votes of single ranks"),
     "doubles": (Request.of(REDUCE_SCATTER, [LayerSpec("a", (4,), "float64")], Identity()), "float64"),
     "coded doubles": (Request.of(ALL_GATHER, [LayerSpec("a", (4,), "float64")], Quantize(4)), "float64"),
 }

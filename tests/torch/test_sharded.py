@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc as gc_module
 import weakref
 
 import pytest
 import torch
 from batch import on_ranks
+from ports import free_port
 from sharded_models import (
     CASES,
     COARSE,
@@ -53,9 +55,11 @@ def check_quantised(case: Case, _: str | None) -> None:
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0.05, atol=0.05)
 
 
-def interrupted(case: Case, reuse: str | None) -> tuple[list[float], list[torch.Tensor], int]:
+def interrupted(
+    case: Case, reuse: str | None, hierarchical: bool | None
+) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses, shards and bytes of a run whose steps repeat, with all that a rank may do between them."""
-    ours = train(case, 4, COARSE, reuse=reuse)
+    ours = train(case, 4, COARSE, reuse=reuse, hierarchical=hierarchical)
 
     @torch.no_grad()
     def evaluate(*steps: int) -> None:
@@ -77,12 +81,12 @@ def interrupted(case: Case, reuse: str | None) -> tuple[list[float], list[torch.
     return ours.losses, shards(ours.model), statistics.weight_bytes + statistics.gradient_bytes
 
 
-def check_predicted(case: Case, reuse: str | None) -> None:
+def check_predicted(case: Case, reuse: str | None, hierarchical: bool | None = None) -> None:
     """Predicted collectives give the bits of compared ones."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RequestOrder, "predicted", None)
-        compared = interrupted(case, reuse)
-    predicted = interrupted(case, reuse)
+        compared = interrupted(case, reuse, hierarchical)
+    predicted = interrupted(case, reuse, hierarchical)
     assert predicted[0] == compared[0]
     assert same_bits(predicted[1], compared[1])
     assert predicted[2] != compared[2]
@@ -161,6 +165,70 @@ def test_three_ranks_train_as_they_should(check: str, name: str, reuse: str | No
 @on_ranks(4)
 def test_four_ranks_train_as_they_should(check: str, name: str, reuse: str | None):
     CHECKS[check](CASES[name], reuse)
+
+
+# --- hosts of several ranks ------------------------------------------------------------------------------------
+
+_port = functools.cache(free_port)
+
+
+def two_hosts(*hosts: int):
+    """As torchrun tells each rank, on which of two hosts it is; both are this one."""
+
+    def variables(rank: int) -> dict[str, str]:
+        before = hosts[:rank].count(hosts[rank])
+        return {
+            "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()),
+            "LOCAL_RANK": str(before), "LOCAL_WORLD_SIZE": str(hosts.count(hosts[rank])),
+            "GROUP_RANK": str(hosts[rank]), "GROUP_WORLD_SIZE": "2",
+        }  # fmt: skip
+
+    return variables
+
+
+TWO_AND_ONE, TWO_AND_TWO = two_hosts(0, 0, 1), two_hosts(0, 0, 1, 1)
+
+
+def check_two_levels(name: str, reuse: str | None, between: float) -> None:
+    """Gathers in two levels give the bits of one level; ``between`` is the ratio of their bytes between hosts.
+
+    So do reductions but for the order of sums; and every rank decodes the same, whatever is coded.
+    """
+    case = CASES[name]
+    flat, ours = (train(case, 4, COARSE, reuse=reuse, hierarchical=levels) for levels in (False, None))
+    assert ours.losses == flat.losses
+    assert same_bits(shards(ours.model), shards(flat.model))
+    exact = train(case, 4, EXACT, reuse=reuse, hierarchical=True)
+    torch.testing.assert_close(shards(exact.model), shards(train(case, 4).model), rtol=1e-4, atol=2e-6)
+    both, again = (train(case, 4, COARSE, reuse=reuse, hierarchical=True) for _ in range(2))
+    sent = [trained.state.statistics().between_bytes for trained in (flat, ours, both)]
+    of_ranks = [sent] * gc.size()
+    torch.distributed.all_gather_object(of_ranks, sent)
+    flat_bytes, gathered_bytes, both_bytes = map(sum, zip(*of_ranks, strict=True))
+    assert both_bytes < gathered_bytes < flat_bytes
+    assert both_bytes / flat_bytes == pytest.approx(between, rel=0.02)
+    assert same_bits(shards(both.model), shards(again.model))
+    assert same_everywhere(decoded(both.model))
+    torch.testing.assert_close(torch.tensor(both.losses), torch.tensor(flat.losses), rtol=0.05, atol=0.05)
+
+
+@on_ranks(3, "two and one", env=TWO_AND_ONE)
+def test_two_levels_give_the_same_with_hosts_of_unequal_size():
+    check_two_levels("by blocks", None, between=0.75)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["by blocks", "micro-batches", "columns"])
+@pytest.mark.parametrize("reuse", [None, "codes"])
+@on_ranks(4, "two and two", env=TWO_AND_TWO)
+def test_two_levels_give_the_same_with_two_hosts_of_two_ranks(name: str, reuse: str | None):
+    check_two_levels(name, reuse, between=0.5)
+
+
+@pytest.mark.parametrize("reuse", [None, "codes"])
+@on_ranks(3, "two and one", env=TWO_AND_ONE)
+def test_two_levels_are_predicted_as_one_is(reuse: str | None):
+    check_predicted(CASES["by blocks"], reuse, hierarchical=True)
 
 
 # --- weights that are quantised --------------------------------------------------------------------------------

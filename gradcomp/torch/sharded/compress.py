@@ -23,13 +23,14 @@ from gradcomp.control.lgreco import LGreCo
 from gradcomp.core.errors import ConfigError, StateError, TransportError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.metrics import PREFIX, StepMetrics
+from gradcomp.core.topology import Topology
 from gradcomp.core.trace import Statistics
 from gradcomp.core.what_if import parse as ratios_of
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import refuse_to_save
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.request_group import Run
-from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, check_suits
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
 from gradcomp.job.membership import who_waits
@@ -80,6 +81,7 @@ def compress_fsdp(
     redraw: str = "step",
     controller: LGreCo | None = None,
     learn_levels: Sequence[int] = (),
+    hierarchical: bool | None = None,
     process_set: Members = None,
 ) -> ShardedCompression:
     """Compress the all-gathers and reduce-scatters of a model that ``torch.distributed.fsdp.fully_shard`` has sharded.
@@ -107,16 +109,22 @@ def compress_fsdp(
             apart for weights and gradients: those of :class:`gradcomp.Quantize` by minimum and maximum with 1 to 7
             bits, or of a :class:`gradcomp.Codebook` between them. The paper learns at (400, 1900, 3800). Under
             ``rounding="shift"``, weights are then rounded to the nearest level, and gradients without bias.
+        hierarchical: where hosts have several ranks, True sends everything in two levels: codes of weights cross
+            between hosts once per host, and gradients are added in float32 inside a host before the sum is quantised
+            and sent on. False sends every message straight to its rank. None does the first for weights only, which
+            have the same bits in both forms.
         process_set: the ranks that call this, if not all of the job: those of all meshes in the model.
 
     Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and quantisation buckets of
     B elements: a gather takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients the same,
-    and headers; before each, 56 (N-1) bytes, until steps repeat. Learning takes 8 (2^b + 1) (N-1) bytes a layer, once
-    for each number of ``learn_levels``. State: no residuals; learned levels; with ``reuse`` the codes of the model on
-    every rank. Gradients that are not finite make the means of their parameters NaN on all ranks.
+    and headers; before each, 56 (N-1) bytes, until steps repeat. In two levels, among H hosts of L ranks, N-1 becomes
+    H-1 for bytes to other hosts, and a second round is inside hosts, of (L-1) H times the codes of a shard, or of
+    4 (L-1)/L bytes for each gradient. Learning takes 8 (2^b + 1) (N-1) bytes a layer, once for each number of
+    ``learn_levels``. State: no residuals; learned levels; with ``reuse`` the codes of the model on every rank.
+    Gradients that are not finite make the means of their parameters NaN on all ranks.
     Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism in addition to
-    sharding, meshes beyond the job, and compressors that keep state; StateError if the model is compressed already;
-    PlanMismatchError on every rank if the ranks differ.
+    sharding, meshes beyond the job, compressors that keep state, and votes with ``hierarchical``; StateError if the
+    model is compressed already; PlanMismatchError on every rank if the ranks differ.
     Source: Markov 2024, chapter 5, Algorithms 5.1 (levels) and C.1 (QSDP). Differs: by default backward computes with
     the weights of forward, which Algorithm C.1 quantises anew. On GPUs tensors are copied to the host and back; the
     cost is not measured.
@@ -143,6 +151,7 @@ def compress_fsdp(
                     "controller= has one budget for the model: all units must have the same ranks"
                 )
         _check(state, model, units, policies, optimizer, reuse, redraw, learn_levels)
+        _check_levels(units, policies[1], hierarchical)
         for unit in units:
             if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
                 raise ConfigError(
@@ -158,7 +167,7 @@ def compress_fsdp(
     )
     points = tuple(learn_levels)
     compression = ShardedCompression(
-        state, units, policies, optimizer, reuse == "codes", redraw == "gather", points
+        state, units, policies, optimizer, reuse == "codes", redraw == "gather", points, hierarchical
     )
     if controller is not None and not state.what_if(ranks):
         compression._controller = controller
@@ -183,12 +192,22 @@ class ShardedCompression:
         reuse: bool,
         redraw: bool,
         learn_levels: tuple[int, ...],
+        hierarchical: bool | None,
     ) -> None:
         self._state = state
         steps = None if optimizer is None else 0
         watch = StepWatch(one.current for unit in units for one in unit.parameters)
         self._settings = ShardedSettings(
-            *policies, self._exchanger, state.rank, reuse, redraw, steps, watch, learn_levels
+            *policies,
+            self._exchanger,
+            state.rank,
+            reuse,
+            redraw,
+            steps,
+            watch,
+            self._topology,
+            learn_levels,
+            hierarchical,
         )
         self._units = [UnitExchange(unit, self._settings) for unit in units]
         self._exchangers: dict[Ranks, Exchanger] = {}
@@ -198,7 +217,8 @@ class ShardedCompression:
 
     def statistics(self) -> ShardedStatistics:
         """Return a copy of what this rank has counted so far."""
-        return replace(self._settings.statistics)
+        between = sum(each.between_bytes for each in self._units)
+        return replace(self._settings.statistics, between_bytes=between)
 
     def compression_metrics(self) -> dict[str, float]:
         """Return one flat dictionary of numbers for a logger: ``{"gradcomp/ratio": 3.9, ...}``.
@@ -302,6 +322,7 @@ class ShardedCompression:
             "reuse": settings.reuse,
             "redraw": settings.redraw,
             "learn_levels": list(settings.learn_levels),
+            "hierarchical": settings.hierarchical,
             "optimizer": optimizer is not None,
             "controller": repr(self._controller),
             "scale of the loss": scale,
@@ -404,6 +425,10 @@ class ShardedCompression:
             for module in each.unit.modules:
                 module.reshard()
 
+    def _topology(self, ranks: Ranks) -> Topology:
+        """Return the topology of ranks of torch.distributed."""
+        return self._state.topology.among([_of_job(self._state, rank) for rank in ranks])
+
     def _exchanger(self, ranks: Ranks) -> Exchanger:
         """Return the exchanger among ranks of torch.distributed; collective the first time."""
         if ranks not in self._exchangers:
@@ -486,6 +511,18 @@ def _check(
         raise ConfigError(
             f"fully_shard of torch {torch.__version__} takes no custom collectives; use torch 2.13 or newer"
         )
+
+
+def _check_levels(units: Sequence[Unit], gradients: Policy, hierarchical: Any) -> None:
+    """Raise ConfigError for another value, and for compressors that cannot code sums over the ranks of a host."""
+    if hierarchical is not None and not isinstance(hierarchical, bool):
+        raise ConfigError(f"hierarchical must be True, False or None, got {hierarchical!r}")
+    if hierarchical and not isinstance(gradients.default, Fake):
+        for one in chain.from_iterable(unit.parameters for unit in units):
+            dtype = one.current.dtype
+            check_suits(
+                REDUCE_SCATTER, one.spec(dtype), compressor(one.spec(dtype), gradients), by_hosts=True
+            )
 
 
 def explain_failures() -> None:

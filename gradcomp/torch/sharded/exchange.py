@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from gradcomp.compress.fake import spend
 from gradcomp.compress.policy import Automatic
 from gradcomp.core.errors import ConfigError, GradcompError
 from gradcomp.core.layers import ITEM_BYTES, LayerSpec
+from gradcomp.core.topology import Topology
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import NOTHING, Fingerprint
 from gradcomp.exchange.request_group import Run
@@ -49,8 +50,9 @@ class ShardedStatistics:
 
     ``gathers`` counts gathers of weights, of which ``reused`` decoded the codes of forward without a message.
     ``scatters`` counts reductions of gradients. ``dense_bytes`` is what uncompressed gathers and reductions of the same
-    tensors would have sent, those that ``reuse`` saved included. ``exchange_seconds`` is the time for which the program
-    waited for all of them.
+    tensors would have sent, those that ``reuse`` saved included. ``between_bytes`` are those of ``weight_bytes`` and
+    ``gradient_bytes`` that went to other hosts, without comparisons. ``exchange_seconds`` is the time for which the
+    program waited for all of them.
     """
 
     gathers: int = 0
@@ -59,6 +61,7 @@ class ShardedStatistics:
     weight_bytes: int = 0
     gradient_bytes: int = 0
     dense_bytes: int = 0
+    between_bytes: int = 0
     exchange_seconds: float = 0.0
 
 
@@ -68,8 +71,10 @@ class ShardedSettings:
 
     ``exchanger`` returns the exchanger among ranks of torch.distributed, made when it is first asked for.
     ``draw_rank`` is this rank's number in the job. ``steps`` counts steps of the optimizer, or is None if
-    none was given. ``watch`` counts the steps of all optimizers on the model. After ``learn_levels`` steps levels
-    are learned. ``exact`` is set while weights travel uncompressed. ``grid`` has the ratios of a what-if run.
+    none was given. ``watch`` counts the steps of all optimizers on the model. After ``learn_levels`` steps
+    levels are learned. ``topology`` returns that of
+    ranks of torch.distributed, and ``hierarchical`` says which collectives use it; None: gathers only. ``exact`` is
+    set while weights travel uncompressed. ``grid`` has the ratios of a what-if run.
     """
 
     weights: Policy
@@ -80,7 +85,9 @@ class ShardedSettings:
     redraw: bool
     steps: int | None
     watch: StepWatch
+    topology: Callable[[Ranks], Topology]
     learn_levels: tuple[int, ...] = ()
+    hierarchical: bool | None = None
     exact: bool = False
     grid: Grid | None = None
     lgreco: ShardedLGreCo | None = None
@@ -97,6 +104,12 @@ class ShardedSettings:
         if self.grid is not None:
             return self.grid.fakes[kind == REDUCE_SCATTER]
         return default if isinstance(default, Fake) else None
+
+    def hosts(self, kind: str, ranks: Ranks) -> tuple[int, ...] | None:
+        """Return the hosts of these ranks if these collectives use two levels, else None."""
+        used = kind == ALL_GATHER if self.hierarchical is None else self.hierarchical
+        topology = self.topology(ranks)
+        return topology.hosts if used and topology.has_two_levels else None
 
     def fingerprint(self, exchanger: Exchanger) -> Fingerprint:
         """Return the values that must be equal on these ranks: optimizer settings and codes of weights, not shards."""
@@ -149,6 +162,18 @@ class UnitExchange:
 
     def __post_init__(self) -> None:
         self.levels = UnitLevels(self.settings.learn_levels)
+
+    @property
+    def between_bytes(self) -> int:
+        """The bytes that this rank has sent to other hosts, without comparisons."""
+        found = 0
+        for (_, _, _, ranks, *_), request in self._prepared.items():
+            topology, own = self.settings.topology(ranks), dist.get_rank()
+            inside = topology.members(ranks.index(own))
+            found += request.exchanged * sum(
+                size for rank, size in enumerate(request.sent_to) if rank not in inside
+            )
+        return found
 
     @property
     def counts(self) -> list[int]:
@@ -296,6 +321,7 @@ class UnitExchange:
             else:
                 form = self.unit.name, blocks.size, len(ranks), dtype_name(dtype), fake.ratio
                 request = part_of(kind, *form, average=average)
+            request = replace(request, hosts=self.settings.hosts(kind, ranks))
             kept = kind == ALL_GATHER and self.settings.reuse and not exact
             self._prepared[key] = exchanger.prepare(request, apart=kept, draw_rank=self.settings.draw_rank)
         return self._prepared[key]
