@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -158,6 +160,20 @@ def same_everywhere(value: str | float) -> bool:
     found = [None] * gc.size()
     dist.all_gather_object(found, value)
     return len(set(found)) == 1
+
+
+def two_hosts(*hosts: int) -> Callable[[int], dict[str, str]]:
+    """What torchrun tells each rank: on which of two hosts it is. Both are this one."""
+    port = functools.cache(free_port)
+
+    def variables(rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port()),
+            "LOCAL_RANK": str(hosts[:rank].count(hosts[rank])), "LOCAL_WORLD_SIZE": str(hosts.count(hosts[rank])),
+            "GROUP_RANK": str(hosts[rank]), "GROUP_WORLD_SIZE": "2",
+        }  # fmt: skip
+
+    return variables
 
 
 def _freeze(model: Net) -> None:

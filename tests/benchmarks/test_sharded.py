@@ -20,6 +20,19 @@ def test_bytes_of_the_interface_are_those_of_the_formula(run_json):
 
 @pytest.mark.network
 @pytest.mark.full
+def test_two_levels_halve_the_bytes_between_two_hosts_of_two_ranks(run_json):
+    few = ["--link=unshaped", "--ranks-per-host=2", "--blocks=1", "--steps=2", "--warmup=4"]
+    rows = run_json("benchmarks/sharded.py", "--rows=null,w8g8-flat,w8g8,w8g8-levels", *few)["rows"]
+    for name in ("w8g8-flat", "w8g8", "w8g8-levels"):
+        row = rows[name]
+        assert row["interface"] == pytest.approx(row["formula"] + row["beside"], rel=0.005)
+        assert row["same"]
+    flat, weights, both = (rows[name]["formula"] for name in ("w8g8-flat", "w8g8", "w8g8-levels"))
+    assert both == flat / 2 < weights < flat
+
+
+@pytest.mark.network
+@pytest.mark.full
 def test_a_row_is_trained_and_evaluated_and_kept(run_script, tmp_path):
     file = f"--json={tmp_path}/runs.json"
     arguments = ["benchmarks/sharded_convergence.py", "--rows=plain-g16,w4g4", "--seeds=1", "--steps=3", file]

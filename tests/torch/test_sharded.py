@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc as gc_module
 import weakref
 
 import pytest
 import torch
 from batch import on_ranks
-from ports import free_port
 from sharded_models import (
     CASES,
     COARSE,
@@ -22,6 +20,7 @@ from sharded_models import (
     same_everywhere,
     shards,
     train,
+    two_hosts,
 )
 
 import gradcomp.torch as gc
@@ -168,23 +167,6 @@ def test_four_ranks_train_as_they_should(check: str, name: str, reuse: str | Non
 
 
 # --- hosts of several ranks ------------------------------------------------------------------------------------
-
-_port = functools.cache(free_port)
-
-
-def two_hosts(*hosts: int):
-    """As torchrun tells each rank, on which of two hosts it is; both are this one."""
-
-    def variables(rank: int) -> dict[str, str]:
-        before = hosts[:rank].count(hosts[rank])
-        return {
-            "RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()),
-            "LOCAL_RANK": str(before), "LOCAL_WORLD_SIZE": str(hosts.count(hosts[rank])),
-            "GROUP_RANK": str(hosts[rank]), "GROUP_WORLD_SIZE": "2",
-        }  # fmt: skip
-
-    return variables
-
 
 TWO_AND_ONE, TWO_AND_TWO = two_hosts(0, 0, 1), two_hosts(0, 0, 1, 1)
 

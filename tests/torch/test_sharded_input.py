@@ -9,7 +9,7 @@ from batch import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from launching import run_ranks
-from sharded_models import CASES, EXACT, Case, Trained, build, go_on, loss_of, train
+from sharded_models import CASES, EXACT, Case, Trained, build, go_on, loss_of, train, two_hosts
 from tiers import examples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,6 +57,12 @@ REFUSED = {
     "redraw": (blocks, {"redraw": "never"}, "redraw must be"),
     "both": (blocks, {"reuse": "codes", "redraw": "gather"}, "choose one"),
     "optimizer": (blocks, {"optimizer": "adam"}, "torch.optim.Optimizer, got str"),
+    "levels": (blocks, {"hierarchical": "both"}, "hierarchical must be"),
+    "votes in two levels": (
+        blocks,
+        {"gradients": gc.Signum(momentum=0.0), "hierarchical": True},
+        "votes of single ranks",
+    ),
     "scaler": (blocks, {"grad_scaler": 4.0}, "torch.amp.GradScaler"),
     "residuals": (blocks, {"gradients": gc.Quantize(bits=4, rounding="nearest")}, "feedback=False"),
     "weights by TopK": (blocks, {"weights": gc.TopK(density=0.1)}, "no codes"),
@@ -102,6 +108,34 @@ def test_a_rank_that_never_calls_and_those_that_do_end_in_typed_errors(missing: 
     assert f"rank {calls} waits to compress its sharded model" in ranks[missing].stdout
 
 
+def _one_is_lost_between_hosts() -> None:
+    import os
+
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    import gradcomp.torch as gc
+    from gradcomp.reduce.host_halves import HostReduceScatter
+
+    gc.init(timeout_seconds=20, log_level="error")
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model)
+    gc.compress_fsdp(model, hierarchical=True)
+    if gc.rank() == 1:  # after its last message inside its host
+        HostReduceScatter._add = lambda *_: os._exit(3)
+    try:
+        model(torch.ones(1, 64)).sum().backward()
+    except gc.TransportError as error:
+        print("TransportError", error)
+
+
+def test_a_rank_that_is_lost_between_the_two_levels_is_a_typed_error_on_all_others():
+    ranks = run_ranks(_one_is_lost_between_hosts, 3, env=two_hosts(0, 0, 1), imported=preloaded.TORCH)
+    assert ranks[1].returncode == 3
+    for rank in (0, 2):
+        assert "TransportError" in ranks[rank].stdout, ranks[rank].stderr[-2000:]
+
+
 @on_ranks(2)
 def test_if_one_rank_cannot_take_part_all_raise():
     model = build(BLOCKS)
@@ -115,6 +149,7 @@ DIFFERENT = {
     "weights": ("weights", [gc.Quantize(bits=4), gc.Quantize(bits=8)]),
     "gradients": ("gradients", [gc.Quantize(bits=4), gc.Quantize(bits=8)]),
     "reuse": ("reuse", ["codes", None]),
+    "hierarchical": ("hierarchical", [True, None]),
     "scale of the loss": ("grad_scaler", [torch.amp.GradScaler("cpu", init_scale=s) for s in (4.0, 8.0)]),
     "units": (None, ["by blocks", "as a whole"]),
 }
