@@ -213,6 +213,23 @@ def test_two_levels_are_predicted_as_one_is(reuse: str | None):
     check_predicted(CASES["by blocks"], reuse, hierarchical=True)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("hierarchical", [None, True, False])
+@on_ranks(3, "over two transports", env=lambda rank: {**TWO_AND_ONE(rank), "GRADCOMP_TRANSPORT": "shm+torch"})
+def test_bytes_to_other_hosts_are_those_of_the_transport_between_them(hierarchical: bool | None):
+    """In steps that are predicted, in which nothing is compared."""
+    ours = train(CASES["by blocks"], 4, COARSE, hierarchical=hierarchical)
+    (exchanger,) = ours.state._exchangers.values()
+
+    def sent() -> tuple[int, int]:
+        return exchanger.pipeline.transport.bytes_between_hosts, ours.state.statistics().between_bytes
+
+    before = sent()
+    go_on(ours, CASES["by blocks"], range(4, 6))
+    measured, counted = (b - a for a, b in zip(before, sent(), strict=True))
+    assert measured == counted > 0
+
+
 # --- weights that are quantised --------------------------------------------------------------------------------
 
 
