@@ -351,15 +351,18 @@ class UnitExchange:
         self.settings.began = self.settings.began or begin
         outcome = self.settings.outcome(exchanger, self.unit)
         fingerprint = self.settings.fingerprint(exchanger)
-        given = array_of(source.cpu())
+        given, transport = array_of(source.cpu()), exchanger.pipeline.transport
+        learnt = self.levels.learn(
+            request.request, given, transport.rank, transport.size, self.settings.steps
+        )
         with _on_host(target) as outputs:
             exchanger.begin([Run(request, [given], [outputs], draw, unchanged, outcome, fingerprint)])
             exchanger.finish()
         if request.result is not None and request.request.kind == ALL_GATHER:
             self.settings.decoded[exchanger] = request.result.checksum
-        if request.result is not None and request.result.finite:
+        if learnt and request.result is not None and request.result.finite:
             with told(exchanger):
-                self.levels.learn(exchanger, request.request, given, self.settings.steps)
+                self.levels.agree(exchanger, request.request.kind, learnt)
         request.discard()  # frees its references to the outputs
         self.settings.statistics.exchange_seconds += perf_counter() - begin
         return exchanger.pipeline.transport.bytes_sent - before

@@ -6,12 +6,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcomp.compress import Codebook, Compressor
-from gradcomp.compress.quantise.learned import SMALL, exact_levels, learned, normalised, with_levels
+from gradcomp.compress.quantise.learned import SMALL, Doubles, exact_levels, learned, normalised, with_levels
 from gradcomp.core.errors import ConfigError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.exchange.exchanger import Exchanger
@@ -38,6 +38,16 @@ def check_points(learn_levels: Any, *, has_optimizer: bool) -> bool:
     return bool(points)
 
 
+class Learned(NamedTuple):
+    """The levels that one rank has learned for a layer from so many values, after ``passed`` points."""
+
+    layer: str
+    passed: int
+    codebook: Codebook
+    values: int
+    levels: Doubles
+
+
 @dataclass(eq=False)
 class UnitLevels:
     """Levels of one unit: those of weights and those of gradients, for each layer of more than 100,000 elements.
@@ -62,41 +72,42 @@ class UnitLevels:
         assert codebook is not None, "levels were learned for it, or fit it when they were loaded"
         return replace(codebook, levels=found[1])
 
-    def learn(self, exchanger: Exchanger, request: Request, given: Array, steps: int | None) -> None:
-        """Learn the levels that are due from what a rank gave to a request. Collective if any are due.
+    def learn(
+        self, request: Request, given: Array, rank: int, world: int, steps: int | None
+    ) -> list[Learned]:
+        """Return what this rank learns for the layers whose levels are due; it does not change any.
 
-        ``given``: this rank's block of shards, or with gradients the blocks of all ranks.
+        ``given``: this rank's block of shards, or with gradients the blocks of all ranks. The exchange may write to it.
         """
         kind, passed = request.kind, bisect_right(self.points, -1 if steps is None else steps)
-        if not passed:
-            return
-        due = []
+        blocks, borders = request.blocks, request.shards(world)
+        learnt = []
         for i, (layer, compressor) in enumerate(zip(request.layers, request.compressors, strict=True)):
             done, _ = (self.found | self._next).get((kind, layer.name), (0, ()))
-            if done < passed and (codebook := codebook_of(kind, layer, compressor)) is not None:
-                due.append((i, codebook))
-        if not due:
-            return
-        rank = exchanger.pipeline.transport.rank
-        blocks, borders = request.blocks, request.shards(exchanger.pipeline.transport.size)
-        assert blocks is not None, "fully_shard gathers and reduces blocks"
-        block = given if kind == ALL_GATHER else given.reshape(-1, blocks.size)[rank]
-        numbers = []
-        for i, codebook in due:
+            if done >= passed or (codebook := codebook_of(kind, layer, compressor)) is None:
+                continue
+            assert blocks is not None, "fully_shard gathers and reduces blocks"
+            block = given if kind == ALL_GATHER else given.reshape(-1, blocks.size)[rank]
             begin, length = blocks.offsets[i], borders[i][rank + 1] - borders[i][rank]
-            values = normalised(block[begin : begin + length].astype(np.float32), codebook.bucket_size)
-            own = learned(values, codebook.levels, pinned=codebook.rounding == "stochastic")
-            numbers.append(np.concatenate(([len(values)], own)))
-        everyone = exchanger.allgather_bytes(np.concatenate(numbers).tobytes())
+            with np.errstate(invalid="ignore"):  # values may not be finite; what they teach is not used then
+                values = normalised(block[begin : begin + length].astype(np.float32), codebook.bucket_size)
+                own = learned(values, codebook.levels, pinned=codebook.rounding == "stochastic")
+            learnt.append(Learned(layer.name, passed, codebook, len(values), own))
+        return learnt
+
+    def agree(self, exchanger: Exchanger, kind: str, learnt: Sequence[Learned]) -> None:
+        """Average over ranks what they have learned of an exchange, to be used from the next step on. Collective."""
+        numbers = np.concatenate([np.append(each.levels, each.values) for each in learnt])
+        everyone = exchanger.allgather_bytes(numbers.tobytes())
         if len({len(each) for each in everyone}) > 1:
             raise WireFormatError("the ranks have learned different numbers of levels")
         table = np.array([np.frombuffer(each) for each in everyone])
         at = 0
-        for i, codebook in due:
-            columns = table[:, at : at + 1 + len(codebook.levels)]
-            at += columns.shape[1]
-            levels = _mean(columns[:, 0], columns[:, 1:], codebook)
-            self._next[kind, request.layers[i].name] = passed, levels
+        for each in learnt:
+            end = at + len(each.levels)
+            levels = _mean(table[:, at:end], table[:, end], each.codebook)
+            self._next[kind, each.layer] = each.passed, levels
+            at = end + 1
 
     def adopt(self) -> set[str]:
         """Use what was learned in the last step; return the kinds of exchange that change."""
@@ -134,7 +145,7 @@ class UnitLevels:
         self.found, self._next = found, {}
 
 
-def _mean(counts: Any, levels: Any, codebook: Codebook) -> tuple[float, ...]:
+def _mean(levels: Any, counts: Any, codebook: Codebook) -> tuple[float, ...]:
     """Return the mean over ranks, rows of ``levels``, as ascending float32 numbers."""
     if not counts.sum():
         return codebook.levels
