@@ -4,6 +4,7 @@
     python benchmarks/sharded.py --link unshaped --rows null,plain,w8g8
     python benchmarks/sharded.py --ranks 4 --json sharded.json
     python benchmarks/sharded.py --ranks-per-host 2 --rows null,plain,w8g8-flat,w8g8,w8g8-levels
+    python benchmarks/sharded.py --hybrid                        # two ranks a host, replicas on the hosts
 
 6 blocks of width 256, a vocabulary of 8,000, sequences of 32: about 9 million parameters. A block is a unit.
 One rank per host unless --ranks-per-host says more, one thread and one core per rank while there are as many cores. All
@@ -24,6 +25,13 @@ Columns
                sent more than a twentieth again
     peak       with --memory: the most memory of a rank beyond what it had before the model was made
     ranks      whether all ranks decoded the same weights in the last step, bit for bit
+
+Columns of --hybrid: a model is sharded inside each host, uncompressed, and hosts are replicas
+    exposed    median step less that of the same row whose mean over replicas is a copy of a replica's own gradients
+    x hsdp     that over the exposed time of torch's own hybrid sharding
+    floor      the step with a copy + formula bytes of a host at the link's rate + the codec's time alone, of the ranks
+               that share a core one after the other
+    formula    bytes that a host sends to the other: 2 (R-1)/R of the payload of its shards, for R replicas
 """
 
 from __future__ import annotations
@@ -31,6 +39,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -41,6 +50,8 @@ import report
 from options import add_timing, positive
 from sharded_rank import ROWS, Task, run_rank
 
+HYBRID = {"hsdp-copy": None, "hsdp": "hsdp-copy", "hybrid-copy": None, "hybrid-none": "hybrid-copy"}
+HYBRID |= {"hybrid-4bit": "hybrid-copy"}
 TIMED = ("null", "plain", "plain-g16", "w8g8", "w4g4", "w8g8-codes", "w8g8-gather")
 
 
@@ -59,6 +70,10 @@ def evaluate(
             ),
             "formula": most_of_a_host(ranks, "formula_bytes", per_host),
             "beside": most_of_a_host(ranks, "beside_bytes", per_host),
+            "host_formula": max(
+                sum(r["formula_bytes"] for r in ranks[at : at + per_host])
+                for at in range(0, len(ranks), per_host)
+            ),
             "exchange_seconds": max(r["exchange_seconds"] for r in ranks),
             "codec_seconds": max(r["codec_seconds"] for r in ranks),
             "loss": statistics.mean(ranks[0]["losses"][-5:]),
@@ -109,15 +124,58 @@ def show(results: dict[str, dict[str, Any]]) -> str:
     return report.table(head, lines)
 
 
+def show_hybrid(results: dict[str, dict[str, Any]], link: dict[str, float], ranks: int) -> str:
+    """The table of hybrid sharding; it adds its columns to the results."""
+    share = max(1.0, ranks / len(os.sched_getaffinity(0)))
+    for name, one in results.items():
+        if (copy := results.get(HYBRID[name] or "")) is not None:
+            wire = one["host_formula"] / link["bytes_per_second"]
+            one["exposed"] = one["seconds"] - copy["seconds"]
+            one["floor"] = copy["seconds"] + wire + share * one["codec_seconds"]
+    plain = results.get("hsdp", {}).get("exposed")
+    head = [
+        "row",
+        "step ms",
+        "exposed ms",
+        "x hsdp",
+        "floor ms",
+        "x floor",
+        "waited ms",
+        "formula",
+        "interface",
+    ]
+    lines = []
+    for name, one in results.items():
+        exposed, floor = one.get("exposed"), one.get("floor")
+        one["times_hsdp"] = exposed / plain if exposed is not None and plain else None
+        lines.append(
+            [
+                name,
+                f"{one['seconds'] * 1e3:.1f}",
+                None if exposed is None else f"{exposed * 1e3:.1f}",
+                None if one["times_hsdp"] is None else f"{one['times_hsdp']:.3f}",
+                None if floor is None else f"{floor * 1e3:.1f}",
+                None if floor is None else f"{one['seconds'] / floor:.3f}",
+                f"{one['exchange_seconds'] * 1e3:.1f}",
+                f"{one['host_formula']:,.0f}",
+                None if one["interface"] is None else f"{one['interface']:,.0f}",
+                "same" if one["same"] else "DIFFER",
+                f"{one['loss']:.3f}",
+            ]
+        )
+    return report.table([*head, "ranks", "loss"], lines)
+
+
 def measure(options: argparse.Namespace) -> int:
-    names = options.rows.split(",")
-    if unknown := [name for name in names if name not in ROWS]:
-        print(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}", file=sys.stderr)
+    names = (options.rows or ",".join(HYBRID if options.hybrid else TIMED)).split(",")
+    there = [name for name in ROWS if (name in HYBRID) == options.hybrid]
+    if unknown := [name for name in names if name not in there]:
+        print(f"unknown rows {', '.join(unknown)}; there are {', '.join(there)}", file=sys.stderr)
         return 2
     task = Task(tuple(names), options.blocks, options.steps, options.warmup, options.seed)
     machine = report.machine()
     print(report.describe(machine))
-    per_host = options.ranks_per_host
+    per_host = 2 if options.hybrid else options.ranks_per_host
     found = hosts.run_task(hosts.Hosts(options.ranks, options.link, per_host), __file__, task)
     link = found[0]["link"]
     print(
@@ -131,7 +189,7 @@ def measure(options: argparse.Namespace) -> int:
             alone = dataclasses.replace(task, rows=(name,), blocks=1)
             ranks = hosts.run_task(hosts.Hosts(options.ranks, "unshaped", per_host), __file__, alone)
             results[name]["peak_bytes"] = max(rank["peak_bytes"] for rank in ranks)
-    print(show(results))
+    print(show_hybrid(results, link, options.ranks * per_host) if options.hybrid else show(results))
     report.write_json(
         options.json,
         {
@@ -149,7 +207,10 @@ def measure(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", default=",".join(TIMED), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", help=f"of {', '.join(ROWS)}")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="two ranks a host: sharded in hosts, replicas of hosts"
+    )
     parser.add_argument("--link", choices=hosts.LINKS, default="1gbit")
     add_timing(parser, blocks=4, steps=6)
     parser.add_argument("--ranks-per-host", type=positive, default=1, help="of each host (default: 1)")

@@ -4,6 +4,7 @@
     python benchmarks/sharded_convergence.py --rows plain-g16,w8g8 --seeds 1 --data wikitext2.txt --json out.json
     python benchmarks/sharded_convergence.py --json out.json --resume   # what out.json lacks
     python benchmarks/sharded_convergence.py --rows zero-exact,zero-w4,zero-w4-plain --baseline zero-exact
+    python benchmarks/sharded_convergence.py --per-host 2 --rows hsdp,hybrid-4bit --baseline hsdp
 
 The model and its settings are those of benchmarks/sharded.py; two hosts of network namespaces, over links that nothing
 limits. Rows of one seed start from the same values and see the same batches. The baseline is that of Markov 2024,
@@ -61,13 +62,14 @@ def summary(runs: Sequence[Run], baseline: str = BASELINE) -> list[list[object]]
 def measure(options: argparse.Namespace) -> None:
     machine = report.machine()
     print(report.describe(machine))
-    about = {"benchmark": "sharded_convergence", "steps": options.steps, "ranks": options.ranks}
+    ranks = options.ranks * options.per_host
+    about = {"benchmark": "sharded_convergence", "steps": options.steps, "ranks": ranks}
     runs: list[Run] = _kept(options.json, about) if options.resume else []
     for seed, name in itertools.product(range(options.seeds), options.rows.split(",")):
         if any(run["row"] == name and run["seed"] == seed for run in runs):
             continue
         task = Training(name, options.steps, seed, options.data and str(options.data))
-        found = hosts.run_task(hosts.Hosts(options.ranks), __file__, task)
+        found = hosts.run_task(hosts.Hosts(options.ranks, ranks_per_host=options.per_host), __file__, task)
         assert len({rank["loss"] for rank in found}) == 1, "all ranks compute with the same weights"
         runs.append({"row": name, "seed": seed, **found[0]})
         print(f"seed {seed}, {name}: {found[0]['loss']:.4f}, exact {found[0]['exact_loss']:.4f}", flush=True)
@@ -96,6 +98,9 @@ def main() -> int:
     parser.add_argument("--rows", default="plain-g16,plain,w8g8,w4g4", help=f"of {', '.join(known)}")
     parser.add_argument("--baseline", default=BASELINE, help=f"a row (default: {BASELINE})")
     parser.add_argument("--ranks", type=positive, default=2)
+    parser.add_argument(
+        "--per-host", type=positive, default=1, help="ranks of each host; 2 for hybrid sharding"
+    )
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=1500)
     parser.add_argument("--data", type=Path, help="a text file (default: Python's standard library)")

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import resource
 import statistics
 import time
@@ -27,6 +28,7 @@ from torch.nn import functional
 
 import gradcomp.torch as gc
 from gradcomp import Compressor, Identity, Quantize
+from gradcomp.compress import from_string
 from gradcomp.compress.quantise.learned import with_levels
 from gradcomp.exchange.request_group import RequestGroup, Run
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
@@ -43,9 +45,15 @@ LEARNS_AT = (400 / 4800, 1900 / 4800, 3800 / 4800)
 
 @dataclass(frozen=True)
 class Row:
-    """``bits`` of weights and of gradients, 32 for float32; None: fully_shard alone, or without any exchange."""
+    """``bits`` of weights and of gradients, 32 for float32; None: fully_shard alone, or without any exchange.
+
+    ``replicas``, of hybrid sharding: ``"torch"`` takes the means over replicas, on a mesh of two dimensions; ``"copy"``
+    leaves a replica its own gradients; else what compresses them. ``ours``: compress_fsdp inside a host, uncompressed.
+    """
 
     bits: tuple[int, int] | None = None
+    replicas: str | None = None
+    ours: bool = False
     exchanges: bool = True
     reuse: str | None = None
     redraw: str = "step"
@@ -104,6 +112,11 @@ ROWS = {
     "w8g8-coin": Row((8, 8), rounding="stochastic"),
     "w8g8-nearest-whole": Row((8, 8), rounding="nearest", bucket=1 << 30),
     "w8g8-coin-whole": Row((8, 8), rounding="stochastic", bucket=1 << 30),
+    "hsdp": Row(replicas="torch"),
+    "hsdp-copy": Row(replicas="copy"),
+    "hybrid-copy": Row(replicas="copy", ours=True),
+    "hybrid-none": Row(replicas="none", ours=True),
+    "hybrid-4bit": Row(replicas=f"quantize:bits=4,bucket_size={BUCKET},rounding=nearest", ours=True),
 }
 ROWS |= {
     f"{name}-learned": replace(ROWS[name], learns=True)
@@ -196,7 +209,10 @@ class Trainer:
 
     def exchange_seconds(self, steps: int) -> float:
         """A step, by gradcomp's own count."""
-        return 0.0 if self.state is None else self.state.statistics().exchange_seconds / steps
+        if self.state is None:
+            return 0.0
+        counted = self.state.statistics()
+        return (counted.exchange_seconds + counted.replica_seconds) / steps
 
 
 def make_trainer(
@@ -208,6 +224,10 @@ def make_trainer(
     if row.replicated:
         return make_replicated(row, model, text.batches(rank, BATCH, LENGTH, seed))
     mesh = init_device_mesh("cpu", (world,))
+    if row.replicas is not None:
+        inside = int(os.environ["LOCAL_WORLD_SIZE"])
+        whole = init_device_mesh("cpu", (world // inside, inside), mesh_dim_names=("replicas", "shards"))
+        mesh = whole if row.replicas == "torch" else whole["shards"]
     policy = (
         MixedPrecisionPolicy(reduce_dtype=torch.float16) if row.half_gradients else MixedPrecisionPolicy()
     )
@@ -220,6 +240,9 @@ def make_trainer(
         for module in [*model.layers, model]:
             module.set_custom_all_gather(Nothing())
             module.set_custom_reduce_scatter(Nothing())
+    elif row.ours:
+        replicas = None if row.replicas == "copy" else (row.replicas, whole["replicas"])
+        trainer.state = gc.compress_fsdp(model, "none", "none", optimizer=optimizer, replicas=replicas)
     elif row.bits is not None:
         weights, gradients = row.compressors()
         trainer.state = gc.compress_fsdp(
@@ -281,6 +304,8 @@ def formula(model: GPT, row: Row, rank: int, world: int, per_host: int = 1) -> F
     """
     if not row.exchanges:
         return Formula(0, 0)
+    if row.replicas is not None:
+        return Formula(_between_hosts(model, row, world), 0)
     far = [j for j in range(world) if j // per_host != rank // per_host]
     peers = [j for j in far if j % per_host == rank % per_host]
     gathers_to = far if row.hierarchical is False or row.bits is None else peers
@@ -314,6 +339,20 @@ def _bytes(
     return -(-mine * bits // 8) + 8 * -(-mine // bucket)
 
 
+def _between_hosts(model: GPT, row: Row, world: int) -> int:
+    """What the means of a rank's shards send between hosts: 2 (R-1)/R of their payload, for R replicas."""
+    if row.replicas == "copy":
+        return 0
+    replicas = world // int(os.environ["LOCAL_WORLD_SIZE"])
+    total = 0.0
+    for parameter in model.parameters():
+        mine = parameter.to_local()
+        coded = row.replicas.startswith("quantize") and mine.ndim > 1 and mine.numel() >= SMALL
+        payload = mine.numel() / 2 + 8 * mine.numel() / BUCKET if coded else 4 * mine.numel()
+        total += 2 * (replicas - 1) / replicas * payload
+    return round(total)
+
+
 def _header_bytes(layers: int) -> int:
     from gradcomp.reduce.header import ByteHeader
 
@@ -322,6 +361,9 @@ def _header_bytes(layers: int) -> int:
 
 def codec_seconds(model: GPT, row: Row, world: int) -> float:
     """Of encoding and decoding in a step, alone on this core: median of several."""
+    if row.replicas is not None and row.replicas.startswith("quantize"):
+        size = sum(p.to_local().numel() for p in model.parameters())
+        return _times(REDUCE_SCATTER, from_string(row.replicas), size)[0]
     if row.bits is None:
         return 0.0
     weights, gradients = row.compressors()
@@ -431,7 +473,8 @@ def run_rank(task: Task, out: Path) -> None:
         trainer.seconds += times[task.warmup :]
     found["peak_bytes"] = peak_bytes() - without
     found["parameters"] = sum(p.numel() for p in next(iter(trainers.values())).model.parameters())
-    packet, steps = found["link"]["packet_bytes"], task.warmup + task.steps
+    packet = found["link"]["packet_bytes"]
+    steps = task.warmup + task.steps
     found["rows"] = {}
     for name, trainer in trainers.items():
         bytes_of = formula(trainer.model, trainer.row, rank, world, world // len(hosts.addresses()))

@@ -56,6 +56,8 @@ from gradcomp.torch.sharded.what_if import Grid
 from gradcomp.transport.base import Transport
 
 if TYPE_CHECKING:
+    from gradcomp.torch.sharded.replica_state import ReplicaState
+    from gradcomp.torch.sharded.replicas import ReplicaExchange, Replicas
     from gradcomp.torch.sharded.units import Sharded, Unit
 
 logger = logging.getLogger("gradcomp")
@@ -83,6 +85,7 @@ def compress_fsdp(
     learn_levels: Sequence[int] = (),
     hierarchical: bool | None = None,
     process_set: Members = None,
+    replicas: tuple[Any, ...] | None = None,
 ) -> ShardedCompression:
     """Compress the all-gathers and reduce-scatters of a model that ``torch.distributed.fsdp.fully_shard`` has sharded.
 
@@ -114,17 +117,24 @@ def compress_fsdp(
             and sent on. False sends every message straight to its rank. None does the first for weights only, which
             have the same bits in both forms.
         process_set: the ranks that call this, if not all of the job: those of all meshes in the model.
+        replicas: ``(compression, group)`` or ``(compression, group, controller)``, for hybrid sharding: the gradient of
+            every shard is then its mean over the ranks of ``group``, which hold the same shards of other replicas. The
+            compression is any that ``DistributedOptimizer`` takes; a group is what ``process_set`` may be, as the
+            other dimension of the mesh. The first replica's shards are broadcast here.
 
     Collective. Wire, for a unit of fully_shard with s elements in the largest shard, b bits and quantisation buckets of
     B elements: a gather takes one round of (N-1) (s b / 8 + 8 s / B) bytes a rank, a reduction of gradients the same,
     and headers; before each, 56 (N-1) bytes, until steps repeat. In two levels, among H hosts of L ranks, N-1 becomes
     H-1 for bytes to other hosts, and a second round is inside hosts, of (L-1) H times the codes of a shard, or of
     4 (L-1)/L bytes for each gradient. Learning takes 8 (2^b + 1) (N-1) bytes a layer, once for each number of
-    ``learn_levels``. State: no residuals; learned levels; with ``reuse`` the codes of the model on every rank.
-    Gradients that are not finite make the means of their parameters NaN on all ranks.
+    ``learn_levels``. The mean over replicas takes what its compressor takes for the layers of one rank's shards, once a
+    backward pass. State: with ``reuse`` the codes of the model on every rank; of replicas, what their compressor keeps
+    for a rank's shards; learned levels; else no residuals. Gradients that are not finite make the means of their
+    parameters NaN on all ranks.
     Raises ConfigError for a model that is not sharded or sharded by FSDP1, for tensor parallelism in addition to
-    sharding, meshes beyond the job, compressors that keep state, and votes with ``hierarchical``; StateError if the
-    model is compressed already; PlanMismatchError on every rank if the ranks differ.
+    sharding, meshes beyond the job, compressors of ``weights`` and ``gradients`` that keep state, votes with
+    ``hierarchical``, and ``replicas`` on a mesh of two dimensions; StateError if the model is compressed already;
+    PlanMismatchError on every rank if the ranks differ.
     Source: Markov 2024, chapter 5, Algorithms 5.1 (levels) and C.1 (QSDP). Differs: by default backward computes with
     the weights of forward, which Algorithm C.1 quantises anew. On GPUs tensors are copied to the host and back; the
     cost is not measured.
@@ -132,8 +142,10 @@ def compress_fsdp(
     state = runtime.current()
     ranks = members(process_set)
 
-    def validate() -> tuple[list[Unit], tuple[Policy, Policy]]:
-        from gradcomp.torch.sharded.units import find_units  # imports torch's packages, which takes long
+    def validate() -> tuple[list[Unit], tuple[Policy, Policy], Replicas | None]:
+        # These import torch's packages, which takes long.
+        from gradcomp.torch.sharded.replicas import check_replicas
+        from gradcomp.torch.sharded.units import find_units
 
         units = find_units(model)
         policies = as_policy(weights), as_policy(gradients)
@@ -160,9 +172,10 @@ def compress_fsdp(
                 )
         if state.what_if(ranks):
             policies = Policy(Fake()), Policy(Fake())
-        return units, policies
+        asked = None if replicas is None else check_replicas(state, units, replicas, ranks, optimizer)
+        return units, policies, asked
 
-    (units, policies), transport = validate_together(
+    (units, policies, asked), transport = validate_together(
         state, ranks, validate, "compress its sharded model", "has not called compress_fsdp"
     )
     points = tuple(learn_levels)
@@ -173,7 +186,9 @@ def compress_fsdp(
         compression._controller = controller
     if transport is not None:
         scale = grad_scaler.get_scale() if grad_scaler else None
-        compression._begin(transport, ranks, optimizer, scale)
+        compression._begin(transport, ranks, optimizer, scale, asked)
+    if asked is not None:
+        compression._begin_replicas(asked, optimizer, grad_scaler)
     for unit in units:
         for module in unit.modules:
             _compressed[module] = state  # type: ignore[index]
@@ -214,11 +229,17 @@ class ShardedCompression:
         self._metrics = StepMetrics()
         self._controller: LGreCo | None = None
         self._table: PreparedRequest | None = None
+        #: The exchange between replicas, with the statistics of its own; None without ``replicas=``.
+        self.replicas: ReplicaExchange | None = None
 
     def statistics(self) -> ShardedStatistics:
         """Return a copy of what this rank has counted so far."""
         between = sum(each.between_bytes for each in self._units)
-        return replace(self._settings.statistics, between_bytes=between)
+        found = replace(self._settings.statistics, between_bytes=between)
+        if self.replicas is not None:
+            own = self.replicas.statistics()
+            found.replica_bytes, found.replica_seconds = own.wire_bytes, own.exposed_seconds
+        return found
 
     def compression_metrics(self) -> dict[str, float]:
         """Return one flat dictionary of numbers for a logger: ``{"gradcomp/ratio": 3.9, ...}``.
@@ -227,19 +248,21 @@ class ShardedCompression:
         there was no step since the last call, the same means are returned again.
 
         - ``gradcomp/step_ms``: milliseconds between the calls, divided by the steps.
-        - ``gradcomp/exposed_ms``: milliseconds for which the program waited for gathers and reductions.
+        - ``gradcomp/exposed_ms``: milliseconds for which the program waited for gathers, reductions and means over
+          replicas.
         - ``gradcomp/sent_mb``: millions of bytes that this rank sent, of weights and of gradients.
-        - ``gradcomp/ratio``: bytes of uncompressed gathers and reductions over bytes sent.
+        - ``gradcomp/ratio``: bytes of uncompressed exchanges over bytes sent.
         - ``gradcomp/steps``: steps of the optimizers since the start.
 
         In a world of one the ratio is 1 and all other values are 0. Local, as :meth:`statistics`.
         """
-        settings, counted = self._settings, self._settings.statistics
+        settings, counted = self._settings, self.statistics()
+        dense = 0 if self.replicas is None else self.replicas.statistics().dense_bytes
         now = Statistics(
             steps=settings.watch.steps,
-            wire_bytes=counted.weight_bytes + counted.gradient_bytes,
-            dense_bytes=counted.dense_bytes,
-            exposed_seconds=counted.exchange_seconds,
+            wire_bytes=counted.weight_bytes + counted.gradient_bytes + counted.replica_bytes,
+            dense_bytes=counted.dense_bytes + dense,
+            exposed_seconds=counted.exchange_seconds + counted.replica_seconds,
             step_seconds=perf_counter() - settings.began if settings.began else 0.0,
         )
         found = self._metrics.read(now if settings.began else Statistics())
@@ -275,6 +298,9 @@ class ShardedCompression:
 
         They are the same on all ranks that share shards.
 
+        With ``replicas=`` it also returns the state of that exchange, as DTensors on the mesh of the shards and text,
+        which torch.distributed.checkpoint saves. It is collective then, between two steps.
+
         Raises StateError in a run with fake compression, unless the settings allow it to save.
         """
         faked = any(self._settings.fake(kind) is not None for kind in (ALL_GATHER, REDUCE_SCATTER))
@@ -284,12 +310,17 @@ class ShardedCompression:
         state: dict[str, Any] = {"version": 1, "steps": self._settings.steps, "units": counts}
         if levels := {each.unit.name: each.levels.state() for each in self._units if each.levels.found}:
             state |= {"version": 2, "levels": levels}
-        return state if self._settings.lgreco is None else state | {"lgreco": self._settings.lgreco.state()}
+        if self._settings.lgreco is not None:
+            state["lgreco"] = self._settings.lgreco.state()
+        if (of_replicas := self._replica_state()) is not None:
+            state["replicas"] = of_replicas.save()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from :meth:`state_dict`, after the model was loaded.
 
-        Raises StateError if the state is that of another model, or has levels of other compressors.
+        A state of other shards is cut anew: residuals stay what they are, by element. Raises StateError if the state is
+        that of another model, of other compressors' levels, or of another number of replicas.
         """
         names = [each.unit.name for each in self._units]
         if not _is_state(state):
@@ -302,6 +333,11 @@ class ShardedCompression:
             )
         if self._settings.lgreco is not None:
             self._settings.lgreco.resume(state["lgreco"])
+        if (of_replicas := self._replica_state()) is not None:
+            if "replicas" in state:
+                of_replicas.load(state["replicas"])
+            else:
+                logger.warning("the state has no residuals of replicas=, which begin with zeros")
         if self._settings.steps is not None:
             self._settings.steps = state["steps"] or 0
         for each in self._units:
@@ -309,7 +345,12 @@ class ShardedCompression:
             each.resume(*counts[each.unit.name])
 
     def _begin(
-        self, transport: Transport, ranks: Ranks, optimizer: torch.optim.Optimizer | None, scale: float | None
+        self,
+        transport: Transport,
+        ranks: Ranks,
+        optimizer: torch.optim.Optimizer | None,
+        scale: float | None,
+        asked: Replicas | None,
     ) -> None:
         """Compare the ranks' arguments, then install the collectives that ``fully_shard`` calls.
 
@@ -326,6 +367,7 @@ class ShardedCompression:
             "optimizer": optimizer is not None,
             "controller": repr(self._controller),
             "scale of the loss": scale,
+            "replicas": asked and asked.described,
             "units": {u.name: [[p.name, list(p.shape), p.dimension] for p in u.parameters] for u in units},
         }
         wait_for = state.watchdog.patient(state.config, "the other ranks to compare their sharded models")
@@ -339,7 +381,8 @@ class ShardedCompression:
         if self._controller is not None:
             self._begin_control(self._controller)
         for each in self._units:
-            self._exchanger(each.unit.ranks)
+            if len(each.unit.ranks) > 1:
+                self._exchanger(each.unit.ranks)
             for module in each.unit.modules:
                 module.set_custom_all_gather(GatherWeights(each))  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(ReduceGradients(each))  # type: ignore[arg-type]
@@ -358,6 +401,25 @@ class ShardedCompression:
                 settings.weights.title,
                 settings.gradients.title,
             )
+
+    def _begin_replicas(
+        self, asked: Replicas, optimizer: torch.optim.Optimizer | None, grad_scaler: Scaler
+    ) -> None:
+        """Begin the exchange between replicas. Collective over them."""
+        from gradcomp.torch.sharded.replicas import ReplicaExchange
+
+        units = [each.unit for each in self._units]
+        self.replicas = ReplicaExchange(self._state, units, asked, optimizer, grad_scaler)
+
+    def _replica_state(self) -> ReplicaState | None:
+        """Return what saves the state of the exchange between replicas; None if there is nothing to save."""
+        from gradcomp.torch.sharded.replica_state import ReplicaState
+
+        if self.replicas is None or not self.replicas.driver.attached:
+            return None
+        ranks = self._units[0].unit.ranks
+        gather = self._exchanger(ranks).allgather_bytes if len(ranks) > 1 else None
+        return ReplicaState.of(self.replicas, len(ranks), gather)
 
     def _begin_grid(self, *, says: bool) -> None:
         """Begin a what-if run: ratios of the setting replace the compression."""

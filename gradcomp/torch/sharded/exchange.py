@@ -52,7 +52,8 @@ class ShardedStatistics:
     ``scatters`` counts reductions of gradients. ``dense_bytes`` is what uncompressed gathers and reductions of the same
     tensors would have sent, those that ``reuse`` saved included. ``between_bytes`` are those of ``weight_bytes`` and
     ``gradient_bytes`` that went to other hosts, without comparisons. ``exchange_seconds`` is the time for which the
-    program waited for all of them.
+    program waited for all of them. ``replica_bytes`` were sent to other replicas; ``replica_seconds`` is the time for
+    which the program waited for their means at the end of backward.
     """
 
     gathers: int = 0
@@ -63,6 +64,8 @@ class ShardedStatistics:
     dense_bytes: int = 0
     between_bytes: int = 0
     exchange_seconds: float = 0.0
+    replica_bytes: int = 0
+    replica_seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -159,6 +162,8 @@ class UnitExchange:
     _seen: Snapshot | None = None
     _seen_steps: int | None = None
     levels: UnitLevels = field(init=False)
+    #: The bytes to other hosts of requests that are not prepared any more.
+    _forgotten: int = 0
 
     def __post_init__(self) -> None:
         self.levels = UnitLevels(self.settings.learn_levels)
@@ -166,14 +171,14 @@ class UnitExchange:
     @property
     def between_bytes(self) -> int:
         """The bytes that this rank has sent to other hosts, without comparisons."""
-        found = 0
-        for (_, _, _, ranks, *_), request in self._prepared.items():
-            topology, own = self.settings.topology(ranks), dist.get_rank()
-            inside = topology.members(ranks.index(own))
-            found += request.exchanged * sum(
-                size for rank, size in enumerate(request.sent_to) if rank not in inside
-            )
-        return found
+        return self._forgotten + sum(self._between(*one) for one in self._prepared.items())
+
+    def _between(self, key: _Key, request: PreparedRequest) -> int:
+        topology, own = self.settings.topology(key.ranks), dist.get_rank()
+        inside = topology.members(key.ranks.index(own))
+        return request.exchanged * sum(
+            size for rank, size in enumerate(request.sent_to) if rank not in inside
+        )
 
     @property
     def counts(self) -> list[int]:
@@ -216,6 +221,7 @@ class UnitExchange:
         """Forget the compressed requests of these kinds; they are prepared anew, with the levels of now."""
         for key in [key for key in self._prepared if key.kind in kinds and not key.exact]:
             request = self._prepared.pop(key)
+            self._forgotten += self._between(key, request)
             self._codes.pop(request, None)
             request.release()
 

@@ -95,6 +95,16 @@ class Unit:
     with_gradient: set[int] = field(default_factory=set)
     _watched: set[int] = field(default_factory=set)
 
+    @property
+    def group(self) -> Any:
+        """Return torch's FSDPParamGroup of these parameters; ConfigError if there are several."""
+        groups = fully_shard.state(self.modules[0])._fsdp_param_groups  # type: ignore[attr-defined]
+        if len(groups) != 1:
+            raise ConfigError(
+                f"{self.name} has {len(groups)} groups of parameters: call fully_shard once for each"
+            )
+        return groups[0]
+
     def blocks(self, numbers: Iterable[int], members: int) -> Blocks:
         """Return the layout of these parameters' shards in a rank's block of the flat tensor."""
         ends = [0, *accumulate(self.parameters[i].room(members) for i in numbers)]
