@@ -33,6 +33,19 @@ def test_two_levels_halve_the_bytes_between_two_hosts_of_two_ranks(run_json):
 
 @pytest.mark.network
 @pytest.mark.full
+def test_hosts_of_two_ranks_send_each_other_what_the_formula_says(run_json):
+    few = ["--hybrid", "--link=unshaped", "--blocks=1", "--steps=2"]
+    rows = run_json("benchmarks/sharded.py", "--rows=hsdp,hybrid-copy,hybrid-4bit", *few)["rows"]
+    for name in ("hsdp", "hybrid-4bit"):
+        assert rows[name]["interface"] == pytest.approx(rows[name]["host_formula"], rel=0.02)
+        assert rows[name]["same"]
+    assert rows["hybrid-copy"]["host_formula"] == 0
+    assert rows["hybrid-4bit"]["host_formula"] < 0.13 * rows["hsdp"]["host_formula"]
+    assert "exposed" in rows["hybrid-4bit"]
+
+
+@pytest.mark.network
+@pytest.mark.full
 def test_a_row_is_trained_and_evaluated_and_kept(run_script, tmp_path):
     file = f"--json={tmp_path}/runs.json"
     arguments = ["benchmarks/sharded_convergence.py", "--rows=plain-g16,w4g4", "--seeds=1", "--steps=3", file]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from batch import on_ranks
+from documented import ROOT, blocks
 from launching import run_ranks
 from sharded_models import CASES, WIDTH, Case, Net, Trained, build, by_blocks, go_on, loss_of, shards
 from small_torch import shared_folder
@@ -23,6 +24,7 @@ import gradcomp.torch as gc
 
 NEAREST = gc.Quantize(bits=4, bucket_size=64, rounding="nearest")
 BLOCKS = CASES["by blocks"]
+PAGE = ROOT / "docs/sharded.md"
 
 
 def mesh_of(replicas: int) -> DeviceMesh:
@@ -82,8 +84,10 @@ def narrow(model: Net, mesh: Any) -> None:
 
 NARROW = Case(shard=narrow)
 EXACT = CASES | {"empty shards": NARROW}
-MORE = ("as a whole", "modules together, in another order", "tied", "unused", "not resharded", "micro-batches, reduced once",
-        "clipped", "activation checkpointing", "recomputed units")  # fmt: skip
+MORE = (
+    "as a whole", "modules together, in another order", "tied", "unused", "not resharded",
+    "micro-batches, reduced once", "clipped", "activation checkpointing", "recomputed units",
+)  # fmt: skip
 ALIKE = ["empty shards", "columns", "frozen", "bfloat16 weights", "micro-batches"]
 
 
@@ -197,8 +201,9 @@ def test_weights_and_gradients_may_be_quantised_within_a_replica():
 
 @on_ranks(4)
 def test_a_controller_chooses_for_each_rank_shards_alike_on_all_replicas():
-    ours = hybrid(BLOCKS, NEAREST, 2, 0.5, 0.0, gc.LGreCo(every_steps=2))
-    go_on(ours, BLOCKS, range(8))
+    every_matrix = gc.Policy(NEAREST, filter=gc.Filter(min_elements=0))
+    ours = hybrid(BLOCKS, every_matrix, 2, 0.5, 0.0, gc.LGreCo(4, alpha=3))
+    go_on(ours, BLOCKS, range(12))
     assert_replicas_are_equal(ours.model, 2)
     pipeline = ours.state.replicas.exchanger.pipeline
     assert pipeline.plan.version > 0
@@ -318,6 +323,24 @@ def test_states_that_do_not_fit_are_refused():
     four = hybrid(BLOCKS, NEAREST, 4)
     with pytest.raises(gc.StateError, match="of 2 replicas, this job has 4"):
         four.state.load_state_dict(state | {"units": four.state.state_dict()["units"]})
+
+
+@on_ranks(4)
+def test_the_examples_of_the_page_run():
+    make, save = (code for heading, code in blocks(PAGE) if heading == "Hybrid sharding")
+    folder, program = shared_folder(), {"model": Net()}
+    exec("import torch\nimport gradcomp.torch as gc\nfrom torch.distributed.fsdp import fully_shard", program)
+    exec("from torch.distributed.device_mesh import init_device_mesh", program)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gc, "local_size", lambda: 2)  # as on two hosts
+        exec(make, program)
+    trained = Trained(program["model"], program["optimizer"], program["state"])
+    go_on(trained, BLOCKS, range(2))
+    before = residuals(trained)
+    exec(save.replace('"checkpoint"', repr(str(folder))), program)
+    assert all(torch.equal(value, before[name]) for name, value in residuals(trained).items())
+    go_on(trained, BLOCKS, range(2, 3))
+    assert_replicas_are_equal(trained.model, 2)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
