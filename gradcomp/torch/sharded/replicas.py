@@ -58,7 +58,7 @@ class Arguments(settings.Arguments):
 
 @dataclass(frozen=True)
 class Replicas:
-    """What ``replicas=`` asks for, checked. ``parameters`` are torch's FSDPParams of the layers, by unit."""
+    """Holds what ``replicas=`` asks for, checked. ``parameters`` are torch's FSDPParams of the layers, by unit."""
 
     ranks: Ranks
     arguments: Arguments
