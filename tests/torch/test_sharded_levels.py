@@ -178,6 +178,12 @@ def test_ranks_with_other_levels_are_told():
 
 
 @on_ranks(2)
+def test_ranks_that_learn_at_other_steps_are_told():
+    with pytest.raises(gc.PlanMismatchError, match="learn_levels"):
+        learning(BLOCKS, 0, (1 + gc.rank(),))
+
+
+@on_ranks(2)
 def test_gradients_that_are_not_finite_teach_later():
     ours = learning(BLOCKS, 1, points=(1,))
     loss = loss_of(ours.model, 1)
