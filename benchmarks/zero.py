@@ -12,7 +12,7 @@ Columns
     formula    bytes that a rank sends in a step: (N-1)/N (b_g + b_w) / 8 an element, 8 a quantisation bucket, 4 an
                element of what travels exactly
     interface  what the host's interface sent in a step, without TCP's headers
-    peak       with --memory: the most memory of a rank beyond what it had before the model was made
+    peak       with --memory: the most memory of a rank from then on, beyond what it had before the model was made
     predicted  peak of ``local`` - 8 d + 12 d/N + buffers: of chunks of C elements 4 C for decoded values, the codes
                that are sent and received, and 4 C/N for sums. DDP has 4 d for its buckets
     ranks      whether all ranks have the same parameters after the last step, bit for bit
@@ -36,7 +36,7 @@ import report
 import torch
 import torch.distributed as dist
 from options import add_timing
-from sharded_rank import REPLICATED, SMALL, VOCABULARY, Row, Task, Trainer, make_trainer, peak_bytes
+from sharded_rank import REPLICATED, SMALL, VOCABULARY, Row, Task, Trainer, make_trainer
 from step_rank import measure_link
 
 import gradcomp.torch as gc
@@ -79,6 +79,12 @@ def predicted_bytes(local: float, sizes: list[list[int]], row: Row, world: int) 
     return local - 8 * d + 12 * d / world + chunk * (4 + codes + 4 / world)
 
 
+def memory(field: str) -> int:
+    """Bytes of this process, by a field of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
 def run_rank(task: Task, out: Path) -> None:
     """Everything one rank does; writes what it found to a file."""
     torch.set_num_threads(1)
@@ -87,7 +93,8 @@ def run_rank(task: Task, out: Path) -> None:
     found: dict[str, Any] = {"link": measure_link(rank, world)}
     gc.init(seed=task.seed)
     text = models.load_text(None, VOCABULARY)
-    without = peak_bytes()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
+    without = memory("VmRSS")
     trainers = {name: make_trainer(REPLICATED[name], text, rank, world, task.seed) for name in task.rows}
     for _, trainer in itertools.product(range(task.blocks), trainers.values()):
         dist.barrier()
@@ -96,7 +103,7 @@ def run_rank(task: Task, out: Path) -> None:
         dist.barrier()
         trainer.traffic.append(hosts.Traffic.now() - before)
         trainer.seconds += times[task.warmup :]
-    found["peak_bytes"] = peak_bytes() - without
+    found["peak_bytes"] = memory("VmHWM") - without
     packet, steps = found["link"]["packet_bytes"], task.warmup + task.steps
     found["sizes"] = [list(p.shape) for p in next(iter(trainers.values())).model.parameters()]
     found["rows"] = {name: _found(trainer, packet, steps, task.blocks) for name, trainer in trainers.items()}

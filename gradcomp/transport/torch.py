@@ -70,6 +70,7 @@ class _Handle:
         if self.completed is not None:
             self.completed()
             self.completed = None
+        self.tensors = ()  # the transport holds the last handle until it issues another one
         return True
 
     def block(self, seconds: float) -> None:
