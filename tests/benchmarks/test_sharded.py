@@ -46,6 +46,15 @@ def test_hosts_of_two_ranks_send_each_other_what_the_formula_says(run_json):
 
 @pytest.mark.network
 @pytest.mark.full
+def test_bytes_of_zero_are_those_of_the_formula(run_json):
+    few = ["--link=unshaped", "--blocks=1", "--steps=2"]
+    row = run_json("benchmarks/zero.py", "--rows=local,zero-w4g4", *few)["rows"]["zero-w4g4"]
+    assert row["interface"] == pytest.approx(row["formula"], rel=0.005)
+    assert row["same"]
+
+
+@pytest.mark.network
+@pytest.mark.full
 def test_a_row_is_trained_and_evaluated_and_kept(run_script, tmp_path):
     file = f"--json={tmp_path}/runs.json"
     arguments = ["benchmarks/sharded_convergence.py", "--rows=plain-g16,w4g4", "--seeds=1", "--steps=3", file]
@@ -66,3 +75,4 @@ def test_rows_are_compared_seed_by_seed():
     assert row[:3] == ["w8g8", "2.0200, 4.1200, 1.0000", "+2.00 ± 1.00"]
     assert single[2] == "+10.00"
     assert summary(runs("w8g8", s0=2.0))[0][2] is None
+    assert summary(runs("w8g8", s0=2.0) + runs("w4g4", s0=2.2), "w8g8")[1][2] == "+10.00"
