@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import gradcomp.torch as gc
 
@@ -110,8 +112,8 @@ def loss_of(model: Net, step: int, micro: int = 0) -> torch.Tensor:
 
 def train(case: Case, steps: int = 3, compress: tuple[Any, Any] | None = None, **options: Any) -> Trained:
     """Train from the same start; with ``compress``, weights' and gradients' compressors, under compress_fsdp."""
-    model = build(case)
-    trained = Trained(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    model, kind = build(case), getattr(torch.optim, options.pop("optimizer", "AdamW"))
+    trained = Trained(model, kind([p for p in model.parameters() if p.requires_grad], lr=1e-2))
     if compress is not None:
         if options.pop("with_optimizer", True):
             options["optimizer"] = trained.optimizer
@@ -140,6 +142,10 @@ def shards(model: nn.Module) -> list[torch.Tensor]:
     return [
         p.to_local().detach().clone() if isinstance(p, DTensor) else p.detach() for p in model.parameters()
     ]
+
+
+def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def decoded(model: nn.Module) -> str:
@@ -223,16 +229,42 @@ def _sum_only(model: Net, mesh: Any) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _checkpointed(model: Net) -> None:
+def _wrapped(model: Net) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
 
 
-def _recomputed_units(model: Net, mesh: Any) -> None:
-    """Recomputation in backward gathers once more."""
+def _wrapped_units(model: Net, mesh: Any) -> None:
     by_blocks(model, mesh)
-    _checkpointed(model)
+    _wrapped(model)
+
+
+def _checkpointed(reentrant: bool) -> Callable[[Net], None]:
+    """Each block checkpoints its own forward."""
+
+    def prepare(model: Net) -> None:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+
+    return prepare
+
+
+def _compiled_blocks(model: Net, mesh: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    by_blocks(model, mesh)
+
+
+def _compiled_and_wrapped(model: Net, mesh: Any) -> None:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend="aot_eager")
+    by_blocks(model, mesh)
+
+
+def _compiled(model: Net, mesh: Any) -> None:
+    by_blocks(model, mesh)
+    model.compile(backend="aot_eager")
 
 
 def _mixed(param: torch.dtype | None, reduce: torch.dtype | None) -> Callable[[], dict[str, Any]]:
@@ -258,8 +290,6 @@ CASES = {
     "clipped": Case(clip=True),
     "prefetched": Case(shard=_prefetch),
     "sums": Case(shard=_sum_only),
-    "activation checkpointing": Case(prepare=_checkpointed),
-    "recomputed units": Case(shard=_recomputed_units),
     "two meshes, micro-batches": Case(
         mesh=lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")), ranks=4, passes=2
     ),
@@ -270,4 +300,15 @@ CASES = {
         mesh=lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")), ranks=4
     ),
     "resharded among two": Case(options=lambda: {"reshard_after_forward": 2}, ranks=4),
+}
+
+#: Ways to run a model that change none of its numbers, with how often a step computes a block.
+SAME_NUMBERS = {
+    "wrapped blocks": (Case(prepare=_wrapped), 2),
+    "wrapped units": (Case(shard=_wrapped_units), 2),
+    "checkpoint": (Case(prepare=_checkpointed(False)), 2),
+    "reentrant checkpoint": (Case(prepare=_checkpointed(True)), 2),
+    "compiled blocks": (Case(shard=_compiled_blocks), 0),
+    "compiled and wrapped blocks": (Case(shard=_compiled_and_wrapped), 0),
+    "compiled, parts unused": (Case(shard=_compiled, spare=lambda step: step != 1), 0),
 }

@@ -39,6 +39,7 @@ from gradcomp.job.process_sets import Members, members
 from gradcomp.job.start import start_requests, validate_together
 from gradcomp.job.state import Runtime
 from gradcomp.torch.loss_scale import LossScale, Scaler
+from gradcomp.torch.modules import opaque
 from gradcomp.torch.optimizers import StepWatch
 from gradcomp.torch.sharded.exchange import (
     GatherWeights,
@@ -231,6 +232,8 @@ class ShardedCompression:
         self._table: PreparedRequest | None = None
         #: The exchange between replicas, with the statistics of its own; None without ``replicas=``.
         self.replicas: ReplicaExchange | None = None
+        #: How many reductions of gradients the last step of the optimizer had seen.
+        self._reduced = 0
 
     def statistics(self) -> ShardedStatistics:
         """Return a copy of what this rank has counted so far."""
@@ -322,10 +325,13 @@ class ShardedCompression:
         A state of other shards is cut anew: residuals stay what they are, by element. Raises StateError if the state is
         that of another model, of other compressors' levels, or of another number of replicas.
         """
+        from gradcomp.torch.sharded.units import unit_name  # as in compress_fsdp
+
         names = [each.unit.name for each in self._units]
         if not _is_state(state):
             raise StateError("this is no state of a ShardedCompression, as its state_dict() returns it")
-        if list(counts := state["units"]) != names:
+        # Earlier versions named wrappers too.
+        if list(counts := {unit_name(name): found for name, found in state["units"].items()}) != names:
             raise StateError(f"the state is of units {list(counts)}, the model has {names}")
         if (self._settings.lgreco is None) != ("lgreco" not in state):
             raise StateError(
@@ -386,7 +392,7 @@ class ShardedCompression:
             for module in each.unit.modules:
                 module.set_custom_all_gather(GatherWeights(each))  # type: ignore[arg-type]
                 module.set_custom_reduce_scatter(ReduceGradients(each))  # type: ignore[arg-type]
-                module.register_forward_pre_hook(each.unit.watch_gradients)  # type: ignore[attr-defined]
+                module.register_forward_pre_hook(opaque(each.unit.watch_gradients))  # type: ignore[attr-defined]
         if optimizer is not None:
             optimizer.register_step_post_hook(self._stepped)
         if state.rank == ranks[0]:
@@ -473,8 +479,16 @@ class ShardedCompression:
         return list(found.reshape(world, -1))
 
     def _stepped(self, *_: object) -> None:
+        """Count a step, if gradients were reduced for it, and end it for the controller and for learned levels.
+
+        torch's get_optimizer_state_dict steps an optimizer that has no state, at a rate of 0. A checkpoint must not
+        change what is drawn after it.
+        """
         settings = self._settings
         assert settings.steps is not None, "there is an optimizer"
+        if settings.statistics.scatters == self._reduced:
+            return
+        self._reduced = settings.statistics.scatters
         settings.steps += 1
         if settings.lgreco is not None and settings.lgreco.end_step(settings.steps):
             for each in self._units:

@@ -76,6 +76,9 @@ class Sharded:
         return tuple(min(rank * room, size) for rank in range(members + 1))
 
 
+#: The attributes in which ``checkpoint_wrapper`` and ``torch.compile(module)`` hold the module that they wrap.
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+
 #: Identifies the values of a rank's shards: for each, the parameter, its version, and the shard's version and address.
 Snapshot = list[tuple[weakref.ref[torch.Tensor], int, int, int]]
 
@@ -177,8 +180,6 @@ class Unit:
 
     def watch_gradients(self, *_: object) -> None:
         """Record which parameters get a gradient; a module's forward hook, called when its parameters are whole."""
-        if torch.compiler.is_compiling():
-            return
         for i, one in enumerate(self.parameters):
             parameter = one.current
             if parameter.requires_grad and id(parameter) not in self._watched:
@@ -198,7 +199,7 @@ def find_units(model: torch.nn.Module) -> list[Unit]:
             state = fully_shard.state(module)  # type: ignore[attr-defined]
             # Modules that were sharded together share a state, which holds them in the order of their parameters.
             grouped.setdefault(id(state), list(getattr(state, "_modules", ())) or [module])
-            titles.setdefault(id(state), name or "the root module")
+            titles.setdefault(id(state), unit_name(name))
     names = _names(model)
     units = [_unit(titles[key], modules, names) for key, modules in grouped.items()]
     units = [unit for unit in units if unit.parameters]
@@ -219,11 +220,24 @@ def _unsharded(model: torch.nn.Module) -> str:
     )
 
 
+def unit_name(name: str) -> str:
+    """Return the name of the unit whose first module has this name."""
+    return _unwrapped(name) or "the root module"
+
+
+def _unwrapped(name: str) -> str:
+    """Return the name that a module or parameter has without wrappers, as torch's checkpoints name it.
+
+    Random numbers and policies depend on names, and must not change with activation checkpointing or torch.compile.
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def _names(model: torch.nn.Module) -> dict[int, str]:
     """Return names by the parameters' ids; a parameter that is used twice has its first name."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), name)
+        names.setdefault(id(parameter), _unwrapped(name))
     return names
 
 
