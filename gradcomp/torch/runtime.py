@@ -14,7 +14,7 @@ from gradcomp.core import trace
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import joining, over_torch, runtime
 from gradcomp.job.launch import ranks_of
-from gradcomp.torch.sharded.compress import explain_failures
+from gradcomp.torch.sharded.failures import explain_failures
 
 
 def gloo_built() -> bool:

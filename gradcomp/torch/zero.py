@@ -25,7 +25,8 @@ from gradcomp.torch.broadcast_state import broadcast_parameters
 from gradcomp.torch.layers import refuse_thawed
 from gradcomp.torch.loss_scale import means_before_unscaling
 from gradcomp.torch.optimizers import scalars_of
-from gradcomp.torch.sharded.exchange import ShardedStatistics, check_policy, compressor, told
+from gradcomp.torch.sharded.checks import check_policy, compressor
+from gradcomp.torch.sharded.exchange import ShardedStatistics, told
 from gradcomp.torch.zero_exchange import ZeroExchange
 from gradcomp.torch.zero_parts import Part, check_elementwise, flat, layer_of, named_in
 from gradcomp.torch.zero_state import copied, cut, joined, places_of

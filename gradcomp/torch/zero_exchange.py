@@ -16,7 +16,8 @@ from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import NOTHING, Fingerprint
 from gradcomp.exchange.request_group import Run
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, RequestResult
-from gradcomp.torch.sharded.exchange import ShardedStatistics, array_of, compressor
+from gradcomp.torch.sharded.checks import compressor
+from gradcomp.torch.sharded.exchange import ShardedStatistics, array_of
 from gradcomp.torch.zero_parts import Part, flat
 
 #: The requests of a step have about this many elements each; a larger parameter has one of its own.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,12 +13,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from gradcomp.compress import Compressor, Fake, Identity, Policy, Quantize, as_policy
 from gradcomp.control.base import Doubles
 from gradcomp.control.lgreco import LGreCo
-from gradcomp.core.errors import ConfigError, StateError, TransportError
+from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.metrics import PREFIX, StepMetrics
 from gradcomp.core.topology import Topology
@@ -30,10 +27,9 @@ from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import refuse_to_save
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.request_group import Run
-from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request, check_suits
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
-from gradcomp.job.membership import who_waits
 from gradcomp.job.network import make_transport
 from gradcomp.job.process_sets import Members, members
 from gradcomp.job.start import start_requests, validate_together
@@ -41,18 +37,15 @@ from gradcomp.job.state import Runtime
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import opaque
 from gradcomp.torch.optimizers import StepWatch
+from gradcomp.torch.sharded.checks import check_arguments, check_compressor, check_hierarchical
 from gradcomp.torch.sharded.exchange import (
     GatherWeights,
     ReduceGradients,
     ShardedSettings,
     ShardedStatistics,
     UnitExchange,
-    check_compressor,
-    check_policy,
-    compressor,
 )
-from gradcomp.torch.sharded.levels import check_points, codebook_of
-from gradcomp.torch.sharded.lgreco import ShardedLGreCo, check_controller, rows_of
+from gradcomp.torch.sharded.lgreco import ShardedLGreCo, rows_of
 from gradcomp.torch.sharded.what_if import Grid
 from gradcomp.transport.base import Transport
 
@@ -151,20 +144,12 @@ def compress_fsdp(
         units = find_units(model)
         policies = as_policy(weights), as_policy(gradients)
         LossScale(grad_scaler).check()
-        if controller is not None:
-            check_controller(controller)
-            if optimizer is None:
-                raise ConfigError("controller= decides by the optimizer's steps: pass optimizer= too")
-            if learn_levels:
-                raise ConfigError(
-                    "controller= changes bits, and learn_levels= learns levels of fixed bits: pass one"
-                )
-            if len({unit.ranks for unit in units}) > 1:
-                raise ConfigError(
-                    "controller= has one budget for the model: all units must have the same ranks"
-                )
-        _check(state, model, units, policies, optimizer, reuse, redraw, learn_levels)
-        _check_levels(units, policies[1], hierarchical)
+        if any(_compressed.get(module) is state for module in model.modules()):
+            raise StateError(
+                "compress_fsdp was called on this model, or on a part of it, before; call it once"
+            )
+        check_arguments(units, policies, optimizer, reuse, redraw, learn_levels, controller)
+        check_hierarchical(units, policies[1], hierarchical)
         for unit in units:
             if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
                 raise ConfigError(
@@ -538,105 +523,3 @@ def _of_job(state: Runtime, rank: int) -> int:
             "on all ranks of the mesh"
         )
     return state.network.ranks.index(rank)
-
-
-def _check(
-    state: Runtime,
-    model: torch.nn.Module,
-    units: Sequence[Unit],
-    policies: Sequence[Policy],
-    optimizer: Any,
-    reuse: str | None,
-    redraw: str,
-    learn_levels: Sequence[int],
-) -> None:
-    """Raise ConfigError or StateError for arguments that cannot work."""
-    if any(_compressed.get(module) is state for module in model.modules()):
-        raise StateError("compress_fsdp was called on this model, or on a part of it, before; call it once")
-    if reuse not in (None, "codes"):
-        raise ConfigError(f"reuse must be 'codes' or None, got {reuse!r}")
-    if redraw not in ("step", "gather"):
-        raise ConfigError(f"redraw must be one of step, gather, got {redraw!r}")
-    if reuse and redraw != "step":
-        raise ConfigError(
-            "reuse='codes' keeps the codes of a step, and redraw='gather' draws new ones: choose one"
-        )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    unlearned = check_points(learn_levels, has_optimizer=optimizer is not None)
-    specs = [one.spec(one.current.dtype) for unit in units for one in unit.parameters]
-    for kind, policy in zip((ALL_GATHER, REDUCE_SCATTER), policies, strict=True):
-        if isinstance(policy.default, Fake):
-            if policy.overrides:
-                raise ConfigError(
-                    "compress_fsdp fakes all parameters of a unit or none: leave the overrides out"
-                )
-            continue
-        check_policy(kind, specs, policy)
-        unlearned = unlearned and all(
-            codebook_of(kind, layer, compressor(layer, policy)) is None for layer in specs
-        )
-    if unlearned:
-        raise ConfigError(
-            "learn_levels: no layer of more than 100,000 elements is quantised between minimum and maximum to at most "
-            "7 bits; choose Quantize(bits=5, ...) for weights= or gradients=, or leave learn_levels out"
-        )
-    if any(a >= b for unit in units for a, b in zip(unit.ranks, unit.ranks[1:], strict=False)):
-        raise ConfigError("the mesh's ranks must be in ascending order: make the DeviceMesh so")
-    if not all(hasattr(module, "set_custom_reduce_scatter") for unit in units for module in unit.modules):
-        raise ConfigError(
-            f"fully_shard of torch {torch.__version__} takes no custom collectives; use torch 2.13 or newer"
-        )
-
-
-def _check_levels(units: Sequence[Unit], gradients: Policy, hierarchical: Any) -> None:
-    """Raise ConfigError for another value, and for compressors that cannot code sums over the ranks of a host."""
-    if hierarchical is not None and not isinstance(hierarchical, bool):
-        raise ConfigError(f"hierarchical must be True, False or None, got {hierarchical!r}")
-    if hierarchical and not isinstance(gradients.default, Fake):
-        for one in chain.from_iterable(unit.parameters for unit in units):
-            dtype = one.current.dtype
-            check_suits(
-                REDUCE_SCATTER, one.spec(dtype), compressor(one.spec(dtype), gradients), by_hosts=True
-            )
-
-
-def explain_failures() -> None:
-    """Make the default all-gather of ``fully_shard`` tell, where it fails, what the other ranks wait for.
-
-    A rank that does not call ``compress_fsdp`` makes no call to gradcomp from then on. The others are in no collective
-    of torch, so its own ends in an error of the backend that names neither. This works only where ``fully_shard`` was
-    imported before ``init``, because importing its modules takes seconds.
-    """
-    collectives = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_collectives")
-    kind: Any = getattr(collectives, "DefaultAllGather", None)
-    if kind is None or hasattr(kind.__call__, "__wrapped__"):
-        return
-    gather = kind.__call__
-
-    @functools.wraps(gather)
-    def explained(*given: Any, **named: Any) -> Any:
-        try:
-            return gather(*given, **named)
-        except RuntimeError as error:
-            if (reason := _reason(named.get("group"))) is None:
-                raise
-            raise TransportError(f"torch's all-gather of a sharded model failed: {reason}") from error
-
-    kind.__call__ = explained
-
-
-def _reason(group: Any) -> str | None:
-    """Return what another rank of the job waits for; None if the group is not within the job."""
-    if not runtime.is_initialized():
-        return None
-    state = runtime.current()
-    members = dist.get_process_group_ranks(group)
-    if state.size == 1 or not set(members) <= set(state.network.ranks):
-        return None
-    try:
-        among = {tuple(state.network.ranks.index(rank) for rank in members), state.everyone}
-        waits = next(filter(None, (who_waits(state, ranks) for ranks in sorted(among))), None)
-    except TransportError as error:
-        return f"the other ranks cannot be asked why: {error}"
-    return waits and f"{waits}, and this rank has not; all ranks that share a model call compress_fsdp"

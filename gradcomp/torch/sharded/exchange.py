@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -12,27 +12,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gradcomp.compress import Cast, Compressor, Fake, Identity, Policy
+from gradcomp.compress import Compressor, Fake, Identity, Policy
 from gradcomp.compress.fake import spend
-from gradcomp.compress.policy import Automatic
 from gradcomp.core.errors import ConfigError, GradcompError
-from gradcomp.core.layers import ITEM_BYTES, LayerSpec
+from gradcomp.core.layers import ITEM_BYTES
 from gradcomp.core.topology import Topology
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import NOTHING, Fingerprint
 from gradcomp.exchange.request_group import Run
-from gradcomp.exchange.requests import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    REPEATED,
-    Array,
-    PreparedRequest,
-    Request,
-    check_suits,
-)
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, REPEATED, Array, PreparedRequest, Request
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 from gradcomp.torch.optimizers import StepWatch
+from gradcomp.torch.sharded.checks import compressor
 from gradcomp.torch.sharded.levels import KINDS, UnitLevels
 from gradcomp.torch.sharded.lgreco import ShardedLGreCo
 from gradcomp.torch.sharded.what_if import Grid, part_of, zero_the_rest
@@ -408,34 +400,6 @@ class ReduceGradients(_Collective):
     ) -> None:
         """Reduce; the result is complete on return, even with ``async_op``."""
         self.exchange.scatter(output_tensor, input_tensor, tuple(dist.get_process_group_ranks(group)), op)
-
-
-def compressor(layer: LayerSpec, policy: Policy) -> Compressor:
-    """Return the compressor of a layer, which travels uncompressed, or in bfloat16, if the policy excludes it."""
-    chosen, reason = policy.choose(layer)
-    if reason is None or chosen == Cast("bfloat16"):
-        return chosen
-    return Identity()
-
-
-def check_policy(kind: str, layers: Iterable[LayerSpec], policy: Policy) -> None:
-    """Raise ConfigError unless requests of this kind can have the compressors of all layers, without residuals."""
-    if isinstance(policy, Automatic):
-        raise ConfigError(
-            '"auto" chooses by the times of steps, which a sharded exchange does not measure: name a compressor'
-        )
-    for layer in layers:
-        check_compressor(kind, layer, compressor(layer, policy))
-
-
-def check_compressor(kind: str, layer: LayerSpec, chosen: Compressor) -> None:
-    """Raise ConfigError unless a request of this kind can have this compressor, without a residual."""
-    check_suits(kind, layer, chosen)
-    if chosen.traits.keeps_residual:
-        raise ConfigError(
-            f"{chosen.to_string()} keeps a residual. Of gradients it has the size of the whole model on all ranks, "
-            "which sharding is meant to avoid; owners do not round their weights: use feedback=False"
-        )
 
 
 def _operation(op: Any) -> tuple[bool, float]:
