@@ -156,8 +156,8 @@ void check_segment(Codec codec, std::int64_t row, const Segment& segment, std::i
 }
 
 void check_magnitudes(Codec codec, const float* magnitudes) {
-    const bool wanted = codec == Codec::codebook_l2 || codec == Codec::codebook_linf ||
-                        codec == Codec::codebook_minmax;
+    const bool wanted =
+        codec == Codec::codebook_l2 || codec == Codec::codebook_linf || codec == Codec::codebook_minmax;
     if ((magnitudes != nullptr) != wanted)
         throw std::invalid_argument("magnitudes go with the codebook codecs, and with nothing else");
 }

@@ -76,3 +76,11 @@ def test_rows_are_compared_seed_by_seed():
     assert single[2] == "+10.00"
     assert summary(runs("w8g8", s0=2.0))[0][2] is None
     assert summary(runs("w8g8", s0=2.0) + runs("w4g4", s0=2.2), "w8g8")[1][2] == "+10.00"
+
+
+@pytest.mark.full
+def test_learned_levels_lose_less_of_weights(run_json):
+    runs = run_json("benchmarks/learned_levels.py", "--steps=4", "--every=1")["runs"]
+    after = [run["squares"] for run in runs if run["kind"] == "weights" and run["step"] == 3]
+    assert len(after) == 5 * 20
+    assert all(learned < even for _, even, learned, _ in after)

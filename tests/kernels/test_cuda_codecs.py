@@ -30,7 +30,8 @@ def both(group: Group, kernel: str, *arguments: Any, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", ["minmax", "l2", "linf", "sign", "vote", "onebit", "codebook-l2", "e2m1", "nvfp4"]
+    "codec",
+    ["minmax", "l2", "linf", "sign", "vote", "onebit", "codebook-l2", "codebook-minmax", "e2m1", "nvfp4"],
 )
 def test_buckets_of_a_block(codec: str) -> None:
     rng = np.random.default_rng(0)
