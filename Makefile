@@ -40,7 +40,7 @@ BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors 
            bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy bench-fingerprint bench-shm \
            bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
            bench-multilevel bench-adaptive bench-sensitivity bench-objectives bench-many-layers bench-sharded bench-zero bench-auto \
-           bench-estimates bench-what-if \
+           bench-theorem bench-regression bench-estimates bench-what-if \
            bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned \
            bench-tf-ops bench-tf-step bench-tf-convergence bench-report
 
@@ -360,6 +360,12 @@ bench-sharded: $(STAMP)/package
 
 bench-zero: $(STAMP)/package
 	$(BIN)/python benchmarks/zero.py $(ARGS)
+
+bench-theorem: $(STAMP)/package
+	$(BIN)/python benchmarks/theorem.py $(ARGS)
+
+bench-regression: $(STAMP)/package $(STAMP)/extra-demo
+	$(BIN)/python benchmarks/regression.py $(ARGS)
 
 bench-auto: $(STAMP)/package
 	$(BIN)/python benchmarks/auto.py $(ARGS)
