@@ -104,7 +104,7 @@ BAD = [
     ("codebook:levels=", ("none", "0/1", "1e-39/1", "nan/1", "0.5/half/1", "0.5/true/1", "0.5/2", "0.5",
                           "0.5/0.5/1", "0.5/0.25/1", "0.5/0.50000000001/1"),
      "1 to 127 ascending numbers in (0, 1], the last one 1"),
-    ("codebook:levels=0.5/1,", ("scaling=minmax",), "l2, linf"),
+    ("codebook:levels=0.5/1,", ("scaling=range",), "l2, linf, minmax"),
     ("codebook:levels=0.5/1,", ("rounding=up",), "stochastic, nearest"),
     ("codebook:levels=0.5/1,", ("feedback=0",), "true, false or none"),
     ("none:", ("bits=4",), "it has no fields (did you mean 'none'?)"),
