@@ -223,6 +223,11 @@ class ControllerRun:
         It may change the table.
         """
 
+    @property
+    def awaits_losses(self) -> bool:
+        """Returns true if :meth:`probe` has losses left to measure on this rank."""
+        return False
+
     def probe(self, losses: Probe) -> None:
         """Measures changes of the training loss if the controller decides by them.
 

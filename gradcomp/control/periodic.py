@@ -193,12 +193,15 @@ class PeriodicRun(PhasedRun[PeriodicState]):
     @property
     def ready(self) -> bool:
         """Returns true if this rank's work of the phase is done, and all its losses are measured."""
-        waits = self.phase is Phase.MEASURE and self._losses is not None and not self._losses.complete
-        return not waits and super().ready
+        return not self.awaits_losses and super().ready
+
+    @property
+    def awaits_losses(self) -> bool:
+        return self.phase is Phase.MEASURE and self._losses is not None and not self._losses.complete
 
     def probe(self, losses: Probe) -> None:
         """Measures the next losses of the closed period; the same number on every rank that has some left."""
-        if self._losses is not None and self.phase is Phase.MEASURE:
+        if self._losses is not None and self.awaits_losses:
             table, taken, count = self._losses, self._gathering.taken, self.controller.probes_per_step
             self._timed("probe", lambda: table.measure(taken, losses, count))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -11,10 +12,9 @@ from gradcomp.compress.lowrank.base import clamped_rank, matrix_shape
 from gradcomp.control.base import Doubles, Probe
 from gradcomp.control.candidates import CandidateLevels
 from gradcomp.control.distortion.round_trip import round_trip
-from gradcomp.control.distortion.spectra import POWER_STEPS
+from gradcomp.control.distortion.spectra import power_steps
 from gradcomp.core.layers import LayerSpec
 from gradcomp.core.vectors import Floats, Vector
-from gradcomp.kernels.random_factors import initial_q
 
 #: In place of a change that is not measured yet, and of one that is not finite: checkpoints hold finite numbers.
 _MISSING, ENDLESS = np.float32(-1), np.float32(1e30)
@@ -32,6 +32,7 @@ class LossTable:
         self._changes = {
             layer: np.full(len(candidates.choices[row]), _MISSING) for layer, row in self._rows.items()
         }
+        self._lost: tuple[int, Lost] | None = None  # of the layer that is being measured
 
     @property
     def complete(self) -> bool:
@@ -39,6 +40,7 @@ class LossTable:
 
     def clear(self) -> None:
         """Forgets all changes; the next ones are those of other gradients."""
+        self._lost = None
         for changes in self._changes.values():
             changes[:] = _MISSING
 
@@ -49,9 +51,7 @@ class LossTable:
         for layer, k in self._missing():
             if len(cells) == count:
                 break
-            row = self._rows[layer]
-            choice, spec = self._candidates.choices[row][k].bare(), self._candidates.specs[row]
-            error = lost(choice, spec, gradients[layer].read(), self._seed)
+            error = self._of(layer, gradients).by(self._candidates.choices[self._rows[layer]][k])
             if error is None or not np.isfinite(error).all():
                 self._changes[layer][k] = ENDLESS
             elif error.any():
@@ -62,6 +62,17 @@ class LossTable:
         if cells:
             for (layer, k), change in zip(cells, probe(errors), strict=True):
                 self._changes[layer][k] = ENDLESS if not abs(change) < ENDLESS else abs(change)
+        if self.complete:
+            self._lost = None
+
+    def _of(self, layer: int, gradients: Mapping[int, Vector]) -> Lost:
+        if self._lost is None or self._lost[0] != layer:
+            row, values = self._rows[layer], gradients[layer].read()
+            self._lost = (
+                layer,
+                Lost(self._candidates.choices[row], self._candidates.specs[row], values, self._seed),
+            )
+        return self._lost[1]
 
     def _missing(self) -> list[tuple[int, int]]:
         found = self._changes.items()
@@ -86,25 +97,51 @@ class LossTable:
                 self._changes[layer][:] = np.reshape(saved, -1)
 
 
-def lost(choice: Compressor, spec: LayerSpec, values: Floats, seed: int) -> Floats | None:
-    """Returns values - decompress(compress(values)); None if the choice cannot send them.
+class Lost:
+    """Computes what the choices of one layer lose of its gradient: values - decompress(compress(values))."""
 
-    Low rank by power steps, as the errors of :mod:`gradcomp.control.distortion` are; a single step without a warm start
-    has a larger error.
-    """
-    if choice.traits.exact or not values.size:
-        return np.zeros_like(values)
-    if type(choice) not in (PowerSGD, BestRank):
-        given = round_trip(choice, spec, values, seed)
-        return None if given is None else np.subtract(values, given, out=given)
-    assert isinstance(choice, PowerSGD | BestRank), "only these have a rank"
-    rank = clamped_rank(spec.shape, choice.rank)
-    if not rank:
-        return np.zeros_like(values)
-    matrix = values.reshape(matrix_shape(spec.shape))
-    q, p = initial_q(matrix.shape[1], rank, seed=seed, layer=spec.hash).T, matrix
-    for _ in range(POWER_STEPS):
-        p = np.linalg.qr(matrix @ q)[0]
-        q = matrix.T @ p
-    error: Floats = (matrix - p @ q.T).reshape(-1)
-    return error
+    def __init__(self, choices: Sequence[Compressor], spec: LayerSpec, values: Floats, seed: int) -> None:
+        self._choices = [choice.bare() for choice in choices]
+        self._spec, self._values, self._seed = spec, values, seed
+
+    def by(self, choice: Compressor) -> Floats | None:
+        """Returns what one of the choices loses; None if it cannot send the values.
+
+        All low ranks are those of one run of power steps, as the errors of :mod:`gradcomp.control.distortion` are; a
+        single step without a warm start has a larger error.
+        """
+        choice, values = choice.bare(), self._values
+        rank = self._rank(choice)
+        if choice.traits.exact or rank == 0 or not values.size:
+            return np.zeros_like(values)
+        if rank is None:
+            given = round_trip(choice, self._spec, values, self._seed)
+            return None if given is None else np.subtract(values, given, out=given)
+        if self._factors is None:
+            return None
+        left, right = self._factors
+        near: Floats = (left[:, :rank] @ right[:rank]).reshape(-1)
+        return np.subtract(values, near, out=near)
+
+    def _rank(self, choice: Compressor) -> int | None:
+        """Returns the rank of a low-rank choice, 0 if it sends the layer exactly; None for other choices."""
+        if type(choice) not in (PowerSGD, BestRank):
+            return None
+        assert isinstance(choice, PowerSGD | BestRank), "only these have a rank"
+        return clamped_rank(self._spec.shape, choice.rank)
+
+    @cached_property
+    def _factors(self) -> tuple[Floats, Floats] | None:
+        """Returns L and R such that the first r columns of L times the first r rows of R approximate the matrix.
+
+        From M = P Q^T at the largest rank b, about, and Q^T = U S V^T: L = P U and R = S V^T. None if the values are
+        not finite.
+        """
+        if not np.isfinite(self._values).all():
+            return None
+        largest = max(filter(None, map(self._rank, self._choices)))
+        matrix = self._values.reshape(matrix_shape(self._spec.shape))
+        scale, p, q, _ = power_steps(matrix, largest, seed=self._seed, layer=self._spec.hash)
+        u, singular, v = np.linalg.svd(q, full_matrices=False)
+        right: Floats = (np.float32(scale) * singular)[:, None] * v
+        return p.T @ u, right

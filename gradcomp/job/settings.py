@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from gradcomp.compress import Compression, Compressor, Flat, Policy, as_policy
 from gradcomp.compress.policy import resolve
@@ -26,7 +26,8 @@ class Arguments:
 
     ``on_skip`` selects what happens when a rank skips a step that others take. ``"raise"``: all ranks raise an error.
     ``"agree"``: the ranks vote before each step. With ``layers=False`` an exchange bucket is compressed as one vector,
-    see :class:`gradcomp.Flat`. ``compared`` names the fields that must be equal on all ranks.
+    see :class:`gradcomp.Flat`. ``sensitivity`` measures the training loss, with a class of the frontend. ``compared``
+    names the fields that must be equal on all ranks.
     """
 
     compared: ClassVar[tuple[str, ...]] = ("sparse_as_dense", "gradient_predivide_factor")
@@ -41,6 +42,7 @@ class Arguments:
     controller: Controller | str | None = None
     on_skip: OnSkip = "raise"
     layers: bool = True
+    sensitivity: Any = None
 
     def check(self) -> Policy:
         """Return the policy; raise ConfigError for arguments that cannot work with any layers."""

@@ -135,8 +135,8 @@ def propose(
     if controller is not None and controller.needs_losses and not measures_losses:
         raise ConfigError(
             f"{controller.name} measures the training loss, which it does not know: give "
-            "sensitivity=gradcomp.torch.Sensitivity(model, loss) to gradcomp.torch.DistributedOptimizer. Communication "
-            "hooks, Keras optimizers and tapes cannot measure it: choose another metric there"
+            "sensitivity=Sensitivity(model, loss), of gradcomp.torch or gradcomp.tf, to the DistributedOptimizer or "
+            "tape. Communication hooks cannot measure it: choose another metric there"
         )
     if measures_losses and not what_if and (controller is None or not controller.needs_losses):
         raise ConfigError('sensitivity= is for controller=LGreCo(metric="loss"): give that, or leave it away')

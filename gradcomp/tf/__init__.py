@@ -19,6 +19,7 @@ from gradcomp.tf.objects import *  # noqa: F403
 from gradcomp.tf.optimizer import DistributedOptimizer
 from gradcomp.tf.runtime import join
 from gradcomp.tf.saving import CompressionState, load_model
+from gradcomp.tf.sensitivity import Sensitivity
 from gradcomp.tf.sync_batch_norm import SyncBatchNormalization
 from gradcomp.tf.tape import DistributedGradientTape, PartialDistributedGradientTape
 
@@ -29,7 +30,7 @@ __getattr__ = refusing(__name__, names.TF)
 
 __all__ = [
     "CompressionState", "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",
-    "ReduceOp", "SyncBatchNormalization", "callbacks", "is_homogeneous", "join", "load", "load_model",
+    "ReduceOp", "Sensitivity", "SyncBatchNormalization", "callbacks", "is_homogeneous", "join", "load", "load_model",
     "record_gradients", "save", "typed_errors",
 ]  # fmt: skip
 __all__ += collectives.__all__

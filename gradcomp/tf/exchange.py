@@ -26,6 +26,7 @@ from gradcomp.job import joining, runtime, start
 from gradcomp.job.momentum import Group
 from gradcomp.job.momentum import momenta as momenta_of
 from gradcomp.job.process_sets import members
+from gradcomp.job.reduce_op import Average
 from gradcomp.job.settings import Arguments
 from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.segments import DTYPE_NUMBERS, SEGMENT
@@ -45,6 +46,8 @@ class _Step:
     means: dict[int, Any] = field(default_factory=dict)  # layer -> a value of the memory
 
 
+#: Most steps in which a controller waits for losses while none is measured.
+MOST_STEPS_UNMEASURED = 500
 #: The optimizer's momentum by layer, if there is any before compression.
 Momenta = npt.NDArray[np.float64] | None
 
@@ -55,7 +58,8 @@ class Exchange:
     Construction is collective over the ranks of ``process_set``; :func:`gradcomp.tf.DistributedGradientTape` documents
     the arguments and the errors. ``scalars`` returns the optimizer's settings without its learning rate, which ranks
     compare. ``names`` are the layers' names, for variables whose names differ from those in a saved state. ``momentum``
-    returns the optimizer's, if there is an optimizer. If all variables are on one GPU, gradients are exchanged there,
+    returns the optimizer's, if there is an optimizer. ``optimizer`` applies the means; losses are measured after its
+    steps. If all variables are on one GPU, gradients are exchanged there,
     else on the host, see :func:`gradcomp.tf.memory.place_of`.
 
     Every exchange commits when its means are returned, because they are applied at once; one with a value that is not
@@ -76,6 +80,7 @@ class Exchange:
         names: Sequence[str] | None = None,
         scalars: Callable[[], Mapping[str, float]] = dict,
         momentum: Callable[[], Group] | None = None,
+        optimizer: Any = None,
     ) -> None:
         state = runtime.current()
         ranks = members(arguments.process_set)
@@ -85,6 +90,7 @@ class Exchange:
         self._arguments = arguments
         self._scalars = scalars
         self._momentum = momentum
+        self._optimizer = optimizer
         self._shapes = [tuple(variable.shape) for variable in self._variables]
         #: The engine tells this object when exchange buckets have their means.
         self.listener = MeansListener()
@@ -93,12 +99,17 @@ class Exchange:
         #: Loss scale, times the predivide factor, and learning rate of the last step.
         self._last = arguments.gradient_predivide_factor, 0.0
         self._stands_in = False
+        #: The step after which losses were measured last, and the steps since then in which the controller waited.
+        self._measured, self._unmeasured = -1, 0
 
         def validate() -> tuple[start.Proposal, list[Any], Memory]:
             proposal = start.propose(
                 *(arguments.check(), specs(self._variables, names), 0, arguments.controller),
                 what_if=state.what_if(ranks),
+                measures_losses=arguments.sensitivity is not None,
             )
+            if arguments.sensitivity is not None:
+                arguments.sensitivity.check(self._variables)
             dtypes = [tf.as_dtype(layer.dtype) for layer in proposal.layers]
             place = place_of(self._variables) if len(ranks) > 1 else None
             if place is None:
@@ -124,11 +135,40 @@ class Exchange:
         # A world of one has no groups.
         self._group_elements = self.exchanger.pipeline.config.slice_elements if self.exchanger else 0
         joining.register(self)
+        if arguments.sensitivity is not None:
+            arguments.sensitivity.serve(self)
 
     def set_compression(self, compression: Policy | Compressor | str) -> None:
         """Change the compression, see :meth:`gradcomp.tf.DistributedOptimizer.set_compression`."""
         policy = self._arguments.policy_of(compression)
         start.set_compression(self.checkpoint_manager, self.exchanger, self._layers, policy)
+
+    def measure_losses(self) -> None:
+        """Let the controller measure losses that it decides by, once after each step, while no step is open. Local."""
+        if self.exchanger is None or self.exchanger.closed or self._arguments.sensitivity is None:
+            return
+        controller, step = self.exchanger.pipeline.controller, self.checkpoint_manager.step
+        if controller is None or step == self._measured:
+            return
+        self._measured, self._unmeasured = step, 0
+        summands = 1 if self._arguments.op is Average else controller.environment.world
+        changes = partial(self._arguments.sensitivity.changes, self._variables, self._optimizer, summands)
+        with self.driver.telling(), tf.init_scope():
+            controller.probe(changes)
+
+    def _refuse_unmeasured(self) -> None:
+        """Raise StateError if the controller waits for losses that nobody measures."""
+        assert self.exchanger is not None, "a step was made"
+        controller = self.exchanger.pipeline.controller
+        if self._arguments.sensitivity is None or controller is None or not controller.awaits_losses:
+            return
+        self._unmeasured += 1
+        if self._unmeasured > MOST_STEPS_UNMEASURED:
+            raise StateError(
+                f"{controller.name} has waited for losses for {self._unmeasured} steps: call measure() of the "
+                "Sensitivity after each step in a tf.function of your own, or with a tape; in fit(), lower "
+                "steps_per_execution"
+            )
 
     @plain
     def exchange(self, gradients: Sequence[Any], scale: Any = 1.0, learning_rate: Any = 0.0) -> list[Any]:
@@ -318,6 +358,7 @@ class Exchange:
                     "ranks must have gradients of the same variables"
                 )
             self.driver.commit()
+            self._refuse_unmeasured()
             rows = [
                 array
                 for layer in site.sparse

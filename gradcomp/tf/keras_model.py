@@ -29,7 +29,13 @@ def core_of(optimizer: Any) -> Any:
 
 def watch() -> None:
     """Wrap the methods of ``keras.Model``, once."""
-    for name, around in (("compile", _compile), ("fit", _train), ("train_on_batch", _train)):
+    wrappers = {
+        "compile": _compile,
+        "fit": _train,
+        "train_on_batch": _train,
+        "make_train_function": _make_train_function,
+    }
+    for name, around in wrappers.items():
         # The class that defines the method, because Keras compares ``Model.compile`` with that attribute to detect
         # custom ones.
         kind = next(kind for kind in keras.Model.__mro__ if name in kind.__dict__)
@@ -91,6 +97,33 @@ def _train(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return train
+
+
+def _make_train_function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method that makes the function of a step, so that losses are measured after each call of that."""
+
+    @functools.wraps(method)
+    def make(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self.train_function
+        result = method(self, *args, **kwargs)
+        cores = [core for one in optimizers_of(self).values() if (core := core_of(one)) is not None]
+        if self.train_function is not before and any(
+            core.arguments.sensitivity is not None for core in cores
+        ):
+            self.train_function = _measuring(self.train_function, cores)
+        return result
+
+    return make
+
+
+def _measuring(function: Callable[..., Any], cores: list[Any]) -> Callable[..., Any]:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for core in cores:
+            core.measure_losses()
+        return result
+
+    return step
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:

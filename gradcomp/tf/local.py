@@ -32,7 +32,7 @@ class Local:
 
     def __contains__(self, variable: Any) -> bool:
         own = [*self._variables, *(each for layer in self._layers for each in layer.trainable_variables)]
-        return _key(variable) in map(_key, own)
+        return key_of(variable) in map(key_of, own)
 
     def gradient(self, own: Any, size: int) -> Any:
         """Return this rank's gradient, divided by the number of ranks if ``scales``."""
@@ -46,7 +46,7 @@ def change_values(gradient: Any, change: Callable[[Any], Any]) -> Any:
     return None if gradient is None else change(gradient)
 
 
-def _key(variable: Any) -> int:
+def key_of(variable: Any) -> int:
     """Return the same key for a Keras variable and the TensorFlow variable in it."""
     return id(variable._value if isinstance(variable, keras.Variable) else variable)
 

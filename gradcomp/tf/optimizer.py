@@ -28,6 +28,7 @@ from gradcomp.tf.bridge import name_of
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.keras_model import core_of, refuse_strategy, watch
 from gradcomp.tf.local import Local, change_values, check_ignored
+from gradcomp.tf.sensitivity import Sensitivity, check_sensitivity
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class Arguments(settings.Arguments):
     names: Sequence[str] | None = None
     average_aggregated_gradients: bool = False
     local: Local = field(default_factory=Local)
+
+    def check(self) -> Policy:
+        check_sensitivity(self.sensitivity)
+        if self.sensitivity is not None and self.sensitivity.optimizer is not None:
+            raise ConfigError(
+                "sensitivity: optimizer= is for a tape; this optimizer applies the means itself"
+            )
+        return super().check()
 
 
 #: Methods of Keras' optimizers that :class:`Distributed` replaces or calls.
@@ -104,6 +113,7 @@ class Core:
                 names=given.names if named else None,
                 scalars=self._scalars,
                 momentum=self._momentum,
+                optimizer=self._inner,
             )
         if self.exchanger is not None and self.exchanger.pipeline.transport.rank == 0:
             inner = self._inner
@@ -111,6 +121,11 @@ class Core:
                 warn_of_averages(as_policy(given.compression), type(inner).__name__)
         self.known = set(map(self.owner._var_key, variables))
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(exchanged)}
+
+    def measure_losses(self) -> None:
+        """Let a controller that decides by losses measure some, between two steps."""
+        if self.exchange is not None:
+            self.exchange.measure_losses()
 
     @property
     def _inner(self) -> Any:
@@ -258,6 +273,7 @@ def DistributedOptimizer(
     controller: Controller | str | None = None,
     layers: bool = True,
     residuals: str | None = None,
+    sensitivity: Sensitivity | None = None,
 ) -> DistributedKerasOptimizer:
     """Make a Keras ``optimizer`` step on gradients averaged over ranks; returns the same object, still of its class.
 
@@ -299,6 +315,7 @@ def DistributedOptimizer(
             knows no layers: biases and norms too, at one level, without feedback. See :class:`gradcomp.Flat`; it takes
             a quantiser, and no policy or controller.
         residuals: removed; anything but None raises a ConfigError that says what to do instead.
+        sensitivity: the training loss on a batch, for ``controller=LGreCo(metric="loss")``, which needs it.
 
     Collective when the optimizer is built, by ``fit`` or by the first ``apply``, or here if it is. Wire: see the
     compressor; uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an
@@ -318,6 +335,7 @@ def DistributedOptimizer(
         reduction,
         controller,
         layers=layers,
+        sensitivity=sensitivity,
         average_aggregated_gradients=average_aggregated_gradients,
         local=Local(local_layers, scale_local_gradients),
     )
@@ -386,10 +404,15 @@ class Distributed(Readers):
             core.exchange.set_compression(compression)
         else:
             core.arguments.policy_of(compression)  # a ConfigError for a bad argument
-        core.arguments = replace(core.arguments, compression=compression, controller=None)
+        core.arguments = replace(core.arguments, compression=compression, controller=None, sensitivity=None)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Apply gradients; exchanges them here if they are loss-scaled, else before Keras clips them."""
+        self._apply(grads, trainable_variables)
+        if tf.executing_eagerly() and self._gradcomp.owner is self:
+            self._gradcomp.measure_losses()
+
+    def _apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> None:
         core = self._gradcomp
         if core.owner is not self or not isinstance(self, keras.optimizers.LossScaleOptimizer):
             super().apply(grads, trainable_variables)  # type: ignore[misc]

@@ -23,6 +23,7 @@ from gradcomp.tf.collectives import grouped_allreduce
 from gradcomp.tf.exchange import Exchange
 from gradcomp.tf.layers import specs
 from gradcomp.tf.local import Local, check_ignored
+from gradcomp.tf.sensitivity import Sensitivity, check_sensitivity
 
 Tape = TypeVar("Tape", bound="tf.GradientTape")
 
@@ -48,6 +49,7 @@ def DistributedGradientTape(
     controller: Controller | str | None = None,
     layers: bool = True,
     residuals: str | None = None,
+    sensitivity: Sensitivity | None = None,
 ) -> Tape:
     """Make ``gradtape.gradient(loss, variables)`` return gradients averaged over ranks; returns the same tape.
 
@@ -81,6 +83,9 @@ def DistributedGradientTape(
             knows no layers: biases and norms too, at one level, without feedback. See :class:`gradcomp.Flat`; it takes
             a quantiser, and no policy or controller.
         residuals: removed; anything but None raises a ConfigError that says what to do instead.
+        sensitivity: the training loss on a batch, for ``controller=LGreCo(metric="loss")``, with the optimizer that
+            applies the means: ``Sensitivity(model, loss, optimizer=optimizer)``. Call its ``measure()`` after each
+            step.
 
     ``gradient()`` is collective. Each call is a step, so apply its means. Wire: see the compressor;
     uncompressed, 2 d (N-1)/N bytes per rank. State: residuals where the compressor keeps them, 8 bytes an element.
@@ -104,6 +109,7 @@ def DistributedGradientTape(
         reduction,
         controller,
         layers=layers,
+        sensitivity=sensitivity,
         ranks=members(process_set),
         local=Local(None, scale_local_gradients),
     )
@@ -150,13 +156,22 @@ class _Arguments(settings.Arguments):
     ranks: Ranks = ()
     local: Local = field(default_factory=Local, compare=False)
 
+    def check(self) -> Policy:
+        check_sensitivity(self.sensitivity)
+        if self.sensitivity is not None and self.sensitivity.optimizer is None:
+            raise ConfigError(
+                "sensitivity: a tape does not know the optimizer that applies its means: give "
+                "Sensitivity(model, loss, optimizer=optimizer)"
+            )
+        return super().check()
+
     def means(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Return the means over ranks of the gradients of these variables."""
         if self.op in (Average, Sum):
             return exchange_of(variables, self).exchange(gradients)
-        if self.gradient_predivide_factor != 1.0 or not self.layers:
+        if self.gradient_predivide_factor != 1.0 or not self.layers or self.sensitivity is not None:
             raise ConfigError(
-                "gradient_predivide_factor needs op=Average if it is not 1, and so does layers=False"
+                "gradient_predivide_factor needs op=Average if it is not 1, and so do layers=False and sensitivity="
             )
         given = [
             tf.convert_to_tensor(each) if self.sparse_as_dense and each is not None else each
@@ -278,7 +293,8 @@ def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
             "step"
         )
     with tf.init_scope():
-        exchange = Exchange(variables, given)
+        applies = None if given.sensitivity is None else given.sensitivity.optimizer
+        exchange = Exchange(variables, given, optimizer=getattr(applies, "inner_optimizer", applies))
     if count:
         runtime.logger.warning(
             "a DistributedGradientTape has other variables, or other arguments, than earlier ones: it begins an "

@@ -127,7 +127,6 @@ class Arguments(settings.Arguments):
     groups: Any = None
     finish: Finish = "backward"
     loss_scale: LossScale = field(default_factory=lambda: LossScale(None))
-    sensitivity: Sensitivity | None = None
 
     def check(self) -> Policy:
         check_groups(self.groups)

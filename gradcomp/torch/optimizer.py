@@ -217,7 +217,7 @@ class Distributed(CompressionState, Adopted):
             with driver.telling():
                 ranks = controller.environment.world
                 summands = ranks if exchange.arguments.op is Sum else 1
-                controller.probe(partial(sensitivity.changes, exchange.named, self, summands))  # type: ignore[arg-type]
+                controller.probe(partial(sensitivity.changes, exchange.named, self, summands))
 
     def _accepts(self) -> bool:
         """Accept the means and return True; return False if the ranks agreed to skip the step."""

@@ -90,11 +90,11 @@ class Sensitivity:
             found = []
             for layer, error in cells:
                 parameter = named[layer][1]
-                missing = summands * torch.from_numpy(error).to(parameter.device).view_as(parameter)
-                step = _step(missing, groups[id(parameter)], optimizer.state.get(parameter, {}))
+                missing = torch.from_numpy(error).to(parameter.device).view_as(parameter)
                 name = self._names[id(parameter)]
                 kept = parameters.get(name, parameter)
-                moved = (kept + step).to(kept.dtype)
+                group, state = groups[id(parameter)], optimizer.state.get(parameter, {})
+                moved = _moved(kept, missing, summands, group, state)
                 found.append(self._loss({**parameters, name: moved}, again) - before)
         return found
 
@@ -159,13 +159,15 @@ class _Called(torch.nn.Module):
         return self._loss(self.model)
 
 
-def _step(gradient: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> torch.Tensor:
-    """Return how far the optimizer goes in all for this part of a gradient, momentum included."""
+def _moved(
+    kept: torch.Tensor, gradient: torch.Tensor, factor: int, group: dict[str, Any], state: dict[str, Any]
+) -> torch.Tensor:
+    """Return where a parameter would be without a step for a multiple of this gradient, momentum included."""
     momentum, dampening = group.get("momentum") or 0.0, group.get("dampening") or 0.0
-    step = float(group["lr"]) * (1 - dampening if momentum else 1.0) / (1 - momentum)
+    step = factor * float(group["lr"]) * (1 - dampening if momentum else 1.0) / (1 - momentum)
     square = next((state[key] for key in _SECOND_MOMENTS if isinstance(state.get(key), torch.Tensor)), None)
     if square is not None:
         taken, betas = float(state.get("step", 0)), group.get("betas")
         corrected = square.float() / (1 - betas[1] ** taken) if betas and taken else square.float()
         gradient = gradient / (corrected.sqrt() + (group.get("eps") or 0.0))
-    return -step * gradient if group.get("maximize") else step * gradient
+    return torch.add(kept, gradient, alpha=-step if group.get("maximize") else step).to(kept.dtype)

@@ -199,7 +199,7 @@ def test_what_is_refused():
         )
 
     for call, named in (
-        (wrap, r"sensitivity=gradcomp.torch.Sensitivity\(model, loss\)"),
+        (wrap, r"sensitivity=Sensitivity\(model, loss\)"),
         (lambda: gc.ddp_comm_hook(model, "quantize", controller=lgreco), "Communication hooks"),
         (lambda: wrap("lgreco", sensitivity=sensitivity), 'LGreCo\\(metric="loss"\\)'),
         (lambda: wrap(None, sensitivity=sensitivity), 'LGreCo\\(metric="loss"\\)'),

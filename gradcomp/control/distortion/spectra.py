@@ -149,25 +149,34 @@ def by_power_steps(matrix: Floats, ranks: Numbers, *, seed: int, layer: int) -> 
     separately, O(n m r) each; this is one run, O(n m b).) Sums are float32: accurate to about 1e-6 of the matrix's
     norm.
     """
-    n, m, b = *matrix.shape, int(ranks.max())
+    scale, _, q, rest = power_steps(matrix, int(ranks.max()), seed=seed, layer=layer)
+    outside = energies(segment(rest.ctypes.data, rest.size))[0]
+    norms: Doubles = scale * _rest(squared_singular_values(q), outside, ranks)
+    return norms
+
+
+def power_steps(matrix: Floats, rank: int, *, seed: int, layer: int) -> tuple[float, Floats, Floats, Floats]:
+    """Returns s, P, Q and R, all float32, with M = s (P Q^T + R), P and Q column by column, and P orthonormal.
+
+    The scale s, a power of two, gives M / s a norm of about 1, so that no product overflows or underflows. ``rank`` is
+    the number of columns; see :func:`by_power_steps`.
+    """
+    n, m = matrix.shape
     rest = np.empty(matrix.size, dtype=np.float32)
     table = segment(matrix.ctypes.data, matrix.size)
     table["next_residual"] = rest.ctypes.data
-    # The matrix is scaled to a norm of about 1, so that no product overflows or underflows; the exponent is limited so
-    # that the factor, a float32, does not either.
+    # The exponent is limited so that the factor, a float32, does not overflow or underflow either.
     exponent = int(np.frexp(np.sqrt(energies(table)[0]))[1])
     scale = 2.0 ** min(max(exponent, -126), 126)
     factor = np.array([1.0 / scale], dtype=np.float32)
 
-    shapes = Shapes(np.array([n]), np.array([m]), np.array([b]))
+    shapes = Shapes(np.array([n]), np.array([m]), np.array([rank]))
     begin, flags = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint8)
-    p = Factor(np.empty(n * b, dtype=np.float32), begin)
-    q = Factor(initial_q(m, b, seed=seed, layer=layer).reshape(-1), begin)
+    p = Factor(np.empty(n * rank, dtype=np.float32), begin)
+    q = Factor(initial_q(m, rank, seed=seed, layer=layer).reshape(-1), begin)
     for _ in range(POWER_STEPS):
         HOST.kernels.project(table, flags, factor, shapes, q, p, decay=1.0)
         HOST.kernels.orthogonalise(shapes.rows, shapes.ranks, p)
         HOST.kernels.back_project(table, shapes, p, q)
     HOST.kernels.subtract(table, shapes, p, q)
-    table["gradient"] = rest.ctypes.data
-    norms: Doubles = scale * _rest(squared_singular_values(q.values.reshape(b, m)), energies(table)[0], ranks)
-    return norms
+    return scale, p.values.reshape(rank, n), q.values.reshape(rank, m), rest
