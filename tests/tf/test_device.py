@@ -297,7 +297,10 @@ def test_errors_on_the_device_are_gradcomps() -> None:
     with on_device():
         exchange = Exchange(variables([(5,)]))
         function = tf.function(exchange.exchange, input_signature=[[tf.TensorSpec([None])]])
-        with pytest.raises((StateError, TransportError), match=r"'layer0' has shape \(5,\)"), bridge.typed_errors():
+        with (
+            pytest.raises((StateError, TransportError), match=r"'layer0' has shape \(5,\)"),
+            bridge.typed_errors(),
+        ):
             function([tf.zeros([6])])
 
 
