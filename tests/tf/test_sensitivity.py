@@ -89,10 +89,11 @@ def noisy(policy: str = "float32") -> Any:
     new_names()
     keras.utils.set_random_seed(3)
     keras.config.set_dtype_policy(policy)
+    activity = "l2" if policy == "float32" else None  # Keras does not add losses of two types
     inside = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16, activation="tanh")])
     parts = [
         keras.layers.Dense(16), keras.layers.BatchNormalization(), inside, keras.layers.Dropout(0.3, seed=5),
-        keras.layers.Dense(5, activity_regularizer="l2", kernel_regularizer="l2"),
+        keras.layers.Dense(5, activity_regularizer=activity, kernel_regularizer="l2"),
     ]  # fmt: skip
     keras.config.set_dtype_policy("float32")
     return keras.Sequential([keras.Input((12,)), *parts])
@@ -227,7 +228,8 @@ def test_a_measurement_leaves_no_trace(fails: bool) -> None:
 
 def train(how: str, metric: str, levels: tuple[int, ...] = (4,), steps: int = 20) -> tuple[Any, Any]:
     """The variables' bits and the plan after training with a controller."""
-    model, inner = noisy(), keras.optimizers.SGD(0.05, momentum=0.9)
+    model = noisy("mixed_float16" if how == "scaled" else "float32")
+    inner = keras.optimizers.SGD(0.05, momentum=0.9)
     controller = gc.LGreCo(8, levels=list(levels), metric=metric, window=8)
     given: dict[str, Any] = {"compression": gc.Policy(gc.Quantize(4, 16), filter=EVERYTHING)}
     given["controller"] = controller
@@ -235,7 +237,7 @@ def train(how: str, metric: str, levels: tuple[int, ...] = (4,), steps: int = 20
         applies = inner if how == "tape" else None
         given["sensitivity"] = gc.Sensitivity(model, loss_of, optimizer=applies)
     x, y = batches(gc.rank(), 16 * steps)
-    if how in ("fit", "eagerly"):
+    if how in ("fit", "eagerly", "scaled"):
         optimizer = gc.DistributedOptimizer(inner, **given)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer, loss, run_eagerly=how == "eagerly")
@@ -276,7 +278,7 @@ def check_training(how: str) -> None:
         assert gc.broadcast_object(plan.to_json(), 0) == plan.to_json()
 
 
-@pytest.mark.parametrize("how", ["fit", "eagerly", "function", "tape"])
+@pytest.mark.parametrize("how", ["fit", "eagerly", "scaled", "function", "tape"])
 @on_ranks(2, env=ENV)
 def test_training_does_not_notice(how: str) -> None:
     check_training(how)
