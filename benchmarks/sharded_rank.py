@@ -10,7 +10,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -452,6 +452,17 @@ def train_rank(task: Training, out: Path) -> None:
     dist.destroy_process_group()
 
 
+def time_blocks(trainers: Mapping[str, Trainer], task: Task) -> None:
+    """Train all rows in turns, block by block; times and traffic are kept by the trainers."""
+    for _, trainer in itertools.product(range(task.blocks), trainers.values()):
+        dist.barrier()
+        before = hosts.Traffic.now()
+        times = [trainer.step() for _ in range(task.warmup + task.steps)]
+        dist.barrier()
+        trainer.traffic.append(hosts.Traffic.now() - before)
+        trainer.seconds += times[task.warmup :]
+
+
 def run_rank(task: Task, out: Path) -> None:
     """Everything one rank does; writes what it found to a file."""
     torch.set_num_threads(1)
@@ -464,13 +475,7 @@ def run_rank(task: Task, out: Path) -> None:
     text = models.load_text(None, VOCABULARY)
     without = peak_bytes()
     trainers = {name: make_trainer(ROWS[name], text, rank, world, task.seed) for name in task.rows}
-    for _, trainer in itertools.product(range(task.blocks), trainers.values()):
-        dist.barrier()
-        before = hosts.Traffic.now()
-        times = [trainer.step() for _ in range(task.warmup + task.steps)]
-        dist.barrier()
-        trainer.traffic.append(hosts.Traffic.now() - before)
-        trainer.seconds += times[task.warmup :]
+    time_blocks(trainers, task)
     found["peak_bytes"] = peak_bytes() - without
     found["parameters"] = sum(p.numel() for p in next(iter(trainers.values())).model.parameters())
     packet = found["link"]["packet_bytes"]

@@ -36,7 +36,7 @@ import report
 import torch
 import torch.distributed as dist
 from options import add_timing
-from sharded_rank import REPLICATED, SMALL, VOCABULARY, Row, Task, Trainer, make_trainer
+from sharded_rank import REPLICATED, SMALL, VOCABULARY, Row, Task, Trainer, make_trainer, time_blocks
 from step_rank import measure_link
 
 import gradcomp.torch as gc
@@ -96,13 +96,7 @@ def run_rank(task: Task, out: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
     without = memory("VmRSS")
     trainers = {name: make_trainer(REPLICATED[name], text, rank, world, task.seed) for name in task.rows}
-    for _, trainer in itertools.product(range(task.blocks), trainers.values()):
-        dist.barrier()
-        before = hosts.Traffic.now()
-        times = [trainer.step() for _ in range(task.warmup + task.steps)]
-        dist.barrier()
-        trainer.traffic.append(hosts.Traffic.now() - before)
-        trainer.seconds += times[task.warmup :]
+    time_blocks(trainers, task)
     found["peak_bytes"] = memory("VmHWM") - without
     packet, steps = found["link"]["packet_bytes"], task.warmup + task.steps
     found["sizes"] = [list(p.shape) for p in next(iter(trainers.values())).model.parameters()]

@@ -196,7 +196,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._exchange.reduce(gradients, outcome, scalars_of([self]))
         else:
             for part, gradient in gradients.items():
-                mean = part.room(gradient)
+                mean = part.memory_for_mean(gradient)
                 part.take(mean if gradient is None else mean.copy_(gradient), present=gradient is not None)
         self._reduced, self._dropped = True, False
         self._note_gradients(stepped=False)

@@ -53,9 +53,8 @@ class ZeroExchange:
             cuts[-1].append(part)
         sizes = [sum(part.layer.size for part in cut) for cut in cuts]
         chunks: dict[int, _Chunk] = {}
-        for number in sorted(
-            range(len(cuts)), key=lambda n: -sizes[n]
-        ):  # the others fit into the largest's memory
+        # The largest is made first, since the others then fit into its memory.
+        for number in sorted(range(len(cuts)), key=lambda n: -sizes[n]):
             cut = cuts[number]
             name = f"{cut[0].name} to {cut[-1].name}"
             requests = [
@@ -77,7 +76,7 @@ class ZeroExchange:
             fingerprint = Fingerprint(np.zeros(1, np.uint32), scalars, self._decoded)
         for chunk in self._chunks:
             inputs = [gradients[part] for part in chunk.parts]
-            means = [part.room(gradients[part]) for part in chunk.parts]
+            means = [part.memory_for_mean(gradients[part]) for part in chunk.parts]
             result = self._run(chunk.scatter, inputs, means, outcome, fingerprint)
             outcome, fingerprint = 0, NOTHING
             for part, mean, present in zip(chunk.parts, means, result.present.tolist(), strict=True):

@@ -73,7 +73,7 @@ class Part:
             gradient = torch.empty_like(self.parameter).copy_(gradient)
         return flat(gradient)
 
-    def room(self, gradient: torch.Tensor | None) -> torch.Tensor:
+    def memory_for_mean(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """Return memory for the mean: this rank's part of its gradient, where that is float32."""
         if gradient is None or self.dtype != torch.float32 or not self.size:
             return torch.empty(self.size, dtype=self.dtype)

@@ -118,10 +118,13 @@ def test_a_resumed_run_is_the_uninterrupted_one():
 
 @on_ranks(2)
 def test_codes_that_are_kept_count_once():
-    """With reuse weights are gathered once a step, so that their bits are cheaper."""
-    run = controlled(steps=4, reuse="codes")
-    assert run.state.statistics().reused > 0
-    assert same_everywhere(decoded(run.model))
+    """With reuse weights of a block are sent once a step, and else twice, so that their bits are cheaper."""
+    for reuse, times in ((None, 2), ("codes", 1)):
+        run = controlled(steps=3, reuse=reuse)
+        counted = {(kind, unit): count for kind, unit, count in run.state.state_dict()["lgreco"]["runs"]}
+        assert counted["all_gather", "blocks.0"] == 3 * times
+        assert counted["all_gather", "the root module"] == 3
+        assert counted["reduce_scatter", "blocks.0"] == 3
 
 
 WRONG = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,19 +28,22 @@ def compressor(layer: LayerSpec, policy: Policy) -> Compressor:
     return Identity()
 
 
-def check_policy(kind: str, layers: Iterable[LayerSpec], policy: Policy) -> None:
-    """Raise ConfigError unless requests of this kind can have the compressors of all layers, without residuals."""
+def check_policy(kind: str, layers: Iterable[LayerSpec], policy: Policy, *, by_hosts: bool = False) -> None:
+    """Raise ConfigError unless requests of this kind can have the compressors of all layers, without residuals.
+
+    For ``by_hosts`` see :func:`gradcomp.exchange.requests.check_suits`.
+    """
     if isinstance(policy, Automatic):
         raise ConfigError(
             '"auto" chooses by the times of steps, which a sharded exchange does not measure: name a compressor'
         )
     for layer in layers:
-        check_compressor(kind, layer, compressor(layer, policy))
+        check_compressor(kind, layer, compressor(layer, policy), by_hosts=by_hosts)
 
 
-def check_compressor(kind: str, layer: LayerSpec, chosen: Compressor) -> None:
+def check_compressor(kind: str, layer: LayerSpec, chosen: Compressor, *, by_hosts: bool = False) -> None:
     """Raise ConfigError unless a request of this kind can have this compressor, without a residual."""
-    check_suits(kind, layer, chosen)
+    check_suits(kind, layer, chosen, by_hosts=by_hosts)
     if chosen.traits.keeps_residual:
         raise ConfigError(
             f"{chosen.to_string()} keeps a residual. Of gradients it has the size of the whole model on all ranks, "
@@ -56,6 +58,7 @@ def check_arguments(
     reuse: str | None,
     redraw: str,
     learn_levels: Sequence[int],
+    hierarchical: bool | None,
     controller: LGreCo | None,
 ) -> None:
     """Raise ConfigError for arguments that cannot work."""
@@ -69,6 +72,8 @@ def check_arguments(
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if hierarchical is not None and not isinstance(hierarchical, bool):
+        raise ConfigError(f"hierarchical must be True, False or None, got {hierarchical!r}")
     if controller is not None:
         check_controller(controller)
         if optimizer is None:
@@ -88,7 +93,7 @@ def check_arguments(
                     "compress_fsdp fakes all parameters of a unit or none: leave the overrides out"
                 )
             continue
-        check_policy(kind, specs, policy)
+        check_policy(kind, specs, policy, by_hosts=bool(hierarchical))
         unlearned = unlearned and all(
             codebook_of(kind, layer, compressor(layer, policy)) is None for layer in specs
         )
@@ -103,15 +108,3 @@ def check_arguments(
         raise ConfigError(
             f"fully_shard of torch {torch.__version__} takes no custom collectives; use torch 2.13 or newer"
         )
-
-
-def check_hierarchical(units: Sequence[Unit], gradients: Policy, hierarchical: Any) -> None:
-    """Raise ConfigError for another value, and for compressors that cannot code sums over the ranks of a host."""
-    if hierarchical is not None and not isinstance(hierarchical, bool):
-        raise ConfigError(f"hierarchical must be True, False or None, got {hierarchical!r}")
-    if hierarchical and not isinstance(gradients.default, Fake):
-        for one in chain.from_iterable(unit.parameters for unit in units):
-            dtype = one.current.dtype
-            check_suits(
-                REDUCE_SCATTER, one.spec(dtype), compressor(one.spec(dtype), gradients), by_hosts=True
-            )

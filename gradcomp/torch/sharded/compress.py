@@ -11,14 +11,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
-from gradcomp.compress import Compressor, Fake, Identity, Policy, Quantize, as_policy
-from gradcomp.control.base import Doubles
+from gradcomp.compress import Compressor, Fake, Policy, Quantize, as_policy
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.core.layers import LayerSpec
 from gradcomp.core.metrics import PREFIX, StepMetrics
 from gradcomp.core.topology import Topology
 from gradcomp.core.trace import Statistics
@@ -26,8 +23,7 @@ from gradcomp.core.what_if import parse as ratios_of
 from gradcomp.exchange.agreement import agree
 from gradcomp.exchange.checkpoint_manager import refuse_to_save
 from gradcomp.exchange.exchanger import Exchanger
-from gradcomp.exchange.request_group import Run
-from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
+from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER
 from gradcomp.job import runtime
 from gradcomp.job.launch import Ranks
 from gradcomp.job.network import make_transport
@@ -37,7 +33,7 @@ from gradcomp.job.state import Runtime
 from gradcomp.torch.loss_scale import LossScale, Scaler
 from gradcomp.torch.modules import opaque
 from gradcomp.torch.optimizers import StepWatch
-from gradcomp.torch.sharded.checks import check_arguments, check_compressor, check_hierarchical
+from gradcomp.torch.sharded.checks import check_arguments, check_compressor
 from gradcomp.torch.sharded.exchange import (
     GatherWeights,
     ReduceGradients,
@@ -52,7 +48,7 @@ from gradcomp.transport.base import Transport
 if TYPE_CHECKING:
     from gradcomp.torch.sharded.replica_state import ReplicaState
     from gradcomp.torch.sharded.replicas import ReplicaExchange, Replicas
-    from gradcomp.torch.sharded.units import Sharded, Unit
+    from gradcomp.torch.sharded.units import Unit
 
 logger = logging.getLogger("gradcomp")
 
@@ -148,8 +144,7 @@ def compress_fsdp(
             raise StateError(
                 "compress_fsdp was called on this model, or on a part of it, before; call it once"
             )
-        check_arguments(units, policies, optimizer, reuse, redraw, learn_levels, controller)
-        check_hierarchical(units, policies[1], hierarchical)
+        check_arguments(units, policies, optimizer, reuse, redraw, learn_levels, hierarchical, controller)
         for unit in units:
             if not {_of_job(state, rank) for rank in unit.ranks} <= set(ranks):
                 raise ConfigError(
@@ -164,12 +159,17 @@ def compress_fsdp(
     (units, policies, asked), transport = validate_together(
         state, ranks, validate, "compress its sharded model", "has not called compress_fsdp"
     )
-    points = tuple(learn_levels)
     compression = ShardedCompression(
-        state, units, policies, optimizer, reuse == "codes", redraw == "gather", points, hierarchical
+        state,
+        units,
+        policies,
+        optimizer,
+        reuse == "codes",
+        redraw == "gather",
+        tuple(learn_levels),
+        hierarchical,
+        None if state.what_if(ranks) else controller,
     )
-    if controller is not None and not state.what_if(ranks):
-        compression._controller = controller
     if transport is not None:
         scale = grad_scaler.get_scale() if grad_scaler else None
         compression._begin(transport, ranks, optimizer, scale, asked)
@@ -194,6 +194,7 @@ class ShardedCompression:
         redraw: bool,
         learn_levels: tuple[int, ...],
         hierarchical: bool | None,
+        controller: LGreCo | None,
     ) -> None:
         self._state = state
         steps = None if optimizer is None else 0
@@ -213,8 +214,7 @@ class ShardedCompression:
         self._units = [UnitExchange(unit, self._settings) for unit in units]
         self._exchangers: dict[Ranks, Exchanger] = {}
         self._metrics = StepMetrics()
-        self._controller: LGreCo | None = None
-        self._table: PreparedRequest | None = None
+        self._controller = controller
         #: The exchange between replicas, with the statistics of its own; None without ``replicas=``.
         self.replicas: ReplicaExchange | None = None
         #: How many reductions of gradients the last step of the optimizer had seen.
@@ -436,32 +436,11 @@ class ShardedCompression:
 
     def _begin_control(self, controller: LGreCo) -> None:
         """Begin the choice of quantisers, among the ranks of all units."""
-        units, policies = (
-            [each.unit for each in self._units],
-            (self._settings.weights, self._settings.gradients),
-        )
-
-        def own(kind: str, one: Sharded) -> Compressor | None:
-            chosen, reason = policies[kind == REDUCE_SCATTER].choose(one.spec(one.current.dtype))
-            return None if reason is not None or chosen.traits.exact else chosen
-
-        transport = self._exchanger(units[0].ranks).pipeline.transport
-        rows = rows_of(units, controller, own, check_compressor)
-        self._settings.lgreco = ShardedLGreCo(
-            controller, rows, transport.rank, transport.size, self._state.config.seed, self._gather_tables
-        )
-
-    def _gather_tables(self, own: Doubles) -> list[Doubles]:
-        """Return the tables of all ranks, in rank order. Collective. Wire: 8 bytes for each number and other rank."""
-        exchanger, world = self._exchanger(self._units[0].unit.ranks), len(self._units[0].unit.ranks)
-        if self._table is None:
-            layer = LayerSpec("lgreco", (world * own.size,), "float64")
-            self._table = exchanger.prepare(Request(ALL_GATHER, (layer,), (Identity(),), name="lgreco"))
-        found = np.empty(world * own.size)
-        exchanger.begin([Run(self._table, [own], [found])])
-        exchanger.finish()
-        self._table.discard()
-        return list(found.reshape(world, -1))
+        settings, units = self._settings, [each.unit for each in self._units]
+        policies = {ALL_GATHER: settings.weights, REDUCE_SCATTER: settings.gradients}
+        rows = rows_of(units, policies, controller, check_compressor)
+        exchanger = self._exchanger(units[0].ranks)
+        settings.lgreco = ShardedLGreCo(controller, rows, exchanger, self._state.config.seed)
 
     def _stepped(self, *_: object) -> None:
         """Count a step, if gradients were reduced for it, and end it for the controller and for learned levels.

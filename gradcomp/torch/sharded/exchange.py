@@ -66,10 +66,10 @@ class ShardedSettings:
 
     ``exchanger`` returns the exchanger among ranks of torch.distributed, made when it is first asked for.
     ``draw_rank`` is this rank's number in the job. ``steps`` counts steps of the optimizer, or is None if
-    none was given. ``watch`` counts the steps of all optimizers on the model. After ``learn_levels`` steps
-    levels are learned. ``topology`` returns that of
-    ranks of torch.distributed, and ``hierarchical`` says which collectives use it; None: gathers only. ``exact`` is
-    set while weights travel uncompressed. ``grid`` has the ratios of a what-if run.
+    none was given. ``watch`` counts the steps of all optimizers on the model. ``topology`` returns that of
+    ranks of torch.distributed, and ``hierarchical`` says which collectives use it; None: gathers only. After
+    ``learn_levels`` steps levels are learned. ``exact`` is set while weights travel uncompressed. ``grid`` has the
+    ratios of a what-if run. ``lgreco`` chooses quantisers.
     """
 
     weights: Policy
@@ -281,7 +281,7 @@ class UnitExchange:
         if lgreco is not None and steps is not None:
             lgreco.ran(REDUCE_SCATTER, self.unit)
             if lgreco.is_sampled(steps):
-                lgreco.see_gradients(self.unit, numbers, whole.detach().float().cpu().numpy())
+                lgreco.see_gradients(self.unit, numbers, whole)
         statistics.gradient_bytes += self._run(exchanger, request, whole, output, self.scatters)
         statistics.dense_bytes += (len(ranks) - 1) * whole.nbytes // len(ranks)
         self.scatters += 1

@@ -80,10 +80,12 @@ class UnitLevels:
         ``given``: this rank's block of shards, or with gradients the blocks of all ranks. The exchange may write to it.
         """
         kind, passed = request.kind, bisect_right(self.points, -1 if steps is None else steps)
+        if not passed:
+            return []
+        known, learnt = self.found | self._next, []
         blocks, borders = request.blocks, request.shards(world)
-        learnt = []
         for i, (layer, compressor) in enumerate(zip(request.layers, request.compressors, strict=True)):
-            done, _ = (self.found | self._next).get((kind, layer.name), (0, ()))
+            done, _ = known.get((kind, layer.name), (0, ()))
             if done >= passed or (codebook := codebook_of(kind, layer, compressor)) is None:
                 continue
             assert blocks is not None, "fully_shard gathers and reduces blocks"
@@ -150,8 +152,7 @@ def _mean(levels: Any, counts: Any, codebook: Codebook) -> tuple[float, ...]:
     if not counts.sum():
         return codebook.levels
     total = np.zeros(levels.shape[1])
-    for count, row in zip(
-        counts, levels, strict=True
-    ):  # in rank order, whatever NumPy's own order of sums is
+    # In rank order, whatever NumPy's own order of sums is.
+    for count, row in zip(counts, levels, strict=True):
         total += count * row
     return exact_levels(total / counts.sum())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from gradcomp.compress import Compressor
+from gradcomp.compress import Compressor, Policy
 from gradcomp.compress.groups import Piece, group_of
 from gradcomp.control.base import Doubles
 from gradcomp.control.candidates import HYBRID, choices_of
@@ -17,14 +18,13 @@ from gradcomp.control.distortion.errors import errors
 from gradcomp.control.lgreco import LGreCo
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec
+from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, Array
 
 if TYPE_CHECKING:
     from gradcomp.torch.sharded.units import Sharded, Unit
 
 logger = logging.getLogger("gradcomp")
-
-KINDS = (ALL_GATHER, REDUCE_SCATTER)
 
 
 def check_controller(controller: Any) -> None:
@@ -61,11 +61,6 @@ class Row:
     def name(self) -> str:
         return self.parameter.name
 
-    def own_part(self, rank: int) -> slice:
-        """Return this rank's shard, as elements of the flat parameter."""
-        borders = self.parameter.borders(len(self.unit.ranks))
-        return slice(borders[rank], borders[rank + 1])
-
 
 @dataclass(eq=False)
 class ShardedLGreCo:
@@ -79,18 +74,16 @@ class ShardedLGreCo:
     that it owns. n(l) counts the exchanges of a period. So all rows share one budget, and what the reference loses of
     weights counts as much as what it loses of gradients.
 
-    ``exchange`` gathers one row of numbers from each rank. Sums are taken in rank order, and every rank solves the
-    same program. State: the choices, and the sums of the period, equal on all ranks.
+    The ranks gather each other's tables, 8 bytes for each choice and row. Sums are taken in rank order, and every rank
+    solves the same program. State: the choices, and the sums of the period, equal on all ranks.
     Source: Markov et al. 2024, Algorithm 1. Markov 2024, section 6, names weights as future work; the common budget is
     ours.
     """
 
     controller: LGreCo
     rows: Sequence[Row]
-    rank: int
-    world: int
+    exchanger: Exchanger
     seed: int
-    exchange: Callable[[Doubles], list[Doubles]]
     #: By kind and parameter, the quantiser in use.
     chosen: dict[tuple[str, str], Compressor] = field(default_factory=dict)
     samples: int = 0
@@ -98,6 +91,8 @@ class ShardedLGreCo:
     _runs: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        transport = self.exchanger.pipeline.transport
+        self.rank, self.world = transport.rank, transport.size
         self.width = max((len(row.choices) for row in self.rows), default=1)
         self.errors = np.zeros((len(self.rows), self.width))
         self._current = np.array([row.reference for row in self.rows], dtype=np.int64)
@@ -118,18 +113,19 @@ class ShardedLGreCo:
         """Count an exchange of a unit that sent codes."""
         self._runs[kind, unit.name] = self._runs.get((kind, unit.name), 0) + 1
 
-    def see_gradients(self, unit: Unit, numbers: Sequence[int], whole: Array) -> None:
+    def see_gradients(self, unit: Unit, numbers: Sequence[int], whole: torch.Tensor) -> None:
         """Measure this rank's own gradients in a sampled step, of the part that it owns.
 
         If a step has several reductions of a unit, the last one counts.
         """
-        block = unit.blocks(numbers, len(unit.ranks))
-        places = dict(zip(numbers, block.offsets, strict=True))
+        blocks = unit.blocks(numbers, self.world)
+        places = dict(zip(numbers, blocks.offsets, strict=True))
+        block = whole.detach().view(self.world, -1)[self.rank].float().cpu().numpy()
         for index, row in enumerate(self.rows):
             if row.kind == REDUCE_SCATTER and row.unit is unit and row.number in places:
-                part = row.own_part(self.rank)
-                begin = self.rank * block.size + places[row.number]
-                self._measure(index, whole[begin : begin + part.stop - part.start])
+                begin, end = row.parameter.borders(self.world)[self.rank :][:2]
+                at = places[row.number]
+                self._measure(index, block[at : at + end - begin])
 
     def _measure(self, index: int, values: Array) -> None:
         row = self.rows[index]
@@ -153,8 +149,8 @@ class ShardedLGreCo:
             found[index, 0], found[index, 1 : 1 + len(squares)] = 1.0, squares
         self._pending.clear()
         total = np.zeros_like(found)
-        for each in self.exchange(found.reshape(-1)):
-            total += each.reshape(found.shape)
+        for each in self.exchanger.allgather_bytes(found.tobytes()):
+            total += np.frombuffer(each).reshape(found.shape)
         total[total[:, 0] < self.world, 1:] = 0.0  # some rank had no gradient
         if np.isfinite(total).all():
             self.errors += total[:, 1:] if self.controller.squared else np.sqrt(total[:, 1:])
@@ -228,18 +224,19 @@ def payload_bytes(choice: Compressor, size: int) -> float:
 
 def rows_of(
     units: Sequence[Unit],
+    policies: Mapping[str, Policy],
     controller: LGreCo,
-    own: Callable[[str, Sharded], Compressor | None],
     check_choice: Callable[[str, LayerSpec, Compressor], None],
 ) -> list[Row]:
-    """Return the controlled rows; ``own`` gives the reference of a parameter, or None if it travels exactly."""
+    """Return a row for each parameter and kind that its policy quantises."""
     rows = []
-    for kind in KINDS:
+    for kind, policy in policies.items():
         for unit in units:
             for number, parameter in enumerate(unit.parameters):
-                if (reference := own(kind, parameter)) is None:
-                    continue
                 spec = parameter.spec(parameter.current.dtype)
+                reference, reason = policy.choose(spec)
+                if reason is not None or reference.traits.exact:
+                    continue
                 choices = choices_of(spec, reference, controller.levels)
                 for choice in choices:
                     check_choice(kind, spec, choice)
