@@ -52,7 +52,7 @@ ROWS = {
     "ef21-momentum": Row(gc.EF21(gc.PowerSGD(2), momentum=0.5), **LOW_RANK),
     "flat": Row(gc.Flat(gc.Quantize(4, 64)), **UNBIASED, by_part=True),
     "flat-odd": Row(gc.Flat(gc.Quantize(3, 33, rounding="nearest", feedback=False)), by_part=True),
-    "flat-cast": Row(gc.Flat(gc.Cast("float16")), by_part=True),
+    "flat-cast": Row(gc.Flat(gc.Cast("float16")), error=2**-10, by_part=True),
     "flat-bits-by-bucket": Row(
         gc.Flat(gc.Quantize(4, 64, allocate="bucket")), **UNBIASED, sized=False, by_part=True
     ),

@@ -89,7 +89,11 @@ class TwoLevelSelection(Wrapper):
         return self.inner.dense(exact)
 
     def bare(self) -> Compressor:
-        """Return the compressor that is applied. Of what was not drawn, the candidate sends the largest: a top-k."""
+        """Return the compressor that is applied.
+
+        The candidate of a draw is a draw of as many elements, though not of the same ones; of any other selection it is
+        a top-k.
+        """
         if self.send == DENSE:
             return Identity()
         if self.send == MINIMUM:
