@@ -63,12 +63,17 @@ def measure(options: argparse.Namespace) -> None:
     machine = report.machine()
     print(report.describe(machine))
     ranks = options.ranks * options.per_host
-    about = {"benchmark": "sharded_convergence", "steps": options.steps, "ranks": ranks}
+    about = {
+        "benchmark": "sharded_convergence",
+        "steps": options.steps,
+        "ranks": ranks,
+        "cosine": options.cosine,
+    }
     runs: list[Run] = _kept(options.json, about) if options.resume else []
     for seed, name in itertools.product(range(options.seeds), options.rows.split(",")):
         if any(run["row"] == name and run["seed"] == seed for run in runs):
             continue
-        task = Training(name, options.steps, seed, options.data and str(options.data))
+        task = Training(name, options.steps, seed, options.data and str(options.data), options.cosine)
         found = hosts.run_task(hosts.Hosts(options.ranks, ranks_per_host=options.per_host), __file__, task)
         assert len({rank["loss"] for rank in found}) == 1, "all ranks compute with the same weights"
         runs.append({"row": name, "seed": seed, **found[0]})
@@ -103,6 +108,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=1500)
+    parser.add_argument("--cosine", action="store_true", help="let the learning rate rise and fall")
     parser.add_argument("--data", type=Path, help="a text file (default: Python's standard library)")
     parser.add_argument("--json", type=Path, help="write all figures here, after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")

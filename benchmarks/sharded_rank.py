@@ -154,6 +154,7 @@ class Training:
     steps: int
     seed: int
     data: str | None
+    cosine: bool = False
 
 
 class GPT(models.WordGPT):
@@ -418,6 +419,12 @@ def digest(model: GPT) -> str:
     return sha.hexdigest()
 
 
+def rate_factor(step: int, steps: int) -> float:
+    """The part of the learning rate of a step: it rises for a twentieth of the steps, and falls as a cosine to 0."""
+    rise = max(steps // 20, 1)
+    return min((step + 1) / rise, 1.0) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
 def train_rank(task: Training, out: Path) -> None:
     """Train a row; write the held-out loss to a file."""
     torch.set_num_threads(1)
@@ -427,8 +434,12 @@ def train_rank(task: Training, out: Path) -> None:
     text = models.load_text(Path(task.data) if task.data else None, VOCABULARY)
     learn_levels = sorted({round(at * task.steps) for at in LEARNS_AT})
     trainer = make_trainer((ROWS | REPLICATED)[task.row], text, rank, world, task.seed, learn_levels)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        trainer.optimizer, lambda step: rate_factor(step, task.steps) if task.cosine else 1.0
+    )
     for _ in range(task.steps):
         trainer.step()
+        schedule.step()
 
     def held_out() -> float:
         with torch.no_grad():
