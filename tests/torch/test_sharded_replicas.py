@@ -14,7 +14,19 @@ import torch.distributed.checkpoint as dcp
 from batch import on_ranks
 from documented import ROOT, blocks
 from launching import run_ranks
-from sharded_models import CASES, WIDTH, Case, Net, Trained, build, by_blocks, go_on, loss_of, shards
+from sharded_models import (
+    CASES,
+    SAME_NUMBERS,
+    WIDTH,
+    Case,
+    Net,
+    Trained,
+    build,
+    by_blocks,
+    go_on,
+    loss_of,
+    shards,
+)
 from small_torch import shared_folder
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -83,10 +95,10 @@ def narrow(model: Net, mesh: Any) -> None:
 
 
 NARROW = Case(shard=narrow)
-EXACT = CASES | {"empty shards": NARROW}
+EXACT = CASES | {name: case for name, (case, _) in SAME_NUMBERS.items()} | {"empty shards": NARROW}
 MORE = (
     "as a whole", "modules together, in another order", "tied", "unused", "not resharded",
-    "micro-batches, reduced once", "clipped", "activation checkpointing", "recomputed units",
+    "micro-batches, reduced once", "clipped", "checkpoint", "wrapped units",
 )  # fmt: skip
 ALIKE = ["empty shards", "columns", "frozen", "bfloat16 weights", "micro-batches"]
 
