@@ -19,6 +19,7 @@ from gradcomp.exchange.arrivals import Addresses, Submission
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import DeferredFingerprint, Digests
+from gradcomp.exchange.preemption import Preemption
 from gradcomp.exchange.settings import Listener
 from gradcomp.exchange.step import StepResult
 from gradcomp.exchange.waiting import Number
@@ -145,8 +146,10 @@ def mean_of_rows(
     """
     wire = np.dtype("<f8" if dtype == np.float64 else "<f4")
     own = None if rows is None else _coalesce(name, shape, rows, wire)
-    report = json.dumps([0 if own is None else len(own[0]), own is not None])
-    counts = [_count(part) for part in exchanger.allgather_bytes(report.encode())]
+    preemption = exchanger.pipeline.preemption
+    # A model of sparse layers alone has no headers that could carry it.
+    report = json.dumps([0 if own is None else len(own[0]), (own is not None) | preemption.bits])
+    counts = [_count(part, preemption) for part in exchanger.allgather_bytes(report.encode())]
     if not any(has for _, has in counts):
         return None
     row_elements = math.prod(shape[1:])
@@ -168,10 +171,11 @@ def _coalesce(name: str, shape: tuple[int, ...], rows: tuple[Array, Array], wire
     return unique, np.add.reduceat(values[order], begins, axis=0)
 
 
-def _count(part: bytes) -> tuple[int, bool]:
+def _count(part: bytes, preemption: Preemption) -> tuple[int, bool]:
     try:
-        rows, has = json.loads(part)
-        return int(rows), bool(has)
+        rows, bits = json.loads(part)
+        preemption.hear(int(bits))
+        return int(rows), bool(bits & 1)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireFormatError(f"a count of sparse rows is malformed: {error}") from error
 

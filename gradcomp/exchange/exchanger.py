@@ -186,6 +186,7 @@ class Exchanger:
             self._times.waited()
         result = self.pipeline.result
         assert result is not None, "a step that is done has a result"
+        self.pipeline.preemption.hear(result.notices)
         self.pipeline.trace.add(("wait", result.step, WHOLE_STEP, begin, end))
         if self.recorder is not None:
             self.recorder.end()
@@ -247,6 +248,7 @@ class Exchanger:
             checksums=self._config.checksums and transport.checksums,
             memory=Memory(own, own) if apart else self._shared.memory(),
             draw_rank=draw_rank,
+            preemption=self.pipeline.preemption,
         )
 
     def begin(self, runs: Sequence[Run]) -> None:

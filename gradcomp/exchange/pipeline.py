@@ -90,6 +90,7 @@ class Pipeline:
         self._compiler = PlanCompiler(self.layers, self.config, transport, settings)
         self.allocate = allocate
         self.listener = settings.listener
+        self.preemption = settings.preemption
         self.slices_chosen = settings.slices_chosen
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)

@@ -18,6 +18,7 @@ from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.state import DoubleBuffer
 from gradcomp.core.topology import Topology
+from gradcomp.exchange.preemption import Preemption
 from gradcomp.kernels.codec import Draw, Group, Sizes, Table
 from gradcomp.kernels.cuda.mirrors import Spans
 from gradcomp.kernels.segments import DTYPE_NUMBERS, DTYPES, byte_offsets
@@ -44,7 +45,7 @@ from gradcomp.reduce.header import (
     KEPT,
     NONFINITE,
     PRESENT,
-    READY,
+    WAITING,
     BucketFlags,
     HeaderId,
 )
@@ -59,8 +60,8 @@ Inputs = Sequence[Array | None]
 Shape = tuple[int, ...]
 
 REDUCE_SCATTER, ALL_GATHER = "reduce_scatter", "all_gather"
-#: An outcome of requests only, which need no READY bit: the optimizer stepped several times since the last run.
-REPEATED = READY
+#: An outcome of requests only, which need no WAITING bit: the optimizer stepped several times since the last run.
+REPEATED = WAITING
 _KINDS: dict[str, type[ReduceScatter | AllGather]] = {REDUCE_SCATTER: ReduceScatter, ALL_GATHER: AllGather}
 _OF_HOSTS: dict[str, type[HostReduceScatter | HostAllGather]] = {
     REDUCE_SCATTER: HostReduceScatter,
@@ -281,8 +282,10 @@ class PreparedRequest:
         checksums: bool = False,
         memory: Memory = HOST_MEMORY,
         draw_rank: int | None = None,
+        preemption: Preemption | None = None,
     ) -> None:
         self.request = request
+        self._preemption = preemption or Preemption()
         self.problem: str | None = None
         #: The number of runs, the same on all ranks, and the last one's outcome, which the next one's headers carry.
         self.number = 0
@@ -397,7 +400,7 @@ class PreparedRequest:
         if outputs is None:
             outputs = [*map(np.empty, self.output_shapes, self._dtypes)]
         told = self.outcome if self.keeps_state else outcome
-        flags = self._flags_of(told | CHANGED * bool(changed), fingerprint)
+        flags = self._flags_of(told | CHANGED * bool(changed) | self._preemption.bits, fingerprint)
         flags.states[[i for i, array in enumerate(inputs) if array is None]] = 0
         number = self.number if draw is None else draw
         binding = self._binding(inputs, outputs)
@@ -410,6 +413,7 @@ class PreparedRequest:
         if self.request.kind == ALL_GATHER:  # all ranks have decoded the same codes
             for part, mine in zip(self._parts, found, strict=True):
                 flags.states[part.header_index[mine != 0]] |= NONFINITE
+        self._preemption.hear(flags.notices)
         self.number += 1
         self.codes = flags
         outcomes = int(flags.states[-1]) & (APPLIED | DISCARDED | KEPT | REPEATED)

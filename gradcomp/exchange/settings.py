@@ -15,6 +15,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.exchange.fingerprint import DeferredFingerprint, Digests
 from gradcomp.exchange.layout import Bucket
 from gradcomp.exchange.members import Roster
+from gradcomp.exchange.preemption import Preemption
 from gradcomp.kernels.devices import HOST, Device
 from gradcomp.reduce.model import Network
 
@@ -50,9 +51,10 @@ class Settings:
 
     Each rank's own: ``device``, which holds gradients and means, and so the state; ``listener``; ``digests()`` and
     ``fingerprint(step)``, which begin to compute those of the parameters and of a step; ``roster``; ``shared_core``,
-    True if the framework computes on all cores that the rank may use. ``advice`` ends
-    the error for ranks of which some applied the means of a step and others did not. ``problem`` says why this rank
-    cannot take part: it raises this, and the others a PlanMismatchError that quotes it.
+    True if the framework computes on all cores that the rank may use; ``preemption``, the process's own if all ranks of
+    the job exchange, else one that nobody signals. ``advice`` ends the error for ranks of which some applied the means
+    of a step and others did not. ``problem`` says why this rank cannot take part: it raises this, and the others a
+    PlanMismatchError that quotes it.
     """
 
     name: str = FIRST
@@ -76,6 +78,7 @@ class Settings:
     fingerprint: Callable[[int], DeferredFingerprint] | None = None
     roster: Roster | None = None
     shared_core: bool = False
+    preemption: Preemption = field(default_factory=Preemption)
     advice: str = ""
     problem: GradcompError | None = None
 

@@ -19,7 +19,7 @@ from gradcomp.kernels.codec import Sizes
 from gradcomp.kernels.replayed_calls import Pending
 from gradcomp.kernels.step import StepContext
 from gradcomp.reduce.base import Framed
-from gradcomp.reduce.header import EDITED, LATE, PRESENT, READY, SPARSE, WAITING, BucketFlags, HeaderId
+from gradcomp.reduce.header import EDITED, LATE, PRESENT, SPARSE, WAITING, BucketFlags, HeaderId
 from gradcomp.transport.base import Handle, Operation, Transport
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class StepResult:
 
     ``present``: some rank had a dense gradient. ``sparse``: some rank had a sparse one. ``nonfinite``: some rank
     had a NaN or an infinity, or the mean overflowed. ``outcomes`` has the outcomes of the exchange before, as bits
-    of all ranks. ``notices`` has LATE of this exchange, EDITED of the one before, and DIFFERENT, each if some rank
-    set it. ``results`` is a check value of all coded means as this rank decodes them, which differs between ranks
-    only if something is wrong; sums are no part of it.
+    of all ranks. ``notices`` has LATE and PREEMPTED of this exchange, EDITED of the one before, and DIFFERENT, each if
+    some rank set it. ``results`` is a check value of all coded means as this rank decodes them, which differs between
+    ranks only if something is wrong; sums are no part of it.
     """
 
     step: int
@@ -183,8 +183,8 @@ class StepExchange:
         if self._plans.active is not None:
             while self._plans.active.overdue:
                 yield Waiting.BACKGROUND
-        ready = READY if self._plans.ready else WAITING
-        self._own_state = pipeline.outcome | pipeline.notices & EDITED | ready
+        self._own_state = pipeline.outcome | pipeline.notices & EDITED | pipeline.preemption.bits
+        self._own_state |= WAITING * (not self._plans.ready)
         while not overlap and not self._arrivals.flushed:
             yield Waiting.LAYERS
         if not programs:  # every layer has sparse gradients

@@ -15,7 +15,7 @@ from gradcomp.core.config import Config, unknown_variables
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.core.scheme import AUTO
 from gradcomp.exchange.thread import finish_background
-from gradcomp.job import process_end
+from gradcomp.job import preemption, process_end
 from gradcomp.job.cores import available_cores, kernel_threads, warn_of_threads
 from gradcomp.job.launch import Launch, Ranks
 from gradcomp.job.membership import describe, introduce, part, set_of, warn_of_variables
@@ -79,6 +79,7 @@ def begin(
         _release(runtime, orderly=True)
         raise
     _runtime = runtime
+    preemption.process.agreed = False
     process_end.observe()
     atexit.register(shutdown)
     announce_job(runtime)
@@ -108,6 +109,7 @@ def shutdown() -> None:
     if runtime.size > 1:
         runtime.watchdog.stop()
     _release(runtime, orderly)
+    preemption.restore()
 
 
 def _release(runtime: Runtime, orderly: bool) -> None:
@@ -185,6 +187,21 @@ def cross_size() -> int:
         StateError: before ``init``.
     """
     return current().launch.cross_size
+
+
+def preempted() -> bool:
+    """Return whether some rank has got a signal that :func:`handle_preemption` handles, as all ranks know.
+
+    Read it after ``step()``: there it is the same on all ranks, so that all can save and leave together. A signal
+    travels in the headers of the next exchange that begins on its rank, and needs no message of its own; until then it
+    is false, on that rank too. It stays true until ``shutdown()``. Exchanges among some of the ranks, such as those of
+    a process set, do not carry it. In a world of one, where nothing is exchanged, it is true from the signal on.
+
+    Raises:
+        StateError: before ``init``.
+    """
+    told = preemption.process
+    return told.requested if current().size == 1 else told.agreed
 
 
 def _choose_kernels(config: Config) -> None:

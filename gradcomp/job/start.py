@@ -21,7 +21,9 @@ from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.driver import Adapter, StepDriver
 from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.layout import compressors_of
+from gradcomp.exchange.preemption import Preemption
 from gradcomp.exchange.settings import Settings
+from gradcomp.job import preemption
 from gradcomp.job.launch import Ranks
 from gradcomp.job.membership import meet
 from gradcomp.job.network import make_transport
@@ -198,6 +200,7 @@ def start(
                 fingerprint=adapter.fingerprint,
                 roster=state.roster(ranks),
                 shared_core=state.shares_core,
+                preemption=_preemption(state, ranks),
                 advice=adapter.words.unequal_steps,
                 problem=refusal(config, policy, device),
             ),
@@ -239,13 +242,21 @@ def start(
 def start_requests(state: Runtime, ranks: Ranks, transport: Transport) -> Exchanger:
     """Return an exchanger without layers, for requests between steps. Collective: see :class:`Exchanger`."""
     settings = Settings(
-        name=state.name(ranks), topology=state.topology.among(ranks), roster=state.roster(ranks)
+        name=state.name(ranks),
+        topology=state.topology.among(ranks),
+        roster=state.roster(ranks),
+        preemption=_preemption(state, ranks),
     )
     exchanger = Exchanger(
         state.engine, [], Plan(0, ()), transport, state.watchdog, state.config, lambda _: 0, settings
     )
     state.add(exchanger)
     return exchanger
+
+
+def _preemption(state: Runtime, ranks: Ranks) -> Preemption:
+    """Return the process's own if all ranks exchange, so that they all know the same, else one that nobody signals."""
+    return preemption.process if ranks == state.everyone else Preemption()
 
 
 def say_what_is_bypassed(policy: Policy) -> None:

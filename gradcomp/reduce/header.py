@@ -20,7 +20,7 @@ from gradcomp.kernels.devices import HOST
 from gradcomp.kernels.reference_headers import ALIGNMENT, FIXED, checksums_of
 from gradcomp.transport.base import Bytes
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAGIC = 0x6347
 
 #: Bits of a layer's state byte, on one rank in one step. PRESENT: the rank has a dense gradient for the layer.
@@ -32,8 +32,9 @@ PRESENT, NONFINITE, SPARSE = 1, 2, 4
 #: added. None of the three is set if there was no exchange.
 APPLIED, DISCARDED, KEPT = 1, 2, 4
 
-#: Bits of the same byte on ranks that train: the rank holds the next plan; it does not hold it yet.
-READY, WAITING = 8, 16
+#: Bits of the same byte. WAITING, in messages of a step: the rank does not hold the next plan yet. PREEMPTED: the rank
+#: was told that it will be stopped, see :mod:`gradcomp.exchange.preemption`.
+WAITING, PREEMPTED = 8, 16
 
 #: Bits of the same byte in messages of a step. LATE: on this rank ``step()`` ends the exchange, because none of its
 #: gradients has. EDITED: in the last exchange another rank was late, and this one changed its means before ``step()``.
@@ -47,8 +48,8 @@ DECLINED, CHANGED = 32, 64
 
 _OF_A_LAYER = PRESENT | NONFINITE | SPARSE
 _OUTCOMES = APPLIED | DISCARDED | KEPT
-_OF_STEPS = _OUTCOMES | READY | WAITING | LATE | EDITED | DIFFERENT
-_OF_REQUESTS = _OUTCOMES | READY | WAITING
+_OF_STEPS = _OUTCOMES | WAITING | PREEMPTED | LATE | EDITED | DIFFERENT
+_OF_REQUESTS = _OUTCOMES | WAITING | PREEMPTED
 
 _NOTHING = np.zeros(0, dtype=np.uint8)
 
@@ -95,13 +96,13 @@ class BucketFlags:
 
     @property
     def notices(self) -> int:
-        """Return those of LATE, EDITED and DIFFERENT that some rank has set."""
-        return int(self.states[-1]) & (LATE | EDITED | DIFFERENT)
+        """Return those of LATE, EDITED, DIFFERENT and PREEMPTED that some rank has set."""
+        return int(self.states[-1]) & (LATE | EDITED | DIFFERENT | PREEMPTED)
 
     @property
     def ready(self) -> bool:
-        """Return true if all ranks that train hold the next plan."""
-        return int(self.states[-1]) & (READY | WAITING) == READY
+        """Return true if all ranks hold the next plan."""
+        return not int(self.states[-1]) & WAITING
 
     @property
     def declined(self) -> bool:
@@ -308,7 +309,7 @@ class CountHeader:
     M sum(v^2) = sum(v)^2 holds only if all v are equal.
     """
 
-    _OF_RANKS = (READY, WAITING, LATE, EDITED)
+    _OF_RANKS = (WAITING, PREEMPTED, LATE, EDITED)
 
     def __init__(self, layers: int) -> None:
         self._rows = layers + 1  # a row per layer and one for the ranks

@@ -30,6 +30,7 @@ from gradcomp.core.topology import Topology
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.fingerprint import NOTHING
 from gradcomp.exchange.pipeline import Pipeline
+from gradcomp.exchange.preemption import Preemption
 from gradcomp.exchange.settings import Settings
 from gradcomp.exchange.step import StepResult
 from gradcomp.kernels.devices import HOST, Device
@@ -253,7 +254,7 @@ class Simulation:
                 compression,
                 transport,
                 config,
-                replace(shared_settings, controller=run, device=device),
+                replace(shared_settings, controller=run, device=device, preemption=Preemption()),
             )
             for transport, run, device in zip(transports, running, places, strict=True)
         ]

@@ -9,6 +9,7 @@ import gradcomp.tf.bridge  # before anything else that imports TensorFlow, so th
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job.checkpoint import load, save
 from gradcomp.job.names import refusing
+from gradcomp.job.preemption import handle_preemption
 from gradcomp.job.reduce_op import ReduceOp
 from gradcomp.job.runtime import is_homogeneous
 from gradcomp.tf import callbacks, collectives, names, objects
@@ -17,7 +18,7 @@ from gradcomp.tf.collectives import *  # noqa: F403
 from gradcomp.tf.names import *  # noqa: F403 - those that gradcomp.tf.keras has too
 from gradcomp.tf.objects import *  # noqa: F403
 from gradcomp.tf.optimizer import DistributedOptimizer
-from gradcomp.tf.runtime import join
+from gradcomp.tf.runtime import join, preempted
 from gradcomp.tf.saving import CompressionState, load_model
 from gradcomp.tf.sensitivity import Sensitivity
 from gradcomp.tf.sync_batch_norm import SyncBatchNormalization
@@ -30,8 +31,8 @@ __getattr__ = refusing(__name__, names.TF)
 
 __all__ = [
     "CompressionState", "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",
-    "ReduceOp", "Sensitivity", "SyncBatchNormalization", "callbacks", "is_homogeneous", "join", "load", "load_model",
-    "record_gradients", "save", "typed_errors",
+    "ReduceOp", "Sensitivity", "SyncBatchNormalization", "callbacks", "handle_preemption", "is_homogeneous", "join",
+    "load", "load_model", "preempted", "record_gradients", "save", "typed_errors",
 ]  # fmt: skip
 __all__ += collectives.__all__
 __all__ += objects.__all__

@@ -38,7 +38,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     Each backup has its own directory. The file ``latest`` names the last backup; one rename replaces it when all ranks
     have written, so a kill at any moment leaves this backup or the one before. On the same number of ranks, training
     then continues bit for bit if its epochs start from the same data. With ``save_freq`` in batches it continues from
-    the beginning of the epoch, as with Keras' callback.
+    the beginning of the epoch, as with Keras' callback. After a signal that :func:`gradcomp.tf.handle_preemption` has
+    noted it backs up after the batch, and ends ``fit``; this backup is kept.
 
     Args:
         backup_dir: a directory that all ranks share, for this run alone.
@@ -67,11 +68,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._epoch = 0
         self._last_batch = -1
         self._since = 0
+        self._preempted = False  # by the signal, which has ended the epoch early
 
     # ------------------------------------------------------------------------------------------ Keras calls
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the last backup, if there is one."""
+        self._preempted = False
         keras_model.require_distributed(self.model, self)
         if not self.model.built or not keras_model.build_optimizers(self.model):
             raise ConfigError(
@@ -92,7 +95,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._epoch, self._last_batch = epoch, -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """If ``save_freq`` is a number, write a backup after every ``save_freq`` batches."""
+        """Write a backup after every ``save_freq`` batches, if it is a number, and when the job is preempted."""
+        if runtime.preempted():
+            if not self._preempted:
+                self._preempted = self.model.stop_training = True
+                ends = batch + 1 == self.params["steps"]
+                self._backup(self._epoch + ends, 0 if ends else batch)
+            return
         if self.save_freq == "epoch":
             return
         self._since += batch - self._last_batch
@@ -103,12 +112,12 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a backup if ``save_freq`` is ``"epoch"``."""
-        if self.save_freq == "epoch":
+        if self.save_freq == "epoch" and not self._preempted:
             self._backup(epoch + 1, 0)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the backup if ``delete_checkpoint`` is set."""
-        if self.delete_checkpoint:
+        if self.delete_checkpoint and not self._preempted:
             self._of_root("removed", lambda: self._remove_all_but(None))
 
     # ------------------------------------------------------------------------------------------ files

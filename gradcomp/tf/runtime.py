@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradcomp.core.config import Config
-from gradcomp.core.errors import ConfigError, is_there
+from gradcomp.core.errors import ConfigError, StateError, is_there
 from gradcomp.core.scheme import AUTO
 from gradcomp.job import joining, runtime
 from gradcomp.job.cores import available_cores
@@ -50,6 +50,19 @@ def join() -> Any:
         return joining.join()
 
     return run("join", lambda: [np.asarray(joining.join(), np.int32)], [], [tf.int32])[0]
+
+
+def preempted() -> bool:
+    """Return whether some rank has got a signal that ``handle_preemption`` handles, as all ranks know.
+
+    Read it after a step, outside of tf.function, as in ``on_train_batch_end`` of a callback: there it is the same on
+    all ranks, so that all can save and leave together. See :func:`gradcomp.torch.preempted`.
+
+    Raises StateError before ``init``, and while a tf.function is traced, in which it would be a constant.
+    """
+    if not tf.executing_eagerly():
+        raise StateError("preempted() would be a constant in a tf.function: call it outside, after the step")
+    return runtime.preempted()
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None, **settings: Any) -> None:

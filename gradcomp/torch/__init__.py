@@ -7,8 +7,9 @@ import gradcomp.torch.requires  # before anything that imports torch, so that it
 from gradcomp import *  # noqa: F403 - its public names are public here too
 from gradcomp.job import names
 from gradcomp.job.names import *  # noqa: F403 - those that gradcomp.tf has too
+from gradcomp.job.preemption import handle_preemption
 from gradcomp.job.reduce_op import ReduceOp
-from gradcomp.job.runtime import is_homogeneous
+from gradcomp.job.runtime import is_homogeneous, preempted
 from gradcomp.torch.async_calls import Handle, poll, synchronize
 from gradcomp.torch.broadcast_state import (
     allgather_object,
@@ -70,9 +71,9 @@ __all__ = [
     "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
     "broadcast_parameters", "compress_fsdp", "ddp_comm_hook", "gloo_built", "grouped_allgather",
     "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
-    "join", "load", "poll", "record_gradients", "reducescatter", "reducescatter_async", "save",
-    "sparse_allreduce_async", "synchronize",
+    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "handle_preemption", "init",
+    "is_homogeneous", "join", "load", "poll", "preempted", "record_gradients", "reducescatter", "reducescatter_async",
+    "save", "sparse_allreduce_async", "synchronize",
 ]  # fmt: skip
 __all__ += names.__all__
 __all__ += gradcomp.__all__

@@ -23,7 +23,7 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.core.topology import Topology
-from gradcomp.reduce.header import NONFINITE, PRESENT, READY, ByteHeader
+from gradcomp.reduce.header import NONFINITE, PREEMPTED, PRESENT, ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import DTYPES, Simulation, same_bytes
 
@@ -160,8 +160,8 @@ RESULTS = {
 
 @pytest.mark.parametrize("reduction", [r for r in RESULTS if r not in ("tree", "gather")])  # several results
 def test_results_that_disagree_on_the_ranks_are_refused(reduction: str):
-    """No rank has the next plan, but one result says that a rank has it."""
-    change = overwritten(32 + len(LAYERS), lambda byte: byte | READY)
+    """No rank is preempted, but one result says that a rank is."""
+    change = overwritten(32 + len(LAYERS), lambda byte: byte | PREEMPTED)
     for receiver, errors in attempts(reduction, change, RESULTS[reduction]):
         one_noticed(errors, receiver, WireFormatError)
 

@@ -23,7 +23,7 @@ from gradcomp.kernels.step import StepContext
 from gradcomp.reduce import make
 from gradcomp.reduce.base import framed
 from gradcomp.reduce.costs import OVERLAP, cheapest, cost, load_of, predict, predict_step
-from gradcomp.reduce.header import APPLIED, PRESENT, READY, BucketFlags, HeaderId, Headers
+from gradcomp.reduce.header import APPLIED, PRESENT, WAITING, BucketFlags, HeaderId, Headers
 from gradcomp.reduce.model import Cost, Load, Network
 from gradcomp.testing.simulation import Simulation, plan_for
 from gradcomp.transport.base import AllGather, AllToAll, Exchange
@@ -354,7 +354,7 @@ def test_some_of_1024_ranks_send_what_the_formula_says(reduction: str, monkeypat
     """Each of them runs alone, on messages that no rank sent, so headers are not checked."""
     world = 1024
     topology = Topology(tuple(r // 64 for r in range(world)))
-    monkeypatch.setattr(Headers, "read", lambda self, *_: [APPLIED | READY] * len(self.senders))
+    monkeypatch.setattr(Headers, "read", lambda self, *_: [APPLIED | WAITING] * len(self.senders))
     parts = one_bucket(LARGE, plan_for(LARGE, Quantize(2, 32)))
     formula = cost(parse(reduction), load_of(parse(reduction), parts, len(LARGE)), topology)
     want = bytes_by_rank(formula, world)
@@ -367,7 +367,7 @@ def test_some_of_1024_ranks_send_what_the_formula_says(reduction: str, monkeypat
             room = world * len(built._own.buffer) if reduction == "all_to_all" else 0
             assert kept - room < 2 << 20
         assert (built.rounds, built.bytes_sent) == (formula.rounds, want[rank])
-        flags = BucketFlags(np.array([PRESENT] * len(LARGE) + [APPLIED | READY], np.uint8), rank)
+        flags = BucketFlags(np.array([PRESENT] * len(LARGE) + [APPLIED | WAITING], np.uint8), rank)
         context, binding = StepContext(Draw(0, 0, rank), world), Nothing()
         program = framed(built.run(context, binding, flags), HeaderId(1, 2, 0), flags)
         found = [sent(operation, rank) for (operation,) in program]

@@ -16,8 +16,8 @@ from gradcomp.reduce.header import (
     DIFFERENT,
     DISCARDED,
     NONFINITE,
+    PREEMPTED,
     PRESENT,
-    READY,
     SPARSE,
     WAITING,
     BucketFlags,
@@ -32,7 +32,8 @@ HEADER_ID = HeaderId(check=0xDEADBEEF, step=41, bucket=3)
 CHECKED = HEADER_ID._replace(checksums=True)
 LAYERS = 5
 STATES = np.array(
-    [0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE, APPLIED | READY], dtype=np.uint8
+    [0, PRESENT, PRESENT | NONFINITE, SPARSE, PRESENT | NONFINITE | SPARSE, APPLIED | PREEMPTED],
+    dtype=np.uint8,
 )
 CHUNK, SENDER, FINGERPRINT = 1, 2, 0x89ABCDEF
 
@@ -77,8 +78,8 @@ class TestByteHeader:
         assert (payloads, ranks) == ([0], [STATES[-1]])
 
     def test_the_bytes_are_those_of_the_page(self):
-        fixed = "4763 05 00 efbeadde 29000000 0300 0100 14000000 0500 0200 efcdab89 00000000"
-        states = "00 01 03 04 07 09" + "00" * 10
+        fixed = "4763 06 00 efbeadde 29000000 0300 0100 14000000 0500 0200 efcdab89 00000000"
+        states = "00 01 03 04 07 11" + "00" * 10
         assert message()[:48].tobytes() == bytes.fromhex(fixed + states)
         checked = message(header_id=CHECKED)
         assert np.flatnonzero(checked != message()).tolist() == [28, 29, 30, 31]
@@ -276,7 +277,7 @@ def test_flags_tell_what_all_ranks_said():
     assert flags.present.tolist() == [False, True, True, False, True]
     assert flags.nonfinite.tolist() == [False, False, True, False, True]
     assert flags.outcomes == APPLIED
-    several = BucketFlags(np.array([0] * LAYERS + [APPLIED | READY | DISCARDED | WAITING], np.uint8))
+    several = BucketFlags(np.array([0] * LAYERS + [APPLIED | DISCARDED | WAITING], np.uint8))
     assert several.outcomes == APPLIED | DISCARDED
 
 
@@ -291,10 +292,8 @@ def test_a_chain_of_ranks_notices_a_difference_across_those_without_a_fingerprin
     assert passed.notices == DIFFERENT
 
 
-@pytest.mark.parametrize(
-    ("of_ranks", "ready"), [(0, False), (READY, True), (WAITING, False), (READY | WAITING, False)]
-)
-def test_all_are_ready_if_one_is_and_none_is_not(of_ranks: int, ready: bool):
+@pytest.mark.parametrize(("of_ranks", "ready"), [(0, True), (WAITING, False), (WAITING | PREEMPTED, False)])
+def test_all_are_ready_if_none_is_not(of_ranks: int, ready: bool):
     assert BucketFlags(np.array([PRESENT, APPLIED | of_ranks], np.uint8)).ready is ready
 
 
