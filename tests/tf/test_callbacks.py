@@ -5,7 +5,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,7 @@ from keras_checks import (
 
 import gradcomp.tf as gc
 import gradcomp.tf.keras as hvd
+from gradcomp.job import preemption
 from gradcomp.tf import backup, callbacks
 
 
@@ -348,6 +353,67 @@ def test_training_goes_on_after_a_kill_bit_for_bit() -> None:
     _, counted, epochs = train(directory, 3)
     assert epochs == [2]  # from the beginning of the epoch, as with Keras
     assert int(counted.iterations) == counted.compression_state()["step"] == 8 + 3
+
+
+@contextmanager
+def told_nothing() -> Iterator[None]:
+    """The process handles SIGTERM, and begins as one that was told nothing."""
+    process = preemption.process
+    gc.handle_preemption()
+    try:
+        yield
+    finally:
+        preemption.restore()
+        process.requested = process.agreed = False
+
+
+class Preempt(Callback):
+    """Rank 1 gets SIGTERM before the batch with this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0 and gc.rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@on_ranks(2, env=ENV)
+def test_a_preempted_fit_backs_up_and_ends_after_the_same_batch() -> None:
+    directory, other = shared_directory(), shared_directory()
+    traced = {"batches": 8, "eagerly": False}
+    whole, optimizer, _ = train(other, 3, **traced)
+    for number, backed_up, left in ((8, "epoch-1-iteration-8", [1, 2]), (12, "epoch-1-iteration-12", [1])):
+        with told_nothing():
+            _, _, epochs = train(directory, 3, [Preempt(number)], **traced)
+            assert gc.preempted()
+        assert epochs == [0, 1][: -(-number // 8)]
+        assert backups(directory) == [backed_up]
+        if number == 8:  # with its last batch the epoch is over
+            resumed, again, epochs = train(directory, 3, **traced)
+            assert_equal([*whole.weights, *optimizer.variables], [*resumed.weights, *again.variables])
+        else:
+            _, again, epochs = train(directory, 2, **traced)
+            assert int(again.iterations) == again.compression_state()["step"] == 12 + 8
+        assert epochs == left
+        gc.broadcast_object(None)  # rank 0 has removed the backup
+
+
+@on_ranks(2, env=ENV)
+def test_a_tape_tells_the_others_and_a_function_cannot_ask() -> None:
+    weight = tf.Variable([1.0, 2.0])
+    with told_nothing():
+        if gc.rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not gc.preempted()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight**2)
+        gc.DistributedGradientTape(tape).gradient(loss, [weight])
+        assert gc.preempted()
+        with pytest.raises(gc.StateError, match="would be a constant"):
+            tf.function(gc.preempted, autograph=False)()
 
 
 @on_ranks(2, env=ENV)
