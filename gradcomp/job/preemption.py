@@ -45,7 +45,8 @@ def handle_preemption(*signals: int) -> None:
             "handle_preemption() must be called in the main thread: Python installs signal handlers there"
         )
     for number in chosen:
-        if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
+        valid = isinstance(number, int) and number in signal.valid_signals()
+        if not valid or number in (signal.SIGKILL, signal.SIGSTOP):
             raise ConfigError(
                 f"handle_preemption() takes signals that a process can handle, got {number!r:.80}"
             )

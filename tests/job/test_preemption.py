@@ -84,7 +84,7 @@ def test_a_forked_child_can_be_terminated():
     assert not preemption.process.requested
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 1000, "SIGTERM"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 1000, "SIGTERM", [15]])
 def test_what_cannot_be_handled_is_refused(number):
     with pytest.raises(ConfigError, match="signals that a process can handle"):
         handle_preemption(signal.SIGUSR1, number)
