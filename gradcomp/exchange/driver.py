@@ -376,13 +376,14 @@ class StepDriver:
                 f"layer {layers[mixed[0]].name!r} has a sparse gradient on one rank and a dense one on another"
             )
         means: dict[int, Rows | None] = {}
+        divisor = float(self.exchanger.pipeline.active) or self._divisor  # counted for means only
         for layer in sorted(self.exchanger.pipeline.ordering.sparse):
             wire = np.dtype("<f8" if layers[layer].dtype == "float64" else "<f4")
             rows = self._rows.pop(layer, None)
             with self.telling():  # the others wait for this rank's rows
                 own = None if rows is None else rows()
                 means[layer] = mean_of_rows(
-                    self.exchanger, layers[layer].name, self._shapes[layer], wire, own, self._divisor
+                    self.exchanger, layers[layer].name, self._shapes[layer], wire, own, divisor
                 )
         return means
 

@@ -86,7 +86,7 @@ class StepMemory:
         """Compute the values that the group's compressor reads instead of gradients; return their addresses by layer.
 
         The values are u = momentum u + clip scale g, where, per layer, clip = min(1, clip_norm / (sqrt(N) ||s||))
-        for the rank's share s = scale g / divisor of the result.
+        for the rank's share s = scale g / divisor of the result; N is the number of ranks in the result.
         """
         if group in self._prepared:
             return self._prepared[group]
@@ -99,7 +99,7 @@ class StepMemory:
             group.device.kernels.squares(table, squares)
             of_layers = np.bincount(layers, squares)[layers]  # summed over a layer's segments
             norms = np.sqrt(of_layers) * (self._context.scale / self._context.divisor)
-            limit = compressor.traits.clip_norm / np.sqrt(self._context.world)
+            limit = compressor.traits.clip_norm / np.sqrt(self._context.active or self._context.world)
             with np.errstate(all="ignore"):
                 factors *= np.where(norms > limit, limit / norms, 1.0).astype(np.float32)
         if compressor.traits.momentum:

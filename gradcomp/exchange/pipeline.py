@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gradcomp.compress.base import MOMENTUM
 from gradcomp.control.base import ControllerRun
 from gradcomp.core.config import HOST_SLICE, Config
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import ConfigError, StateError, WireFormatError
 from gradcomp.core.layers import LayerSpec, check_unique
 from gradcomp.core.metrics import StepMetrics
 from gradcomp.core.plan import Plan
@@ -94,6 +94,10 @@ class Pipeline:
         self.slices_chosen = settings.slices_chosen
         self.residuals = Residuals([0] * len(layers), device.zeros)
         self.fields = Fields(len(layers), device.zeros)
+        #: For ``divide="active"``: True on a rank that trains, False on one that has joined. None: means are over all.
+        self.trains: bool | None = None
+        #: The number of ranks that trained in the last step, if it was counted; else 0.
+        self.active = 0
         self.learning_rate = 0.0  # learning rate of the last accepted step; 0: not known
         #: The outcome of this rank's last exchange, which the next one's headers carry; 0 if there was none.
         self.outcome = 0
@@ -123,7 +127,8 @@ class Pipeline:
         )
         #: The numbers of the layout's exchange buckets in the order in which they travel.
         self.travel: tuple[int, ...] = ()
-        self._average = settings.average
+        #: True if results are means over ranks, else sums.
+        self.average = settings.average
         self._order_step = settings.order_step
         controller = settings.controller
         self.plans = Plans(self.layers, settings.schedule, controller)
@@ -387,7 +392,7 @@ class Pipeline:
         return StepContext(
             draw,
             self.transport.size,
-            average=self._average,
+            average=self.average,
             momenta=momenta,
             fields=self.fields,
             number=self.step,
@@ -397,6 +402,14 @@ class Pipeline:
         """Count a round that took ``seconds`` on the wire, of a step or between two."""
         self.advances += 1
         self.statistics.wire_seconds += seconds
+
+    def count_active(self) -> Generator[Waiting, None, None]:
+        """Count the ranks that train in this step. Wire: one number."""
+        count = np.full(1, self.trains, dtype=np.float32)
+        yield from collective(AllReduce(count), self.transport)
+        if count[0] not in range(self.transport.size + 1):
+            raise WireFormatError(f"{count[0]} of {self.transport.size} ranks train, which is impossible")
+        self.active = int(count[0])
 
     def contribute(self) -> None:
         """Start the sums and gathers of a step that are under way together with its last bucket."""

@@ -187,6 +187,10 @@ class StepExchange:
         self._own_state |= WAITING * (not self._plans.ready)
         while not overlap and not self._arrivals.flushed:
             yield Waiting.LAYERS
+        pipeline.active = 0
+        if pipeline.trains is not None:
+            self.position = (0, 0)
+            yield from pipeline.count_active()
         if not programs:  # every layer has sparse gradients
             yield from self._learn_numbers()
             pipeline.contribute()
@@ -301,6 +305,7 @@ class StepExchange:
             unscale=scale,
             rate_ratio=last / rate if last and rate else 1.0,
             observations=self._plans.observations,
+            active=self._pipeline.active,
         )
 
     def _meanwhile(self, waiting: InFlight | None = None) -> None:

@@ -49,8 +49,8 @@ class Runtime:
     channel_errors: dict[Ranks, GradcompError] = field(default_factory=dict)
     #: The names of the user's pending calls, with their ranks.
     in_flight: set[tuple[Ranks, str]] = field(default_factory=set)
-    #: The number of times that this rank has joined.
-    joins: int = 0
+    #: The number of times that this rank has joined, by the ranks that join together.
+    joins: Counter[Ranks] = field(default_factory=Counter)
     topology: Topology = field(init=False)
     #: A random name of the job, the same on all ranks; empty in a world of one.
     job: str = ""

@@ -41,7 +41,8 @@ class StepContext:
     mean over ranks, else their sum. ``rate_ratio``: the last learning rate over this one, for residuals that follow
     it; ``decay``: the resulting factor of a group's residuals. ``momenta``: the optimizer's momentum by layer, where
     it is known. ``fields``: the state except residuals that compressors keep by layer. ``observations`` is set if a
-    controller reads them. ``number``: the step's number.
+    controller reads them. ``number``: the step's number. ``active``: the number of ranks by which the mean is taken
+    where ranks have joined and ``divide="active"``; 0: all.
     """
 
     draw: Draw
@@ -55,6 +56,7 @@ class StepContext:
     fields: Fields | None = None
     observations: Observations | None = None
     number: int = 0
+    active: int = 0
 
     @cached_property
     def shared(self) -> Draw:
@@ -64,12 +66,17 @@ class StepContext:
     @property
     def divisor(self) -> float:
         """Returns the number that divides a sum over ranks to give the result."""
-        return float(self.world) if self.average else 1.0
+        return float(self.active or self.world) if self.average else 1.0
+
+    @property
+    def share(self) -> float:
+        """Returns the factor that turns a mean over all ranks into one over those that train; 1 for a sum."""
+        return self.world / self.active if self.average and self.active else 1.0
 
     @property
     def unscale_mean(self) -> float:
         """Returns the factor that turns the mean of encoded contributions into the result."""
-        return self.unscale * (1 if self.average else self.world)
+        return self.unscale * (self.share if self.average else self.world)
 
     def of(self, group: Group) -> StepContext:
         """Returns the context for a group: a prepared gradient is scaled already."""

@@ -15,10 +15,11 @@ from gradcomp.job.runtime import is_homogeneous
 from gradcomp.tf import callbacks, collectives, names, objects
 from gradcomp.tf.bridge import typed_errors
 from gradcomp.tf.collectives import *  # noqa: F403
+from gradcomp.tf.joining import join
 from gradcomp.tf.names import *  # noqa: F403 - those that gradcomp.tf.keras has too
 from gradcomp.tf.objects import *  # noqa: F403
 from gradcomp.tf.optimizer import DistributedOptimizer
-from gradcomp.tf.runtime import join, preempted
+from gradcomp.tf.runtime import preempted
 from gradcomp.tf.saving import CompressionState, load_model
 from gradcomp.tf.sensitivity import Sensitivity
 from gradcomp.tf.sync_batch_norm import SyncBatchNormalization

@@ -16,9 +16,11 @@ from gradcomp.core.metrics import PREFIX
 from gradcomp.exchange.request_group import Call
 from gradcomp.job import runtime
 from gradcomp.job.channel import channel_of
+from gradcomp.job.joining import Divide
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.tf import keras_model
 from gradcomp.tf.backup import BackupAndRestore
+from gradcomp.tf.joining import JoinContext
 from gradcomp.tf.local import Local
 from gradcomp.tf.objects import broadcast_variables
 
@@ -26,6 +28,7 @@ __all__ = [
     "BackupAndRestore",
     "BroadcastGlobalVariables",
     "CompressionMetrics",
+    "Join",
     "LearningRateSchedule",
     "LearningRateWarmup",
     "MetricAverage",
@@ -79,6 +82,44 @@ class BroadcastGlobalVariables(keras.callbacks.Callback):
             variable for variable in keras_model.variables_of(self.model) if variable not in self._local
         ]
         broadcast_variables(shared, self.root_rank, process_set=ProcessSet(keras_model.ranks_of(self.model)))
+
+
+class Join(keras.callbacks.Callback):
+    """Let ranks have unequal numbers of batches in ``fit``: all epochs end together, with the same variables.
+
+    A rank that has trained on its last batch of an epoch takes part in the others' steps, see
+    :func:`gradcomp.tf.join`. Then all ranks take over the weights and the optimizers' variables of a rank that trained
+    last, before the epoch is validated. ``divide`` is ``"all"`` or ``"active"``. Put it before the callbacks that call
+    collectives at the end of an epoch, such as :class:`MetricAverage`. Metrics of an epoch are those of a rank's own
+    batches. Wire: at the end of an epoch, those variables once. Collective. Raises ConfigError if the model has no
+    distributed optimizer, or is not built: a rank without batches would never build it.
+    """
+
+    def __init__(self, divide: Divide = "all") -> None:
+        super().__init__()
+        self.divide: Divide = divide
+        self._context: JoinContext | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Check that the model has a distributed optimizer."""
+        keras_model.require_distributed(self.model, self)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Compare the ranks' arguments."""
+        self._context = JoinContext([self.model], self.divide).__enter__()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Wait for the other ranks before the epoch is validated."""
+        self._leave()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Wait for the other ranks, unless that was done before a validation."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)
 
 
 class MetricAverage(keras.callbacks.Callback):

@@ -1,4 +1,4 @@
-"""``init`` and ``join`` for TensorFlow: ranks meet through MPI alone, or through torch.distributed."""
+"""``init`` for TensorFlow: ranks meet through MPI alone, or through torch.distributed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, StateError, is_there
 from gradcomp.core.scheme import AUTO
-from gradcomp.job import joining, runtime
+from gradcomp.job import runtime
 from gradcomp.job.cores import available_cores
 from gradcomp.job.launch import Launch, Ranks, discover, ranks_of
 from gradcomp.job.network import Alone, Network
-from gradcomp.tf.bridge import plain, run
 
 MPI, TORCH = "mpi", "torch"
 #: Transport between hosts -> the engine that it needs; other transports work with either engine.
@@ -33,23 +31,6 @@ def gloo_built() -> bool:
     from torch import distributed
 
     return distributed.is_available() and distributed.is_gloo_available()
-
-
-@plain
-def join() -> Any:
-    """Tell the ranks that this one is out of data, wait until all are, and return the rank with the most steps.
-
-    Until then the steps and allreduces of the other ranks continue. This rank contributes no gradient to a step
-    and zeros to an allreduce, and means are still divided by N. Its variables do not change, so broadcast from
-    the rank that is returned: an integer, or inside a tf.function an int32 scalar. If another rank calls any
-    other collective, that call raises ConfigError on that rank. Raises StateError before ``init``,
-    TransportError if a rank fails. Wire: the messages of the other ranks' exchanges, and a small value in the
-    job's store for each exchange.
-    """
-    if tf.executing_eagerly() or runtime.size() == 1:
-        return joining.join()
-
-    return run("join", lambda: [np.asarray(joining.join(), np.int32)], [], [tf.int32])[0]
 
 
 def preempted() -> bool:

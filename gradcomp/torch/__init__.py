@@ -44,8 +44,9 @@ from gradcomp.torch.collectives import (
     sparse_allreduce_async,
 )
 from gradcomp.torch.ddp import ddp_comm_hook
+from gradcomp.torch.joining import join
 from gradcomp.torch.optimizer import DistributedOptimizer
-from gradcomp.torch.runtime import gloo_built, init, join
+from gradcomp.torch.runtime import gloo_built, init
 from gradcomp.torch.saving import load, save
 from gradcomp.torch.sensitivity import Sensitivity
 from gradcomp.torch.sharded import ShardedCompression, compress_fsdp

@@ -143,6 +143,15 @@ def broadcast_object(
     return objects.broadcast_object(obj, _encode, _decode, root_rank, name, process_set)
 
 
+def problem_of_sending(obj: Any) -> str | None:
+    """Return why :func:`broadcast_object` could not send this, or None."""
+    try:
+        _encode(obj)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def allgather_object(obj: Any, name: str | None = None, process_set: Members = None) -> list[Any]:
     """Return every rank's object, in rank order.
 

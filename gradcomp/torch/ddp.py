@@ -289,6 +289,10 @@ class HookState(CompressionState, Listener, Exchange):
         """Return this object, because a copy of a DistributedDataParallel lists its hooks and has none registered."""
         return self
 
+    def know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch an optimizer before its first step, which comes late on a rank that has no batches."""
+        self._watch.holds(optimizer)
+
     def settle(self) -> None:
         """Accept the last exchange now, before the state is saved, unless it held a value that was not finite.
 
@@ -356,6 +360,8 @@ class HookState(CompressionState, Listener, Exchange):
         # Outside of a backward pass it is DistributedDataParallel.join() that calls, on a rank that has run out of
         # data. That rank does not step, and takes the others' parameters in the end.
         self.in_join = torch._C._current_graph_task_id() == -1
+        if driver.exchanger.pipeline.trains is not None:
+            driver.exchanger.pipeline.trains = not self.in_join
         momenta = self._momenta_of_step(driver.exchanger.pipeline)
         self._staging.open()
         scale = self._loss_scale.of(driver.exchanger.pipeline)

@@ -35,7 +35,7 @@ def refuse(arguments: Any, optimizer: torch.optim.Optimizer, named: Named, devic
         why = f"{kind.__name__} is not known to update every parameter by itself, as {', '.join(_BY_PARAMETER)} do"
     elif any(group.get("differentiable") for group in optimizer.param_groups):
         why = "differentiable=True records the updates in a graph"
-    elif arguments.loss_scale.has_scaler:
+    elif arguments.loss_scale.scaler is not None:
         why = _SCALER
     elif arguments.on_skip == "agree":
         why = 'on_skip="agree" votes in step(), when all means are there'

@@ -174,6 +174,13 @@ def take_over(exchange: Exchange, title: str, before: Exchange | None = None) ->
     _exchanges[next(_numbers)] = exchange
 
 
+def exchange_of(parameters: Iterable[torch.Tensor]) -> Exchange | None:
+    """Return the exchange that was made last for some of these parameters."""
+    held = set(map(id, parameters))
+    found = [each for each in _exchanges.values() if any(id(p) in held for _, p in each.named)]
+    return found[-1] if found else None
+
+
 def digests_of(named: Named) -> Digests:
     """Compute a checksum of each parameter's bytes."""
     return Digests(CRC32C, {name: _digest(parameter) for name, parameter in named})

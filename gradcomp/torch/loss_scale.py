@@ -40,9 +40,9 @@ class LossScale:
         self._agreed = False
 
     @property
-    def has_scaler(self) -> bool:
-        """Return True if a scaler was given, or found."""
-        return self._scaler() is not None
+    def scaler(self) -> Any:
+        """Return the scaler that was given, or found; else None."""
+        return self._scaler()
 
     def check(self) -> None:
         """Raise ConfigError if the argument is not a scaler."""

@@ -1,4 +1,4 @@
-"""``init``, ``join`` and ``gloo_built`` for PyTorch: the ranks find each other through torch.distributed."""
+"""``init`` and ``gloo_built`` for PyTorch: the ranks find each other through torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from gradcomp.core import trace
 from gradcomp.core.errors import ConfigError, StateError
-from gradcomp.job import joining, over_torch, runtime
+from gradcomp.job import over_torch, runtime
 from gradcomp.job.launch import ranks_of
 from gradcomp.torch.sharded.failures import explain_failures
 
@@ -20,23 +20,6 @@ from gradcomp.torch.sharded.failures import explain_failures
 def gloo_built() -> bool:
     """Return True if this PyTorch was built with Gloo. Local; needs no ``init``."""
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
-
-
-def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's
-    """Tell the ranks that this one is out of data, wait until all are, and return the rank that joined last.
-
-    Until then the steps and allreduces of the other ranks continue. This rank contributes no gradient to a step and
-    zeros to an allreduce, and means are still divided by N. Its parameters and gradients do not change, so broadcast
-    from the rank that is returned. This is the rank whose optimizers made the most steps. Of several such ranks it is
-    the one that joined after the most collectives, and of several of these the highest. If another rank calls any other
-    collective, that call raises ConfigError on that rank, which may then continue and call ``join``. ``device`` is
-    Horovod's argument and has no effect.
-
-    Raises ConfigError if the job also uses ``ddp_comm_hook`` or sharded training, StateError before ``init``,
-    TransportError if a rank fails. Wire: the messages of the other ranks' exchanges, and a small value in the job's
-    store for each optimizer.
-    """
-    return joining.join()
 
 
 def init(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import FunctionType
 
+import numpy as np
 import pytest
 from configurations import ROWS
 
@@ -68,6 +69,30 @@ def test_identity_is_the_allreduce_divided_by_n(world: int, scale: float):
         for rank in gradients[1:]:
             total += rank[layer]
         assert same_bytes(outcome.mean(layer), total / total.dtype.type(world))
+
+
+#: The others clip a rank's share of the result, which is larger where fewer ranks train.
+UNCLIPPED = {name: row for name, row in ROWS.items() if row.compressor.traits.clip_norm is None}
+
+
+@pytest.mark.parametrize("row", UNCLIPPED.values(), ids=UNCLIPPED)
+def test_a_mean_over_the_ranks_that_train_is_that_over_all_times_their_share(row: Row):
+    """The third rank has joined. What travels is the same."""
+    over_all, over_active = (Simulation(LAYERS, row.compressor, 3, slice_elements=CAP) for _ in range(2))
+    for rank, pipeline in enumerate(over_active.pipelines):
+        pipeline.trains = rank < 2
+    for _ in range(3):
+        gradients = over_all.gradients()
+        gradients[2] = [None] * len(LAYERS)
+        means, expected = (
+            [ranks.step(gradients, scale=4.0).mean(i) for i in range(len(LAYERS))]
+            for ranks in (over_active, over_all)
+        )
+        for mean, wanted in zip(means, expected, strict=True):
+            np.testing.assert_allclose(
+                mean.astype(np.float64), wanted.astype(np.float64) * 1.5, rtol=2**-7, atol=1e-6
+            )
+        assert [pipeline.active for pipeline in over_active.pipelines] == [2, 2, 2]
 
 
 def test_a_promise_that_is_not_kept_is_noticed():

@@ -84,13 +84,16 @@ class EF21(Wrapper):
     def exchange(self, group: Group, context: StepContext) -> Exchange:
         """Run the inner exchange on the differences, with a Gather in place of a Reduce."""
         memory = group.scratch.once("ef21", lambda: _Memory(self, group))
-        exchange = self.inner.exchange(memory.group, replace(context, scale=1.0, unscale=1.0, decay=1.0))
+        exchange = self.inner.exchange(
+            memory.group, replace(context, scale=1.0, unscale=1.0, decay=1.0, active=0)
+        )
         first = next(exchange)
         if isinstance(first, Reduce):
             reply = yield memory.begin_with(
                 memory.everyone(first.codec, context), group, context, self.momentum
             )
-            return memory.finish(group, context, context.divisor, memory.added(first.codec, reply))
+            divisor = context.world if context.average else 1.0  # g is that of all ranks
+            return memory.finish(group, context, divisor, memory.added(first.codec, reply))
         reply = yield memory.begin_with(first, group, context, self.momentum)
         try:
             while True:
@@ -207,7 +210,9 @@ class _Memory:
         flags = flags.copy()
         group.table["payload"] = 4 * self._places
         total = self._mean.read(0, group.elements)
-        Codec(FP32).decode(group.device, group.table, total.view(np.uint8), flags, scale=context.unscale)
+        Codec(FP32).decode(
+            group.device, group.table, total.view(np.uint8), flags, scale=context.unscale * context.share
+        )
         return flags
 
 
