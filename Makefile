@@ -8,6 +8,7 @@
 #   make gpu-hour                 all of that and more, in pieces of ten minutes: PIECE=1, then 2, then 3
 #   make mutate N=40 SEED=1       changes of the package drawn by seed: the default tests must notice 38 of them
 #   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
+#   make joins N=200 SEED=1       trainings in which ranks join at random moments
 #   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
 #   make wheels                   wheels into dist/, repaired, and the demo from them without a compiler
 #   make test-versions            each supported version of PyTorch and TensorFlow: gigabytes; ARGS="--only tf-2.16-py3.12"
@@ -48,7 +49,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all test-rest mutate faults fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench integrations wheels test-versions $(BENCHES)
+.PHONY: help install demo test test-all test-rest mutate faults joins fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench integrations wheels test-versions $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -167,6 +168,10 @@ sanitize-site: $(STAMP)/package $(STAMP)/extra-test
 # Faults drawn by seed, on three real ranks: docs/reliability.md. One trial again: make faults N=1 SEED=17 ARGS=--verbose
 faults: $(STAMP)/package $(STAMP)/extra-test
 	PYTHONSAFEPATH=1 $(BIN)/python tests/faults/run.py --trials $(or $(N),40) --seed $(SEED) $(ARGS)
+
+# Trainings in which ranks join at random moments; those of Keras with ARGS=--keras
+joins: $(STAMP)/package $(STAMP)/extra-test
+	PYTHONSAFEPATH=1 $(BIN)/python tests/joins/run.py --trials $(or $(N),200) --seed $(SEED) $(ARGS)
 
 # One case again: make fuzz ARGS="--only payload:4711"
 fuzz: sanitize-site

@@ -4,7 +4,7 @@ A rank that has joined takes part in every exchange of its optimizers without a 
 zeros. The other ranks do nothing special and need not know. Before its first such exchange, a rank publishes the number
 of the step. After a step in which no rank trained, every rank finds a number from every rank, and none is above the
 number of the step. After any other step this holds on no rank. All ranks therefore learn at the end of the same
-exchange that all have joined. The same numbers tell them which ranks trained last.
+exchange that all have joined.
 
 :class:`Context` is what the frontends' ``with join(...):`` share. Means over the ranks that still train
 (``divide="active"``) are counted by the exchange itself, see :meth:`gradcomp.exchange.pipeline.Pipeline.count_active`.
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from time import monotonic
 from typing import Literal, Protocol
 
@@ -68,20 +67,11 @@ def register(exchange: Joinable) -> None:
         context.count(exchange.driver.exchanger)
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Tells which ranks trained last: ``last`` of the job, and ``last_of`` by exchanger, its highest rank of several.
-
-    The last rank of the job is the one whose optimizers, of those that all ranks have, had made most steps; of several
-    such ranks the one that had compared most collectives before it joined; of several such ranks the highest.
-    """
-
-    last: int
-    last_of: Mapping[Exchanger, int]
-
-
 def join() -> int:
     """Take part in exchanges until all ranks have joined. Return the rank that joined last. Collective.
+
+    The last rank is the one whose optimizers, of those that all ranks have, had made most steps; of several such ranks
+    the one that had compared most collectives before it joined; of several such ranks the highest.
 
     ConfigError where this process exchanges gradients in a way that was not registered.
     """
@@ -89,13 +79,13 @@ def join() -> int:
     exchanges, strangers = _exchanges_among(ranks)
     if strangers:
         raise ConfigError(_STRANGERS)
-    return _join(ranks, exchanges).last
+    return _join(ranks, exchanges)
 
 
-def _join(ranks: Ranks, exchanges: Sequence[Joinable]) -> Joined:
+def _join(ranks: Ranks, exchanges: Sequence[Joinable]) -> int:
     state, channel = current(), channel_of(ranks)
     if channel is None:
-        return Joined(ranks[0], {})
+        return ranks[0]
     state.joins[ranks] += 1
     for exchange in exchanges:
         exchange.drain()
@@ -104,11 +94,9 @@ def _join(ranks: Ranks, exchanges: Sequence[Joinable]) -> Joined:
     steps = sum(one.driver.exchanger.pipeline.step for one in shared)
     reply = announce(channel, steps << 32 | channel.rounds)
     scope = f"{state.key(ranks)}/{state.joins[ranks]}"
-    standing = [_Standing(state, exchange, scope) for exchange in exchanges]
-    _together(standing)
+    _together([_Standing(state, exchange, scope) for exchange in exchanges])
     numbers = reply.result()
-    last = max(range(len(ranks)), key=lambda place: (numbers[place], place))
-    return Joined(ranks[last], {one.exchanger: one.last for one in standing})
+    return ranks[max(range(len(ranks)), key=lambda place: (numbers[place], place))]
 
 
 def announce(channel: Channel, number: int = 0) -> Reply[list[int]]:
@@ -139,17 +127,24 @@ class Context:
         #: Exchangers that cannot join, and their rounds so far: they may exist, but not be used within the context.
         self._strangers: list[tuple[Exchanger, int]] = []
 
-    def begin(self, lines: Sequence[str], problem: str | None, within: Exchanger | None = None) -> None:
+    def begin(
+        self,
+        lines: Sequence[str],
+        problem: str | None,
+        given: Sequence[Exchanger] | None,
+        within: Exchanger | None = None,
+    ) -> None:
         """Compare the arguments, and let exchanges count the ranks that train if means need that.
 
-        ``within``: an exchange that takes part through another context, and not in :meth:`join`. ConfigError on every
-        rank if one has a ``problem``, PlanMismatchError if ``lines`` differ. Wire: one comparison.
+        ``given``: the exchangers of the optimizers; None: they are not known, so all are checked. ``within``: an
+        exchange that takes part through another context, and not in :meth:`join`. ConfigError on every rank if one has
+        a ``problem``, PlanMismatchError if ``lines`` differ. Wire: one comparison.
         """
         if self._divide not in ("all", "active"):
             problem = problem or f'divide must be "all" or "active", got {self._divide!r}'
         exchanges, strangers = _exchanges_among(self.ranks) if len(self.ranks) > 1 else ([], [])
         exchangers = [one.driver.exchanger for one in exchanges] if within is None else [within]
-        for exchanger in exchangers:
+        for exchanger in exchangers if given is None else given:
             problem = problem or self._problem(exchanger.pipeline)
         channel = channel_of(self.ranks)
         call = Call("join", [f"join(divide={self._divide})", *lines], problem=problem)
@@ -175,8 +170,8 @@ class Context:
             pipeline.trains = True
             self._counted.append(pipeline)
 
-    def join(self) -> Joined:
-        """Take part in exchanges until all ranks have joined. Collective.
+    def join(self) -> int:
+        """Take part in exchanges until all ranks have joined; return the one that joined last. Collective.
 
         ConfigError if this process has exchanged something in the context in which a rank that has joined has no part.
         """
@@ -228,8 +223,6 @@ class _Standing:
         self._exchange = exchange
         self.exchanger = exchange.driver.exchanger
         self._scope = f"{self.exchanger.name}/{scope}"
-        #: The highest rank of those that made most steps.
-        self.last = state.rank
 
     def run(self) -> None:
         """Exchange until all ranks of the optimizer have joined."""
@@ -238,7 +231,6 @@ class _Standing:
         control.publish(joined_of(self._scope, rank), f"[{pipeline.step}]".encode())
         # This returns once the store has the number, before any rank can look for it.
         self._since(rank)
-        begun = {rank: pipeline.step}
         waited_for = [each for each in self.exchanger.ranks if each != rank]
         counts = pipeline.trains is not None
         if counts:
@@ -247,10 +239,9 @@ class _Standing:
             step = pipeline.step
             self._exchange.stand_in()
             while waited_for and (since := self._since(waited_for[0])) is not None and since <= step:
-                begun[waited_for.pop(0)] = since
+                del waited_for[0]
         if counts:
             pipeline.trains = True
-        self.last = max(begun, key=lambda each: (begun[each], each))
 
     def fail(self, error: BaseException) -> None:
         """End this exchange on all ranks, since another optimizer's has failed."""

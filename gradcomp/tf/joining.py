@@ -12,7 +12,6 @@ import tensorflow as tf
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import joining, runtime
 from gradcomp.job.joining import Context, Divide
-from gradcomp.job.launch import Ranks
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.tf import keras_model
 from gradcomp.tf.bridge import plain, run
@@ -92,9 +91,15 @@ class JoinContext:
                 problem = "the model is not built, and a rank without batches would never build it"
             elif isinstance(one, keras.optimizers.Optimizer) and not one.built:
                 problem = "the optimizer is not built: call optimizer.build(model.trainable_variables) first"
-        ranks, unequal = self._ranks()
-        context = Context(ranks, self._divide)
-        context.begin([type(one).__name__ for one in self._given], problem or unequal)
+        cores = self._cores()
+        of_cores = {core.ranks for core in cores}
+        if len(of_cores) > 1:
+            problem = "the optimizers exchange with different ranks: join one after the other"
+        everyone = runtime.current().everyone
+        context = Context(of_cores.pop() if len(of_cores) == 1 else everyone, self._divide)
+        given = [core.exchanger for core in cores if core.exchanger is not None]
+        # Without a distributed optimizer it is tapes that exchange, and nothing tells which.
+        context.begin([type(one).__name__ for one in self._given], problem, given if cores else None)
         self._context = context
         return self
 
@@ -106,23 +111,19 @@ class JoinContext:
         context, self._context = self._context, None
         try:
             if error is None:
-                self.last = context.join().last
+                self.last = context.join()
                 if len(context.ranks) > 1:
                     broadcast_variables(self._variables(), self.last, process_set=ProcessSet(context.ranks))
         finally:
             context.end()
 
-    def _ranks(self) -> tuple[Ranks, str | None]:
-        found: set[Ranks] = set()
+    def _cores(self) -> list[Any]:
+        """Return what wrapping has added to the distributed optimizers that are given, or in models that are."""
+        found = []
         for one in self._given:
-            if isinstance(one, keras.Model):
-                found.add(keras_model.ranks_of(one))
-            elif (core := keras_model.core_of(one)) is not None:
-                found.add(core.ranks)
-        if len(found) > 1:
-            everyone = runtime.current().everyone
-            return everyone, "the optimizers exchange with different ranks: join one after the other"
-        return found.pop() if found else runtime.current().everyone, None
+            optimizers = keras_model.optimizers_of(one).values() if isinstance(one, keras.Model) else [one]
+            found += [core for each in optimizers if (core := keras_model.core_of(each)) is not None]
+        return found
 
     def _variables(self) -> list[Any]:
         found: dict[int, Any] = {}

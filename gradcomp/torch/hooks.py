@@ -419,9 +419,11 @@ class GradientExchange(Listener, Exchange):
         try:
             self._open()
             self.driver.flush()
-            self._wait()
+            means = self._wait()
             self._gradients.made = {}  # the means of layers that only other ranks had
             self.driver.commit()
+            if not means.result.finite:  # the others may step or not, and no state has changed
+                self.driver.amend(0)
         finally:
             self.in_join = False
 

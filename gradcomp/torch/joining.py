@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, overload, runtime_checkable
@@ -149,8 +149,7 @@ class JoinContext(Joinable):
             return
         with self._ending() as context:
             if error is None:
-                joined = context.join()
-                self._receive(context.ranks, joined.last, joined.last_of)
+                self._receive(context.ranks, context.join())
 
     @contextmanager
     def _ending(self) -> Iterator[Context]:
@@ -170,8 +169,10 @@ class JoinContext(Joinable):
             if unsendable := problem_of_sending(other.state_dict()):
                 problem = problem or f"the state of {type(other).__name__}: {unsendable}"
         lines = [type(each).__name__ for each in (*self._optimizers, *self._to_send())]
+        cores = [core for one in self._optimizers if (core := _core(one)) is not None]
+        given = [core.exchanger for core in cores if core.driver.attached]
         context = Context(ranks, divide)
-        context.begin([*lines, f"model: {type(self._model).__name__}"], problem, within)
+        context.begin([*lines, f"model: {type(self._model).__name__}"], problem, given, within)
         self._context = context
 
     def _ranks(self) -> tuple[Ranks, str | None]:
@@ -204,17 +205,15 @@ class JoinContext(Joinable):
                 found.append(scaler)
         return found
 
-    def _receive(self, ranks: Ranks, last: int, last_of: Mapping[Exchanger, int]) -> None:
-        """Give all ranks the state of those that trained last. Collective."""
+    def _receive(self, ranks: Ranks, last: int) -> None:
+        """Give all ranks the state of the one that trained last. Collective."""
         self.last = last
         if len(ranks) == 1:
             return
         among = ProcessSet(ranks)
         for one in self._optimizers:
-            core = _core(one)
-            root = last if core is None else last_of.get(core.exchanger, last)
-            broadcast_parameters([p for group in one.param_groups for p in group["params"]], root, among)
-            broadcast_optimizer_state(one, root, process_set=among)
+            broadcast_parameters([p for group in one.param_groups for p in group["params"]], last, among)
+            broadcast_optimizer_state(one, last, process_set=among)
         if self._model is not None:
             broadcast_parameters(self._model, last, among)
         is_last = runtime.rank() == last
@@ -297,7 +296,7 @@ class _Hook(JoinHook):
             self._reply.result()
             mine = torch.tensor(rank if is_last_joiner else -1)
             last = int(allreduce(mine, op=Max, process_set=ProcessSet(self._ranks)))
-        context._receive(self._ranks, last, {})
+        context._receive(self._ranks, last)
         if context._within is None and context._context is not None:  # torch's Join has no other end
             with context._ending():
                 pass

@@ -87,3 +87,10 @@ def test_training_goes_on_after_a_kill_as_if_nothing_had_happened(tmp_path: Path
     accuracy, _ = results(resumed)
     assert accuracy > 0.85
     assert results(resumed) == results(through)
+
+
+@pytest.mark.full
+@needs_mpi
+def test_ranks_with_unequal_numbers_of_samples_end_with_the_same_weights() -> None:
+    accuracy, _ = results(mpiexec("tf_uneven.py"))
+    assert accuracy > 0.9

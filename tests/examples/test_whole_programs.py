@@ -54,6 +54,12 @@ def test_the_benchmark_counts_images_and_bytes(option: str, least: float, most: 
 
 
 @needs_torch
+def test_ranks_with_unequal_numbers_of_samples_end_alike() -> None:
+    accuracy, _ = shared(run(TORCHRUN, "uneven.py"))
+    assert accuracy > 0.9
+
+
+@needs_torch
 def test_digits_are_learned_at_4_bits() -> None:
     output = run(TORCHRUN, "mnist_style.py", "--compression=quantize:bits=4", "--epochs=7")
     accuracy, _ = shared(output)

@@ -13,6 +13,8 @@ from batch import on_ranks
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: pip install gradcomp[tf-cpu]")
 
 import keras
+from joins.draw import draw
+from joins.train_keras import run as train_by
 from keras_checks import ONE_THREAD, new_names
 
 import gradcomp.tf as gc
@@ -144,3 +146,65 @@ def test_what_cannot_go_on_without_a_rank_is_an_error_that_says_so():
             with pytest.raises(gc.ConfigError, match="rank 0 has joined, and only takes part in allreduce"):
                 call()
     gc.join()
+
+
+# ------------------------------------------------------------------------------------ with join(model), and fit
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("frontend", ["fit", "tape"])
+@on_ranks(2, env=ONE_THREAD)
+def test_ranks_that_join_at_random_moments_end_with_equal_variables(frontend, seed):
+    """Families, reductions, controllers and optimizers are drawn too; ``make joins`` draws more."""
+    train_by(draw(seed, gc.size(), (frontend,)))
+
+
+@pytest.mark.parametrize("divide", ["all", "active"])
+@on_ranks(2, env=ONE_THREAD)
+def test_an_epoch_of_fit_ends_with_what_one_process_computes(divide):
+    """Rank 1 has two batches more in each of two epochs, and validates with the weights that all have."""
+    model = model_of()
+    optimizer = gc.DistributedOptimizer(keras.optimizers.AdamW(0.05, global_clipnorm=0.3))
+    model.compile(optimizer=optimizer, loss="mse")
+    count = batches(gc.rank())
+    x, y = (np.concatenate(parts) for parts in zip(*(data(gc.rank(), i) for i in range(count)), strict=True))
+    joining = gc.callbacks.Join(divide)
+    seen: list[bytes] = []
+    before = keras.callbacks.LambdaCallback(on_test_begin=lambda logs: seen.append(bits(model)))
+    model.fit(
+        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[joining, before],
+        validation_data=data(9, 9),
+    )  # fmt: skip
+    assert [len(set(of_ranks)) for of_ranks in zip(*gc.allgather_object(seen), strict=True)] == [1, 1]
+    expected = model_of()
+    plain = keras.optimizers.AdamW(0.05, global_clipnorm=0.3)
+    for step in [*range(batches(1))] * 2:
+        with tf.GradientTape() as tape:
+            losses = [loss_of(expected, *data(r, step)) for r in range(2) if step < batches(r)]
+            loss = tf.add_n(losses) / (len(losses) if divide == "active" else 2)
+        plain.apply(tape.gradient(loss, expected.trainable_variables), expected.trainable_variables)
+    for variable, wanted in zip(model.trainable_variables, expected.trainable_variables, strict=True):
+        np.testing.assert_allclose(variable, wanted, rtol=1e-4, atol=1e-5)
+    assert_equal_on_all_ranks(model)
+    assert int(optimizer.iterations) == 2 * batches(1)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_what_cannot_join_is_refused_on_all_ranks_at_the_beginning():
+    model = model_of()
+    sums = gc.DistributedOptimizer(keras.optimizers.SGD(), op=gc.Sum)
+    sums.build(model.trainable_variables)
+    for make, text in (
+        (lambda: gc.join(3), "takes models, optimizers and variables"),
+        (lambda: gc.join(keras.Sequential([keras.layers.Dense(1)])), "the model is not built"),
+        (lambda: gc.join(keras.optimizers.SGD()), "the optimizer is not built"),
+        (lambda: gc.join(sums, divide="active"), "is for means"),
+        (lambda: gc.join(model, divide="most"), 'divide must be "all" or "active"'),
+    ):
+        with pytest.raises(gc.ConfigError, match=text):
+            make().__enter__()
+    with pytest.raises(gc.PlanMismatchError):
+        gc.join(model, divide=["all", "active"][gc.rank()]).__enter__()
+    with gc.join(model) as joined:
+        pass
+    assert joined.last == 1
