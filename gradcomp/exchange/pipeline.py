@@ -403,9 +403,9 @@ class Pipeline:
         self.advances += 1
         self.statistics.wire_seconds += seconds
 
-    def count_active(self) -> Generator[Waiting, None, None]:
+    def count_active(self, trains: bool) -> Generator[Waiting, None, None]:
         """Count the ranks that train in this step. Wire: one number."""
-        count = np.full(1, self.trains, dtype=np.float32)
+        count = np.full(1, trains, dtype=np.float32)
         yield from collective(AllReduce(count), self.transport)
         if count[0] not in range(self.transport.size + 1):
             raise WireFormatError(f"{count[0]} of {self.transport.size} ranks train, which is impossible")

@@ -154,6 +154,8 @@ class StepExchange:
         self._pipeline, self._context = pipeline, context
         self._programs, self._travel = pipeline.laid_out.programs, pipeline.travel
         self._arrivals, self._plans, self._device = pipeline.arrivals, pipeline.plans, pipeline.device
+        #: Read now, on the thread that opens steps, so that all ranks count in the same ones.
+        self._trains = pipeline.trains
         #: The numbers that a device still computes; empty once all are known.
         self._unknown: tuple[Number | DeferredFingerprint, ...] = (*numbers, fingerprint)
         self._own_state = 0
@@ -188,9 +190,9 @@ class StepExchange:
         while not overlap and not self._arrivals.flushed:
             yield Waiting.LAYERS
         pipeline.active = 0
-        if pipeline.trains is not None:
+        if self._trains is not None:
             self.position = (0, 0)
-            yield from pipeline.count_active()
+            yield from pipeline.count_active(self._trains)
         if not programs:  # every layer has sparse gradients
             yield from self._learn_numbers()
             pipeline.contribute()

@@ -50,8 +50,6 @@ class Joinable(Protocol):
 
 #: The exchanges of this process's optimizers.
 _JOINABLE: weakref.WeakSet[Joinable] = weakref.WeakSet()
-#: The contexts that this process is in, the innermost last.
-_contexts: list[Context] = []
 _STRANGERS = (
     "join() works with DistributedOptimizer only, and this process exchanges gradients in another way too; for a "
     "DistributedDataParallel with ddp_comm_hook there is `with join(optimizer, model=ddp)`"
@@ -63,7 +61,7 @@ Divide = Literal["all", "active"]
 def register(exchange: Joinable) -> None:
     """Let :func:`join` take part in this exchange after the rank is out of data."""
     _JOINABLE.add(exchange)
-    for context in _contexts if exchange.driver.attached else ():
+    for context in current().contexts if exchange.driver.attached else ():
         context.count(exchange.driver.exchanger)
 
 
@@ -124,6 +122,7 @@ class Context:
         self.ranks = ranks
         self._divide = divide
         self._counted: list[Pipeline] = []
+        self._among: list[Context] = []
         #: Exchangers that cannot join, and their rounds so far: they may exist, but not be used within the context.
         self._strangers: list[tuple[Exchanger, int]] = []
 
@@ -149,7 +148,13 @@ class Context:
         channel = channel_of(self.ranks)
         call = Call("join", [f"join(divide={self._divide})", *lines], problem=problem)
         (alone(call) if channel is None else channel.submit(call, lambda _: None)).result()
-        _contexts.append(self)
+        self._among = current().contexts
+        # An error ends torch's Join without a call.
+        for earlier in [
+            each for each in self._among if within is not None and within.pipeline in each._counted
+        ]:
+            earlier.end()
+        self._among.append(self)
         self._strangers = [(each, each.pipeline.advances) for each in strangers if each is not within]
         for exchanger in exchangers:
             self.count(exchanger)
@@ -186,7 +191,7 @@ class Context:
 
     def end(self) -> None:
         """Divide by the number of all ranks again. Local."""
-        _contexts.remove(self)
+        self._among.remove(self)
         for pipeline in self._counted:
             pipeline.trains = None
         self._counted = []

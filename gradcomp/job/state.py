@@ -26,6 +26,7 @@ from gradcomp.transport.control import ControlChannel
 
 if TYPE_CHECKING:
     from gradcomp.job.channel import Channel
+    from gradcomp.job.joining import Context
 
 
 @dataclass(eq=False)
@@ -51,6 +52,8 @@ class Runtime:
     in_flight: set[tuple[Ranks, str]] = field(default_factory=set)
     #: The number of times that this rank has joined, by the ranks that join together.
     joins: Counter[Ranks] = field(default_factory=Counter)
+    #: The blocks ``with join(...)`` that this process is in.
+    contexts: list[Context] = field(default_factory=list)
     topology: Topology = field(init=False)
     #: A random name of the job, the same on all ranks; empty in a world of one.
     job: str = ""

