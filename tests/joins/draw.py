@@ -64,7 +64,7 @@ def draw(seed: int, world: int, frontends: tuple[str, ...] = FRONTENDS) -> Trial
         controller,
         chosen.choice(["all", "active"]),
         tuple(_batches(chosen, world) for _ in range(chosen.choice([1, 2]))),
-        chosen.choice(["SGD", "AdamW", "Adam"]),
+        chosen.choice(["SGD", "Adam"] if frontend == "tape" else ["SGD", "AdamW", "Adam"]),
         finish,
         chosen.choice([1, 1, 2]),
         plain and chosen.random() < 0.5,
