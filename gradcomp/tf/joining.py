@@ -67,7 +67,7 @@ def join(model: Any = None, *others: Any, divide: Divide = "all") -> Any:
 
 
 class JoinContext:
-    """What :func:`join` returns for a model, an optimizer or a variable: a context manager."""
+    """Implements what :func:`join` returns for a model, an optimizer or a variable: a context manager."""
 
     def __init__(self, given: list[Any], divide: Divide) -> None:
         for each in given:

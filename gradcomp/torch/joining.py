@@ -107,7 +107,7 @@ def join(
 
 
 class JoinContext(Joinable):
-    """What :func:`join` returns for an optimizer: a context manager, and a Joinable for torch's ``Join``."""
+    """Implements what :func:`join` returns for an optimizer: a context manager, and a Joinable for torch's ``Join``."""
 
     def __init__(self, given: Sequence[Any], model: torch.nn.Module | None, divide: Divide) -> None:
         super().__init__()
@@ -255,13 +255,13 @@ class JoinContext(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the optimizer's first parameter."""
+        """Return the device of the optimizer's first parameter."""
         device: torch.device = self._optimizers[0].param_groups[0]["params"][0].device
         return device
 
     @property
     def join_process_group(self) -> Any:
-        """The group of the DistributedDataParallel; without one, the default group."""
+        """Return the group of the DistributedDataParallel; without one, the default group."""
         ddp = self._ddp()
         return dist.group.WORLD if ddp is None else ddp.process_group
 
