@@ -47,7 +47,7 @@ def main() -> None:
     for epoch in range(options.epochs):
         order = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(epoch))]
         with gc.join(optimizer, scheduler, model=model, divide=options.divide):
-            for part in order.split(options.batch):
+            for part in order.tensor_split(-(-len(order) // options.batch)):
                 optimizer.zero_grad()
                 functional.cross_entropy(model(images[part]), targets[part]).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
