@@ -23,6 +23,7 @@ _COMMANDS = {
     "mi": "gradcomp.cli.information",
     "plan": "gradcomp.cli.plan",
     "report": "gradcomp.cli.report",
+    "store": "gradcomp.cli.store",
     "trace": "gradcomp.cli.trace",
 }
 

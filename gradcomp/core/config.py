@@ -150,6 +150,29 @@ class Config:
     timeout_seconds: float = _setting(
         600.0, "Wait after which a rank aborts the job with a TransportError.", _positive, "positive"
     )
+    store: str = _setting(
+        "",
+        "Where `python -m gradcomp store` listens, as host:port. The process belongs to an elastic job then, whose "
+        "ranks may die and come; see the page on elastic training. Empty: it does not.",
+        lambda v: v == "" or v.rpartition(":")[2].isdecimal(),
+        "host:port, or empty",
+    )
+    min_ranks: int = _setting(
+        1, "The least ranks with which an elastic job trains; it waits for them.", _positive, "positive", shared=True
+    )
+    max_ranks: int = _setting(
+        0,
+        "The most ranks with which an elastic job trains; 0: any number. Further processes wait.",
+        _not_negative,
+        "not negative",
+        shared=True,
+    )
+    join_window_seconds: float = _setting(
+        2.0,
+        "How long an elastic job waits for a further process before it begins.",
+        _not_negative,
+        "not negative",
+    )
     trace_spans: int = _setting(4096, "Spans kept for the trace; 0 for none.", _not_negative, "not negative")
     timeline: str = _setting(
         "",

@@ -92,6 +92,8 @@ class CheckpointManager:
         self._config = config
         self._exchanger = exchanger
         self._unit = unit
+        #: Why no step may be taken: in an elastic job the optimizer exchanges once its ranks train; empty if it may.
+        self.before_training = ""
         self.awaited = False
         self._restored = False
         self._begins_anew = True  # no state was restored, and no warning of that was given
@@ -150,6 +152,8 @@ class CheckpointManager:
 
     def before_step(self) -> None:
         """Raise StateError if a state was loaded without its model; warn if only the optimizer's own was loaded."""
+        if self.before_training:
+            raise StateError(self.before_training)
         if self._expected is not None:
             self._expected.check(self.digests())
             self._expected = None

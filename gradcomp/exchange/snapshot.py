@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcomp.compress.base import SHARED
+from gradcomp.compress.base import MOMENTUM, SHARED
+from gradcomp.compress.wrappers.ef21 import EF21_MEAN, EF21_MOMENTUM, EF21_OWN
 from gradcomp.core.config import HOST_SLICE
 from gradcomp.core.errors import GradcompError, StateError
 from gradcomp.core.layers import LayerSpec
@@ -378,6 +379,51 @@ def merge(states: Iterable[Snapshot], rank: int, world: int) -> Snapshot:
         fields={kind: _means(sums, count) for kind, sums in fields.items()},
         control=control,
     )
+
+
+#: State that each rank has of its own, which a rank that comes later begins at zero. All other fields are equal on all
+#: ranks, so it takes them over; but EF21's estimates of a rank's gradient become their mean, which all ranks know.
+_OWN_FIELDS = frozenset({MOMENTUM, EF21_MOMENTUM})
+
+
+def regroup(
+    state: Snapshot,
+    rank: int,
+    world: int,
+    kept: Iterable[str],
+    control: Mapping[str, Mapping[str, Floats]],
+) -> Snapshot:
+    """Return what a survivor of ``state``, or a newcomer of its :func:`outline`, goes on with as a rank of ``world``.
+
+    r' = r + N' s, with this rank's residual r, its server-side error s and the new number of ranks N': a residual is
+    one of N' summands of the next mean, a server-side error belongs to the mean itself. EF21's g_i becomes g, so that
+    g is the mean of g_i over any ranks. ``kept`` names the layers with residuals; a newcomer's are zero. ``control``
+    has the controller's arrays of all survivors.
+    """
+    names, at = list(state.shared.layers), 0
+    first: dict[str, Floats] = {}
+    for name in kept:
+        residual = state.first.get(name)
+        zeros = np.zeros(state.shared.layers[name][0], np.float32)
+        first[name] = zeros if residual is None else residual.copy()
+    for r in state.ranges:
+        if names[r.layer] in first:
+            residual = first[names[r.layer]].reshape(-1)
+            residual[r.start : r.end] += np.float32(world) * state.second[at : at + r.length]
+        at += r.length
+    fields = {kind: dict(values) for kind, values in state.fields.items()}
+    if EF21_OWN in fields:
+        fields[EF21_OWN] = dict(fields[EF21_MEAN])
+    return Snapshot(rank, world, state.shared, first, fields=fields, control=control)
+
+
+def outline(state: Snapshot) -> Snapshot:
+    """Return what a newcomer needs of a survivor's state: no residuals, and other state of one rank at zero."""
+    fields = {
+        kind: {name: np.zeros_like(value) for name, value in values.items()} if kind in _OWN_FIELDS else values
+        for kind, values in state.fields.items()
+    }
+    return Snapshot(state.rank, state.world, state.shared, fields=fields)
 
 
 def _means(totals: Mapping[str, npt.NDArray[np.float64]], count: int) -> dict[str, Floats]:

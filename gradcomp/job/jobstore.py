@@ -47,11 +47,11 @@ def own_address(launch: Launch) -> str:
         return interface_address(launch)
     if launch.one_host:
         return "127.0.0.1"
-    if launch.hostname is not None and not _is_loopback(launch.hostname):
+    if launch.hostname is not None and not is_loopback(launch.hostname):
         return launch.hostname
     with suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-        if not _is_loopback(address):
+        if not is_loopback(address):
             return address
     logger.warning(
         "this host's name has no address that other hosts can reach, 127.0.0.1 is published: "
@@ -98,13 +98,14 @@ def _choose(launch: Launch, address: Address) -> _Bindable | None:
         if one[1][0] == chosen:
             return one
     if all(ipaddress.ip_address(where[0]).is_loopback for _, where in found):
-        if not (launch.one_host or _is_loopback(address[0])):
+        if not (launch.one_host or is_loopback(address[0])):
             return None
         return min(found, key=lambda one: one[0])  # "localhost" may be IPv6 too, but every host has IPv4
     return found[0] if len(found) == 1 else None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether only this host can reach the address."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
@@ -170,7 +171,7 @@ def open_store(launch: Launch, deadline: Deadline, once_met: ExitStack) -> Meeti
     if launch.master is not None:
         if launch.served_attempt is None:
             address = launch.master
-            if launch.one_host and not _is_loopback(address[0]):
+            if launch.one_host and not is_loopback(address[0]):
                 address = "127.0.0.1", address[1]
             serves = launch.rank == 0
             return Meeting(_serve(launch, address, deadline) if serves else _client(address, deadline))
@@ -227,6 +228,25 @@ def _serve(launch: Launch, address: Address, deadline: Deadline) -> Any:
         raise deadline.error(f"the store cannot be served: {first_line(error)}") from error
     deadline.address = host, store.port
     return store
+
+
+def serve_alone(host: str, port: int) -> Any:
+    """Serve a store at an address of this host, for processes of which none serves it; port 0 stands for any free one.
+
+    ConfigError if the address cannot be used.
+    """
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(_BACKLOG)
+        port = listening.getsockname()[1]
+        return TCPStore(
+            host, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"no store can be served at {host}:{port}: {first_line(error)}") from error
 
 
 def _meet_at_horovodrun(launch: Launch, server: Address, deadline: Deadline) -> Any:

@@ -210,7 +210,7 @@ def part(runtime: Runtime, reason: str | None) -> bool:
         runtime.watchdog.leave()
         message = reason or f"rank {runtime.rank} ended after {describe(failures[0])}"
         publish_abort(runtime.watchdog, ABORT, message)
-        if runtime.rank == 0:
+        if runtime.rank == 0 and runtime.network.member is None:
             _let_others_read(runtime)
         return False
     runtime.network.finish(runtime.config.timeout_seconds)

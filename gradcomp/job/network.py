@@ -15,6 +15,7 @@ from gradcomp.transport.mpi import MpiTransport
 from gradcomp.transport.mpi_process import MpiControl, mpi_process
 
 if TYPE_CHECKING:
+    from gradcomp.job.generations import Member
     from gradcomp.job.state import Runtime
 
 
@@ -29,6 +30,8 @@ class Network(ABC):
     ranks: Ranks
     #: True if processes outside the job may write what :meth:`control` reads, so that values must be signed.
     exposed: bool = False
+    #: The part of this process in an elastic job, whose ranks may change; None in any other job.
+    member: Member | None = None
     #: This process's number in the job.
     rank: int
 

@@ -6,25 +6,44 @@ The store outlives the group, so that ``init`` after ``shutdown`` need not agree
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import socket
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradcomp.core.config import Config, secret
 from gradcomp.core.errors import ConfigError, TransportError
-from gradcomp.job.jobstore import Deadline, Meeting, first_line, interface_address, open_store, with_interface
-from gradcomp.job.launch import Launch, Ranks, discover
+from gradcomp.core.scheme import AUTO
+from gradcomp.job.generations import Generation, Limits, Member
+from gradcomp.job.jobstore import (
+    Deadline,
+    Meeting,
+    first_line,
+    interface_address,
+    is_loopback,
+    open_store,
+    with_interface,
+)
+from gradcomp.job.launch import Address, Launch, Ranks, discover
 from gradcomp.job.network import Network
+from gradcomp.transport.control import cut, open_sockets
 from gradcomp.transport.torch import TorchControl, TorchTransport
 
 _met: Meeting | None = None
 _meetings = 0
+#: This process in an elastic job, through all generations.
+_member: Member | None = None
+
+logger = logging.getLogger("gradcomp")
 
 
 def join(
@@ -70,6 +89,59 @@ def _launch_of_existing_group() -> Launch:
         if found.size == dist.get_world_size():
             return found
     return Launch.existing(dist.get_rank(), dist.get_world_size())
+
+
+def join_elastic(config: Config) -> tuple[Launch, Network]:
+    """Take part in the next generation of the elastic job whose store ``config.store`` names.
+
+    The first call of a process makes it a member of the job. Collective over those that form the generation.
+    ConfigError for settings or a launcher that do not go with it; otherwise as :meth:`Member.join`.
+    """
+    global _member
+    address = store_address(config.store)
+    if config.transport not in (AUTO, "torch"):
+        raise ConfigError(f"transport={config.transport}: an elastic job needs transport=torch")
+    if (launcher := discover().launcher) != "single" or dist.is_initialized():
+        raise ConfigError(
+            f"store={config.store} is for processes without a launcher, and this one belongs to "
+            f"{'torch.distributed' if dist.is_initialized() else launcher}"
+        )
+    if _member is None:
+        limits = Limits(
+            config.min_ranks, config.max_ranks, config.join_window_seconds, config.timeout_seconds
+        )
+        _member = Member(partial(_store_client, address, config.timeout_seconds), limits, config.store)
+    while True:
+        generation = _member.join()
+        try:
+            network = ElasticNetwork(_member, generation, address, config.timeout_seconds)
+        except TransportError as error:
+            logger.info("generation %d was not connected: %s", generation.number, error)
+            _member.give_up()
+            continue
+        size = len(generation.members)
+        own = Launch(generation.rank, size, 0, 1, generation.rank, size, "store", socket.gethostname(), size == 1)
+        return replace(own, secret=secret(os.environ)), network
+
+
+def store_address(text: str) -> Address:
+    """Return host and port of ``host:port``; ConfigError for anything else."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"store must be host:port, as 127.0.0.1:29400, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def _store_client(address: Address, timeout_seconds: float) -> TCPStore:
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        return TCPStore(*address, None, is_master=False, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise TransportError(
+            "no store answers at {}:{}: start one with `python -m gradcomp store` ({})".format(
+                *address, first_line(error)
+            )
+        ) from error
 
 
 class TorchNetwork(Network):
@@ -127,6 +199,48 @@ class TorchNetwork(Network):
 
     def describe(self) -> str:
         return f"torch {torch.__version__}"
+
+
+class ElasticNetwork(TorchNetwork):
+    """Connects the ranks of one generation of an elastic job by a default group of their own.
+
+    Construction is collective. TransportError if it fails, as after the death of one of them.
+    """
+
+    def __init__(
+        self, member: Member, generation: Generation, address: Address, timeout_seconds: float
+    ) -> None:
+        ranks = tuple(range(len(generation.members)))
+        super().__init__(ranks, generation.rank, len(ranks) > 1, f"generation-{generation.number}")
+        self.member = member
+        if len(ranks) == 1:
+            return
+        if is_loopback(address[0]) and not os.environ.get("GLOO_SOCKET_IFNAME"):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        before = open_sockets()
+        store = _store_client(address, timeout_seconds)
+        made = open_sockets().items() - before.items()
+        # A rank that dies now would be waited for, in calls of the store that end only with their connection.
+        member.lost = lambda: [cut(*connection) for connection in made]
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore(f"gradcomp/{self._attempt}", store),
+                rank=self.rank,
+                world_size=len(ranks),
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+        except RuntimeError as error:
+            raise TransportError(f"Gloo could not connect the ranks: {first_line(error)}") from error
+
+    def control(self, life: int, timeout_seconds: float) -> TorchControl:
+        """Connect to the store. Members differ in the number of their lives, a generation has one."""
+        return super().control(0, timeout_seconds)
+
+    def close(self) -> None:
+        super().close()
+        if self.member is not None:
+            self.member.lost = lambda: None
 
 
 def connect(launch: Launch, timeout_seconds: float) -> Launch:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from gradcomp.core.config import Config, unknown_variables
-from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.errors import ConfigError, StateError, TransportError
 from gradcomp.core.scheme import AUTO
 from gradcomp.exchange.thread import finish_background
 from gradcomp.job import preemption, process_end
@@ -29,6 +29,8 @@ logger = logging.getLogger("gradcomp")
 FORMAT = "gradcomp %(levelname)s rank %(rank)s: %(message)s"
 
 _runtime: Runtime | None = None
+#: The arguments of the last :func:`begin`, with which an elastic job begins its next generation.
+_begun: tuple[Any, ...] = ()
 _lives: dict[Ranks, int] = {}  # init after shutdown must not read what the last job of these ranks published
 
 
@@ -43,17 +45,35 @@ def begin(
 
     ``training_threads``: the number of threads on which the frontend's framework computes on the host.
     """
-    global _runtime
+    global _runtime, _begun
     if _runtime is not None:
         if settings or process_sets:
             raise StateError(
                 "gradcomp is already initialised; call shutdown() before init() with other settings"
             )
         return
+    _begun = join, settings, training_threads
     ours = start_logging()
     config = Config.resolve(**settings)
     ours.level(config.log_level)
     _choose_kernels(config)
+    while (runtime := _meet(join, config, process_sets, training_threads, ours)) is None:
+        logger.info("a rank of the generation is gone, so the others form another one")
+    _runtime = runtime
+    preemption.process.agreed = False
+    process_end.observe()
+    atexit.register(shutdown)
+    announce_job(runtime)
+
+
+def _meet(
+    join: Callable[[Config], tuple[Launch, Network]],
+    config: Config,
+    process_sets: Iterable[Any],
+    training_threads: int,
+    ours: Ranked,
+) -> Runtime | None:
+    """Return the runtime of the job, or None if the generation of an elastic job fell apart meanwhile."""
     try:
         launch, network = join(config)
     except BaseException:
@@ -70,19 +90,19 @@ def begin(
         if runtime.size > 1:
             introduce(runtime, sorted(set_of(one, runtime.size) for one in process_sets))
             process_end.watch_launcher(runtime)
+            _watch_generation(runtime)
             # shutdown() needs the watchdog, and cannot make one once the rank that serves the store is gone.
             runtime.watchdog.start()
         else:
             warn_of_variables([unknown_variables(os.environ)])
         _choose_threads(runtime, training_threads)
-    except BaseException:
-        _release(runtime, orderly=True)
-        raise
-    _runtime = runtime
-    preemption.process.agreed = False
-    process_end.observe()
-    atexit.register(shutdown)
-    announce_job(runtime)
+    except BaseException as error:
+        _release(runtime, orderly=network.member is None)
+        if network.member is None or not isinstance(error, TransportError):
+            raise
+        network.member.give_up()
+        return None
+    return runtime
 
 
 def shutdown() -> None:
@@ -91,16 +111,46 @@ def shutdown() -> None:
     It may be called again, and is registered to run at exit. After an uncaught exception it tells the other ranks to
     stop instead.
     """
+    failed = process_end.uncaught()
+    reason = None if failed is None or _runtime is None else f"rank {_runtime.rank} ended with {describe(failed)}"
+    runtime = _leave(reason)
+    if runtime is None:
+        return
+    preemption.restore()
+    if runtime.network.member is not None:
+        runtime.network.member.leave()
+
+
+def next_generation(reason: str | None) -> None:
+    """Leave the generation of an elastic job and join the next one; ``reason`` says why it failed, or is None.
+
+    Groups, exchangers and channels of the old one are released. Errors: see :func:`begin`.
+    """
+    runtime = _leave(reason)
+    if reason is not None and runtime is not None and runtime.network.member is not None:
+        runtime.network.member.give_up()
+    join, settings, training_threads = _begun
+    begin(join, (), settings, training_threads=training_threads)
+
+
+def _watch_generation(runtime: Runtime) -> None:
+    """Let the watchdog end all waits once a member of the generation is known to be dead."""
+    member, before = runtime.network.member, runtime.watchdog.beside
+    if member is not None:
+        lost = lambda: TransportError(f"aborted: {member.broken}") if member.broken else None  # noqa: E731
+        runtime.watchdog.beside = lambda: before() or lost()
+
+
+def _leave(reason: str | None) -> Runtime | None:
+    """Leave the job, after a failure for this ``reason``; return the runtime that ended, or None without one."""
     global _runtime
     runtime, _runtime = _runtime, None
     if runtime is None:
-        return
+        return None
     atexit.unregister(shutdown)
     if os.getpid() != runtime.process:
-        return  # a forked child has nothing of its own to leave
-    failed = process_end.uncaught()
+        return None  # a forked child has nothing of its own to leave
     process_end.stop_observing()
-    reason = None if failed is None else f"rank {runtime.rank} ended with {describe(failed)}"
     orderly = part(runtime, reason) if runtime.size > 1 else reason is None
     runtime.engine.stop()
     finish_background()
@@ -109,7 +159,7 @@ def shutdown() -> None:
     if runtime.size > 1:
         runtime.watchdog.stop()
     _release(runtime, orderly)
-    preemption.restore()
+    return runtime
 
 
 def _release(runtime: Runtime, orderly: bool) -> None:

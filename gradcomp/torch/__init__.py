@@ -10,6 +10,7 @@ from gradcomp.job.names import *  # noqa: F403 - those that gradcomp.tf has too
 from gradcomp.job.preemption import handle_preemption
 from gradcomp.job.reduce_op import ReduceOp
 from gradcomp.job.runtime import is_homogeneous, preempted
+from gradcomp.torch import elastic
 from gradcomp.torch.async_calls import Handle, poll, synchronize
 from gradcomp.torch.broadcast_state import (
     allgather_object,
@@ -57,20 +58,14 @@ if TYPE_CHECKING:
     from gradcomp.contrib.post_momentum import PostMomentumSGD
     from gradcomp.contrib.record_gradients import record_gradients
 
-#: Horovod's names that gradcomp lacks, with the advice that the error gives.
-_INSTEAD = {
-    "elastic": "the ranks of a job are fixed. A job that loses a rank ends; start a new one and resume from a "
-    "checkpoint, which gradcomp.torch.save() writes and load() reads"
-}
-
-__getattr__ = names.refusing(__name__, _INSTEAD)
+__getattr__ = names.refusing(__name__, {})
 
 __all__ = [
     "DistributedOptimizer", "Handle", "PostMomentumSGD", "ReduceOp", "Sensitivity", "ShardedCompression",
     "SyncBatchNorm", "ZeroOptimizer", "allgather", "allgather_async", "allgather_object", "allreduce",
     "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast",
     "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
-    "broadcast_parameters", "compress_fsdp", "ddp_comm_hook", "gloo_built", "grouped_allgather",
+    "broadcast_parameters", "compress_fsdp", "ddp_comm_hook", "elastic", "gloo_built", "grouped_allgather",
     "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
     "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "handle_preemption", "init",
     "is_homogeneous", "join", "load", "poll", "preempted", "record_gradients", "reducescatter", "reducescatter_async",

@@ -23,7 +23,7 @@ from gradcomp.kernels.devices import HOST, Device
 from gradcomp.torch.devices import device_of
 from gradcomp.torch.forward_finish import ForwardExchange, refuse
 from gradcomp.torch.hooks import Finish, GradientExchange
-from gradcomp.torch.layers import Named, name_parameters, specs
+from gradcomp.torch.layers import Named, forget, name_parameters, specs
 from gradcomp.torch.loss_scale import LossScale
 from gradcomp.torch.modules import opaque
 from gradcomp.torch.optimizers import warn_if_it_averages
@@ -161,10 +161,12 @@ def build(
     arguments: Arguments,
     *,
     before: GradientExchange | None = None,
+    step: int = 0,
 ) -> GradientExchange:
     """Validate the arguments, compare them over ranks, and start the exchange. Collective.
 
-    ``before`` is the exchange of the same optimizer when it is wrapped already and gets more parameters.
+    ``before`` is the exchange of the same optimizer when it is wrapped already and gets more parameters, or other
+    ranks. ``step`` is that of the plan.
     """
 
     def validate() -> tuple[Named, Named, Proposal, Device]:
@@ -176,7 +178,7 @@ def build(
         proposal = propose(
             policy,
             specs(named),
-            0 if before is None else before.checkpoint_manager.step,
+            step,
             arguments.controller,
             state.what_if(ranks),
             measures_losses=arguments.sensitivity is not None,
@@ -230,12 +232,29 @@ def rebuild(
     old.driver.check()
     old.drain()
     named = chain(old.named, old.frozen, _name_group(names, added))
-    fresh = build(state, old.checkpoint_manager.ranks, optimizer, named, old.arguments, before=old)
+    step = old.checkpoint_manager.step
+    fresh = build(
+        state, old.checkpoint_manager.ranks, optimizer, named, old.arguments, before=old, step=step
+    )
     old.detach()
     fresh.checkpoint_manager.inherit(old.checkpoint_manager)
     if old.driver.attached:
         state.close(old.exchanger)
     return fresh
+
+
+def reattach(optimizer: Any) -> None:
+    """Exchange among all ranks of the generation from now on, without the old compression state. Collective."""
+    state, old = runtime.current(), optimizer._gradcomp
+    old.detach()
+    forget(old)
+    for _, parameter in old.named:
+        parameter.grad = None
+    old.arguments.loss_scale.begin_again()
+    named = chain(old.named, old.frozen)
+    optimizer.__dict__["_gradcomp"] = build(
+        state, state.everyone, optimizer, named, old.arguments, before=old
+    )
 
 
 def _name_group(

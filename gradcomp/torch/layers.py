@@ -181,6 +181,13 @@ def exchange_of(parameters: Iterable[torch.Tensor]) -> Exchange | None:
     return found[-1] if found else None
 
 
+def forget(exchange: Exchange) -> None:
+    """Let later exchanges have the parameters of this one, which has ended with its ranks."""
+    for number, each in list(_exchanges.items()):
+        if each is exchange:
+            del _exchanges[number]
+
+
 def digests_of(named: Named) -> Digests:
     """Compute a checksum of each parameter's bytes."""
     return Digests(CRC32C, {name: _digest(parameter) for name, parameter in named})

@@ -44,6 +44,10 @@ class LossScale:
         """Return the scaler that was given, or found; else None."""
         return self._scaler()
 
+    def begin_again(self) -> None:
+        """Compare over ranks once more, since these have changed."""
+        self._has_state = self._agreed = False
+
     def check(self) -> None:
         """Raise ConfigError if the argument is not a scaler."""
         if self._wrong:

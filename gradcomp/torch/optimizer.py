@@ -155,6 +155,13 @@ def DistributedOptimizer(
         others = ProcessSet(ranks)
         runtime.logger.info("this optimizer exchanges nothing: rank %d is not one of %s", state.rank, others)
         ranks = (state.rank,)
+    elastic = state.network.member is not None
+    if elastic and (ranks != state.everyone or op is Adasum or finish == "forward"):
+        raise ConfigError(
+            "an elastic job has optimizers of all ranks, with op=Average or Sum and finish='backward' or 'step'"
+        )
+    if elastic:  # elastic.run makes it exchange: here a rank that dies would end those that have not begun
+        ranks = (state.rank,)
     if op is Adasum and len(ranks) > 1:
         if state.config.what_if:
             raise ConfigError("a what-if run fakes exchanges of gradients, and op=Adasum exchanges steps")
@@ -162,6 +169,11 @@ def DistributedOptimizer(
     else:
         exchange = build(state, ranks, optimizer, named_parameters, arguments)
         adopt(optimizer, ForwardDistributed if finish == "forward" else Distributed, exchange)
+        if elastic:
+            exchange.checkpoint_manager.before_training = (
+                "a step outside of the function that gradcomp.torch.elastic.run calls, which makes the optimizers of "
+                "its TorchState exchange: give this optimizer to the TorchState"
+            )
     return cast("DistributedTorchOptimizer", optimizer)
 
 

@@ -11,9 +11,11 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from gradcomp.core import trace
+from gradcomp.core.config import Config
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import over_torch, runtime
-from gradcomp.job.launch import ranks_of
+from gradcomp.job.launch import Launch, ranks_of
+from gradcomp.job.network import Network
 from gradcomp.torch.sharded.failures import explain_failures
 
 
@@ -63,8 +65,17 @@ def init(
     # that reports the profiler for all threads. The flag exists since torch 1.11.
     trace.profiler.records = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", False)
     explain_failures()
+
+
+    def meet(config: Config) -> tuple[Launch, Network]:
+        if not config.store:
+            return over_torch.join(config.timeout_seconds, process_group, chosen)
+        if chosen is not None or process_group is not None or process_sets:
+            raise ConfigError(f"store={config.store}: an elastic job has all of its ranks, and no process sets")
+        return over_torch.join_elastic(config)
+
     runtime.begin(
-        lambda config: over_torch.join(config.timeout_seconds, process_group, chosen),
+        meet,
         process_sets or (),
         settings,
         training_threads=torch.get_num_threads(),

@@ -112,7 +112,7 @@ class CompressionState(Readers):
         All values are tensors, numbers and strings, so ``torch.load(weights_only=True)`` reads what
         ``torch.save`` makes of them. Local. Raises StateError while a step is open, or during a backward pass.
         """
-        state: dict[str, Any] = _tensors(to_plain(checkpoint_manager_of(self).snapshot()))
+        state: dict[str, Any] = tensors(to_plain(checkpoint_manager_of(self).snapshot()))
         return state
 
     def load_compression_state(self, state: dict[str, Any]) -> None:
@@ -121,16 +121,16 @@ class CompressionState(Readers):
         All ranks must load states that were taken after the same step. Local. Raises StateError and changes
         nothing if a step is open or anything does not fit; the error lists all of it.
         """
-        checkpoint_manager_of(self).restore(from_plain(_arrays(state)))
+        checkpoint_manager_of(self).restore(from_plain(arrays(state)))
 
 
-def _tensors(value: Any) -> Any:
+def tensors(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _tensors(item) for key, item in value.items()}
+        return {key: tensors(item) for key, item in value.items()}
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-def _arrays(value: Any) -> Any:
+def arrays(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _arrays(item) for key, item in value.items()}
+        return {key: arrays(item) for key, item in value.items()}
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value

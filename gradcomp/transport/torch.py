@@ -47,8 +47,8 @@ _NO_COPIES: Bytes = np.empty(0, dtype=np.uint8)
 
 #: A thread holds it while it makes a group through the default group's connection to the store.
 _default_connection = threading.Lock()
-#: The number of groups made so far, by their ranks; it distinguishes groups of the same ranks.
-_groups_made: dict[tuple[int, ...], int] = {}
+#: The number of groups made so far, by attempt and ranks; it distinguishes groups of the same ranks.
+_groups_made: dict[tuple[str, tuple[int, ...]], int] = {}
 
 
 @dataclass(eq=False)
@@ -103,8 +103,8 @@ class TorchTransport(Transport):
     def __init__(self, ranks: Sequence[int], timeout_seconds: float, attempt: str = "0") -> None:
         # new_group() names a group after the number of groups that the process has. Ranks in several process sets have
         # more groups than others, so they would not use the same name.
-        number = _groups_made.get(tuple(ranks), 0)
-        _groups_made[tuple(ranks)] = number + 1
+        number = _groups_made.get((attempt, tuple(ranks)), 0)
+        _groups_made[attempt, tuple(ranks)] = number + 1
         self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
         self._running: list[_Handle] = []
         self._copies: list[Bytes] = []

@@ -25,7 +25,7 @@ from gradcomp.kernels.step import StepContext
 
 Addresses = npt.NDArray[np.uint64]
 
-_OWN, _MEAN, _MOMENTUM = "ef21_own", "ef21_mean", "ef21_momentum"
+EF21_OWN, EF21_MEAN, EF21_MOMENTUM = "ef21_own", "ef21_mean", "ef21_momentum"
 
 
 @register("ef21")
@@ -78,7 +78,7 @@ class EF21(Wrapper):
 
     def fields(self, layer: LayerSpec, seed: int) -> dict[str, tuple[int, Begin]]:
         """Return g_i, g and v, and the fields of the inner compressor."""
-        names = (_OWN, _MEAN, _MOMENTUM) if self.momentum else (_OWN, _MEAN)
+        names = (EF21_OWN, EF21_MEAN, EF21_MOMENTUM) if self.momentum else (EF21_OWN, EF21_MEAN)
         return {**self.inner.fields(layer, seed), **{name: (layer.size, zeros(layer.size)) for name in names}}
 
     def exchange(self, group: Group, context: StepContext) -> Exchange:
@@ -157,12 +157,12 @@ class _Memory:
         table, flags = group.inputs.copy(), np.zeros(len(group.table), dtype=np.uint8)
         factors = context.factors(len(table))
         if momentum:
-            table["residual"], table["next_residual"] = _both(group, context, _MOMENTUM)
+            table["residual"], table["next_residual"] = _both(group, context, EF21_MOMENTUM)
             group.device.kernels.contribute(
                 table, flags, np.float32(1.0 - momentum) * factors, decay=momentum
             )
             table["gradient"], table["dtype"], factors = table["next_residual"].copy(), FLOAT32, self._ones
-        table["residual"] = _both(group, context, _OWN)[0]
+        table["residual"] = _both(group, context, EF21_OWN)[0]
         table["next_residual"] = self._at["difference"]
         group.device.kernels.contribute(table, flags, factors, decay=-1.0)
         return flags
@@ -200,10 +200,10 @@ class _Memory:
             group.device.kernels.contribute(table, ignored, np.float32(factor) * self._ones, decay=decay)
 
         difference, lost, mean = (self._at[name] for name in self.PARTS)
-        old, new = _both(group, context, _OWN)
+        old, new = _both(group, context, EF21_OWN)
         add(difference, difference, 1.0, lost, -1.0)  # what was sent
         add(new, difference, 1.0, old, 1.0)
-        old, new = _both(group, context, _MEAN)
+        old, new = _both(group, context, EF21_MEAN)
         add(mean, mean, 1.0 / divisor, old, 1.0)
         add(new, mean, 1.0, np.zeros_like(old), 1.0)
 
