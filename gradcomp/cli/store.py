@@ -12,7 +12,9 @@ from gradcomp.core.errors import need
 
 @click.command("store")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any free port.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any free port."
+)
 def command(host: str, port: int) -> None:
     """Serve the store of an elastic job, until SIGTERM or Ctrl-C.
 

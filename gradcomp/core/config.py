@@ -158,7 +158,11 @@ class Config:
         "host:port, or empty",
     )
     min_ranks: int = _setting(
-        1, "The least ranks with which an elastic job trains; it waits for them.", _positive, "positive", shared=True
+        1,
+        "The least ranks with which an elastic job trains; it waits for them.",
+        _positive,
+        "positive",
+        shared=True,
     )
     max_ranks: int = _setting(
         0,

@@ -387,11 +387,7 @@ _OWN_FIELDS = frozenset({MOMENTUM, EF21_MOMENTUM})
 
 
 def regroup(
-    state: Snapshot,
-    rank: int,
-    world: int,
-    kept: Iterable[str],
-    control: Mapping[str, Mapping[str, Floats]],
+    state: Snapshot, rank: int, world: int, kept: Iterable[str], control: Mapping[str, Mapping[str, Floats]]
 ) -> Snapshot:
     """Return what a survivor of ``state``, or a newcomer of its :func:`outline`, goes on with as a rank of ``world``.
 
@@ -420,7 +416,9 @@ def regroup(
 def outline(state: Snapshot) -> Snapshot:
     """Return what a newcomer needs of a survivor's state: no residuals, and other state of one rank at zero."""
     fields = {
-        kind: {name: np.zeros_like(value) for name, value in values.items()} if kind in _OWN_FIELDS else values
+        kind: {name: np.zeros_like(value) for name, value in values.items()}
+        if kind in _OWN_FIELDS
+        else values
         for kind, values in state.fields.items()
     }
     return Snapshot(state.rank, state.world, state.shared, fields=fields)

@@ -108,16 +108,16 @@ class State(ABC):
     def _put(self, values: Any) -> None:
         """Replace the values by those of a copy, which stays as it is."""
 
-    def _attach(self) -> None:
+    def _attach(self) -> None:  # noqa: B027 - only frontends with optimizers have some to attach
         """Let everything that communicates use the generation that was formed. Collective."""
 
-    def _adopt(self, root: int, own: Any | None, newcomers: bool) -> None:  # noqa: FBT001
+    def _adopt(self, root: int, own: Any | None, *, newcomers: bool) -> None:  # noqa: B027 - as above
         """Take over what belongs to a number of ranks, from the copy ``own``, or on newcomers from ``root``.
 
         Collective.
         """
 
-    def _begin(self) -> None:
+    def _begin(self) -> None:  # noqa: B027 - only states with a directory load
         """Begin, since no rank has a commit: load what a directory holds. Collective."""
 
     # -- what the loop calls ---------------------------------------------------------------------------------------
@@ -203,7 +203,9 @@ def run(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
     @functools.wraps(function)
     def trained(state: S, *args: P.args, **kwargs: P.kwargs) -> T:
         if not isinstance(state, State):
-            raise ConfigError(f"elastic.run: the first argument must be a TorchState or the like, got {state!r:.80}")
+            raise ConfigError(
+                f"elastic.run: the first argument must be a TorchState or the like, got {state!r:.80}"
+            )
         member = runtime.current().network.member
         results: list[T] = []
         while True:
@@ -231,7 +233,7 @@ def run(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
                     raise
                 return results[0]
 
-    return trained
+    return trained  # type: ignore[return-value]
 
 
 def _tell(what: str, number: int) -> list[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -85,7 +84,10 @@ def _machine() -> str:
     """Return a name of the set of processes that this one can see by number: two containers differ in it."""
     parts = []
     with suppress(OSError):
-        parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        parts = [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            str(Path("/proc/self/ns/pid").readlink()),
+        ]
     return "/".join(parts) or token_hex(8)
 
 
@@ -108,8 +110,6 @@ class Member:
         self.limits = limits
         self.record = Record.own()
         self.generation: Generation | None = None
-        #: Called on the thread once the generation is found broken.
-        self.lost: Callable[[], None] = lambda: None
         self._where = where
         self._store = connect()
         self._beats = connect()
@@ -295,8 +295,6 @@ class Member:
                 self._dead.add(name)
         if generation is not None:
             self._broken = self._beats.check([f"{_PREFIX}/generation/{generation.number}/broken"])
-            if self.broken and generation is self.generation:
-                self.lost()
             waiting = f"{_PREFIX}/generation/{generation.number + 1}/count"
             self._waiting = int(self._beats.add(waiting, 0))
 
@@ -311,11 +309,7 @@ class _Patience:
         self._since = monotonic()
 
     def ranks(
-        self,
-        came: Sequence[Record],
-        alive: Callable[[Record], bool],
-        number: int,
-        before: Sequence[Record],
+        self, came: Sequence[Record], alive: Callable[[Record], bool], number: int, before: Sequence[Record]
     ) -> list[Record] | None:
         """Return the ranks of the generation, or None while others may come. Number ``number`` was the last formed.
 

@@ -6,9 +6,10 @@ The store outlives the group, so that ``init`` after ``shutdown`` need not agree
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import socket
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -43,7 +44,8 @@ _meetings = 0
 #: This process in an elastic job, through all generations.
 _member: Member | None = None
 
-logger = logging.getLogger("gradcomp")
+#: Seconds between looks at the members of a generation while they are connected.
+_LOOK_SECONDS = 0.05
 
 
 def join(
@@ -106,22 +108,18 @@ def join_elastic(config: Config) -> tuple[Launch, Network]:
             f"store={config.store} is for processes without a launcher, and this one belongs to "
             f"{'torch.distributed' if dist.is_initialized() else launcher}"
         )
+    connect = partial(_store_client, address, config.timeout_seconds)
     if _member is None:
         limits = Limits(
             config.min_ranks, config.max_ranks, config.join_window_seconds, config.timeout_seconds
         )
-        _member = Member(partial(_store_client, address, config.timeout_seconds), limits, config.store)
-    while True:
-        generation = _member.join()
-        try:
-            network = ElasticNetwork(_member, generation, address, config.timeout_seconds)
-        except TransportError as error:
-            logger.info("generation %d was not connected: %s", generation.number, error)
-            _member.give_up()
-            continue
-        size = len(generation.members)
-        own = Launch(generation.rank, size, 0, 1, generation.rank, size, "store", socket.gethostname(), size == 1)
-        return replace(own, secret=secret(os.environ)), network
+        _member = Member(connect, limits, config.store)
+    if is_loopback(address[0]) and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Gloo reads it for every group
+    generation = _member.join()
+    rank, size = generation.rank, len(generation.members)
+    launch = Launch(rank, size, 0, 1, rank, size, "store", socket.gethostname(), placed=size == 1)
+    return replace(launch, secret=secret(os.environ)), ElasticNetwork(_member, generation, connect)
 
 
 def store_address(text: str) -> Address:
@@ -202,45 +200,49 @@ class TorchNetwork(Network):
 
 
 class ElasticNetwork(TorchNetwork):
-    """Connects the ranks of one generation of an elastic job by a default group of their own.
+    """Connects the ranks of one generation of an elastic job. It has no default group, which could not be given up."""
 
-    Construction is collective. TransportError if it fails, as after the death of one of them.
-    """
-
-    def __init__(
-        self, member: Member, generation: Generation, address: Address, timeout_seconds: float
-    ) -> None:
+    def __init__(self, member: Member, generation: Generation, connect: Callable[[], TCPStore]) -> None:
         ranks = tuple(range(len(generation.members)))
-        super().__init__(ranks, generation.rank, len(ranks) > 1, f"generation-{generation.number}")
+        super().__init__(ranks, generation.rank, False, f"generation-{generation.number}")
         self.member = member
-        if len(ranks) == 1:
-            return
-        if is_loopback(address[0]) and not os.environ.get("GLOO_SOCKET_IFNAME"):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        self._connect = connect
+
+    def group(self, ranks: Ranks, timeout_seconds: float) -> TorchTransport:
+        """Make a communicator, on a thread that is left alone if a rank of the generation dies meanwhile.
+
+        Gloo waits for a rank that is gone until its timeout, and cannot be interrupted.
+        """
+        made: list[TorchTransport | Exception] = []
         before = open_sockets()
-        store = _store_client(address, timeout_seconds)
-        made = open_sockets().items() - before.items()
-        # A rank that dies now would be waited for, in calls of the store that end only with their connection.
-        member.lost = lambda: [cut(*connection) for connection in made]
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=PrefixStore(f"gradcomp/{self._attempt}", store),
-                rank=self.rank,
-                world_size=len(ranks),
-                timeout=timedelta(seconds=timeout_seconds),
-            )
-        except RuntimeError as error:
-            raise TransportError(f"Gloo could not connect the ranks: {first_line(error)}") from error
+        store = self._connect()
+        opened = open_sockets().items() - before.items()
+
+        def make() -> None:
+            try:
+                made.append(TorchTransport(ranks, timeout_seconds, self._attempt or "", self.rank, store))
+            except Exception as error:  # noqa: BLE001 - raised below, on the caller's thread
+                made.append(error)
+
+        thread = threading.Thread(target=make, name="gradcomp-connect", daemon=True)
+        thread.start()
+        while not made:
+            thread.join(_LOOK_SECONDS)
+            if not made and self.member is not None and self.member.broken:
+                for connection in opened:
+                    cut(*connection)
+                raise TransportError(f"the ranks cannot be connected: {self.member.broken}")
+        if isinstance(made[0], Exception):
+            raise made[0]
+        return made[0]
 
     def control(self, life: int, timeout_seconds: float) -> TorchControl:
         """Connect to the store. Members differ in the number of their lives, a generation has one."""
-        return super().control(0, timeout_seconds)
-
-    def close(self) -> None:
-        super().close()
-        if self.member is not None:
-            self.member.lost = lambda: None
+        control = TorchControl(
+            f"gradcomp/{self._attempt}", timeout_seconds, "`gradcomp store`", self._connect
+        )
+        self._controls.append(control)
+        return control
 
 
 def connect(launch: Launch, timeout_seconds: float) -> Launch:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from gradcomp.core.config import Config, unknown_variables
-from gradcomp.core.errors import ConfigError, StateError, TransportError
+from gradcomp.core.errors import ConfigError, GradcompError, StateError, TransportError
 from gradcomp.core.scheme import AUTO
 from gradcomp.exchange.thread import finish_background
 from gradcomp.job import preemption, process_end
@@ -112,7 +112,9 @@ def shutdown() -> None:
     stop instead.
     """
     failed = process_end.uncaught()
-    reason = None if failed is None or _runtime is None else f"rank {_runtime.rank} ended with {describe(failed)}"
+    reason = (
+        None if failed is None or _runtime is None else f"rank {_runtime.rank} ended with {describe(failed)}"
+    )
     runtime = _leave(reason)
     if runtime is None:
         return
@@ -136,9 +138,13 @@ def next_generation(reason: str | None) -> None:
 def _watch_generation(runtime: Runtime) -> None:
     """Let the watchdog end all waits once a member of the generation is known to be dead."""
     member, before = runtime.network.member, runtime.watchdog.beside
-    if member is not None:
-        lost = lambda: TransportError(f"aborted: {member.broken}") if member.broken else None  # noqa: E731
-        runtime.watchdog.beside = lambda: before() or lost()
+
+    def lost() -> GradcompError | None:
+        if member is not None and member.broken:
+            return TransportError(f"aborted: {member.broken}")
+        return before()
+
+    runtime.watchdog.beside = lost
 
 
 def _leave(reason: str | None) -> Runtime | None:

@@ -233,9 +233,7 @@ def rebuild(
     old.drain()
     named = chain(old.named, old.frozen, _name_group(names, added))
     step = old.checkpoint_manager.step
-    fresh = build(
-        state, old.checkpoint_manager.ranks, optimizer, named, old.arguments, before=old, step=step
-    )
+    fresh = build(state, old.checkpoint_manager.ranks, optimizer, named, old.arguments, before=old, step=step)
     old.detach()
     fresh.checkpoint_manager.inherit(old.checkpoint_manager)
     if old.driver.attached:

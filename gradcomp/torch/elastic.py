@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Sized
-
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         seed: the seed of that order, equal on all ranks.
     """
 
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:  # noqa: FBT001, FBT002
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -62,7 +61,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that every rank has processed a batch of ``batch_size`` samples."""
         self.processed_num += batch_size * self.num_replicas
 
@@ -190,14 +189,16 @@ class TorchState(ObjectState):
         if directory is not None and checkpoint_manager_or_none(optimizer) is None:
             raise ConfigError("directory= needs optimizer=, which DistributedOptimizer returned")
         if type(directory_every) is not int or directory_every < 1:
-            raise ConfigError(f"directory_every must be a whole number of at least 1, got {directory_every!r}")
+            raise ConfigError(
+                f"directory_every must be a whole number of at least 1, got {directory_every!r}"
+            )
         self._directory = directory
         self._every = directory_every
 
     def commit(self) -> None:
         self.save()
         if self._directory is not None and self._number % self._every == 0:
-            model, optimizer = getattr(self, "model", None), self.optimizer
+            model, optimizer = getattr(self, "model", None), getattr(self, "optimizer", None)
             save(self._directory, optimizer, model=model, extra=self._extra())
         self._check(saved=True)
 
@@ -211,8 +212,8 @@ class TorchState(ObjectState):
     def _begin(self) -> None:
         if self._directory is None:
             return
-        model = getattr(self, "model", None)
-        found = load(self._directory, self.optimizer, model=model, missing_ok=True)
+        model, optimizer = getattr(self, "model", None), getattr(self, "optimizer", None)
+        found = load(self._directory, optimizer, model=model, missing_ok=True)
         if found is not None:
             self._load(found)
             logger.info("elastic: the state is that of the last commit in %s", self._directory)
@@ -245,7 +246,7 @@ class TorchState(ObjectState):
             for _, value in self._wrapped:
                 reattach(value)
 
-    def _adopt(self, root: int, own: Any | None, newcomers: bool) -> None:  # noqa: FBT001
+    def _adopt(self, root: int, own: Any | None, *, newcomers: bool) -> None:
         rank, size = runtime.rank(), runtime.size()
         for name, value in self._wrapped:
             manager = checkpoint_manager_of(value)
@@ -259,7 +260,9 @@ class TorchState(ObjectState):
                 kept = told["kept"]
                 state = state or from_plain(arrays(told["state"]))
             assert state is not None, "a rank without a commit is a newcomer"
-            control = {} if state.shared.control is None else self._controls(state if own is not None else None)
+            control = (
+                {} if state.shared.control is None else self._controls(state if own is not None else None)
+            )
             manager.restore(regroup(state, rank, size, kept, control))
 
     @staticmethod

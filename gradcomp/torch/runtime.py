@@ -66,20 +66,16 @@ def init(
     trace.profiler.records = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", False)
     explain_failures()
 
-
     def meet(config: Config) -> tuple[Launch, Network]:
         if not config.store:
             return over_torch.join(config.timeout_seconds, process_group, chosen)
         if chosen is not None or process_group is not None or process_sets:
-            raise ConfigError(f"store={config.store}: an elastic job has all of its ranks, and no process sets")
+            raise ConfigError(
+                f"store={config.store}: an elastic job has all of its ranks, and no process sets"
+            )
         return over_torch.join_elastic(config)
 
-    runtime.begin(
-        meet,
-        process_sets or (),
-        settings,
-        training_threads=torch.get_num_threads(),
-    )
+    runtime.begin(meet, process_sets or (), settings, training_threads=torch.get_num_threads())
 
 
 def _begin_range(name: str) -> Callable[[], object]:

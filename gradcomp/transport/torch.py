@@ -95,27 +95,35 @@ class TorchTransport(Transport):
     directions at once: Gloo's receiver reports that it is ready on the connection on which it also sends, after its own
     message.
 
-    ``attempt`` is the number of the job's start, because the store may outlive a restart.
+    ``attempt`` is the number of the job's start, because the store may outlive a restart. ``rank`` and ``store`` are
+    those of a job without a default group.
     """
 
     byte_seconds = GLOO_BYTE_SECONDS
 
-    def __init__(self, ranks: Sequence[int], timeout_seconds: float, attempt: str = "0") -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        timeout_seconds: float,
+        attempt: str = "0",
+        rank: int | None = None,
+        store: Any = None,
+    ) -> None:
         # new_group() names a group after the number of groups that the process has. Ranks in several process sets have
         # more groups than others, so they would not use the same name.
         number = _groups_made.get((attempt, tuple(ranks)), 0)
         _groups_made[attempt, tuple(ranks)] = number + 1
-        self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
+        self.rank, self.size = list(ranks).index(dist.get_rank() if rank is None else rank), len(ranks)
         self._running: list[_Handle] = []
         self._copies: list[Bytes] = []
         # A connection serves one call at a time, and ranks wait for each other in such a call. Two threads that make
         # groups of different ranks over one connection could block each other for ever.
-        alone = _default_connection.acquire(blocking=False)
+        alone = store is None and _default_connection.acquire(blocking=False)
         try:
-            base = _store() if alone else _connection_of_its_own(timeout_seconds)
-            store = PrefixStore(f"gradcomp/{attempt}/group/{','.join(map(str, ranks))}/{number}", base)
+            base = store or (_store() if alone else _connection_of_its_own(timeout_seconds))
+            prefixed = PrefixStore(f"gradcomp/{attempt}/group/{','.join(map(str, ranks))}/{number}", base)
             self._groups = [
-                self._make_group(store, way, timeout_seconds) for way in range(1 + (self.size == 2))
+                self._make_group(prefixed, way, timeout_seconds) for way in range(1 + (self.size == 2))
             ]
         except RuntimeError as error:
             raise TransportError(f"Gloo could not connect ranks {list(ranks)}: {_reason(error)}") from error
@@ -301,15 +309,22 @@ class TorchControl(ControlChannel):
 
     A TCPStore client waits for ever if the server is stopped but not dead, hence the thread: callers wait three seconds
     for an answer, and fail at once as long as an earlier call has no answer. ``server`` names the server in errors.
+    ``connect`` opens the connection, if not to the default group's store.
 
     PyTorch prints a stack for every call on a connection that has ended, so no call is made after the first such one.
     """
 
-    def __init__(self, prefix: str, timeout_seconds: float, server: str = "rank 0") -> None:
+    def __init__(
+        self,
+        prefix: str,
+        timeout_seconds: float,
+        server: str = "rank 0",
+        connect: Callable[[], Any] | None = None,
+    ) -> None:
         # The training thread may be using the default group's connection for a blocking call.
         before = open_sockets()
         try:
-            store = _connection_of_its_own(timeout_seconds)
+            store = _connection_of_its_own(timeout_seconds) if connect is None else connect()
         except RuntimeError as error:
             raise TransportError(f"no connection to the job's key-value store: {_reason(error)}") from error
         made = open_sockets().items() - before.items() if isinstance(store, TCPStore) else set()

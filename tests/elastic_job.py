@@ -1,0 +1,75 @@
+"""An elastic job of plain processes: they start one by one, and die where the test says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import launching
+import preloaded
+
+from gradcomp.job.jobstore import serve_alone
+
+
+class Job:
+    """A store, and the processes of a program that meet in it.
+
+    The program's lines of JSON are what a process has ``said``. ``DIE`` is the step after whose backward pass a process
+    kills itself.
+    """
+
+    def __init__(self, program: str, directory: Path, settings: dict[str, str]) -> None:
+        self._program = directory / "program.py"
+        self._program.write_text(textwrap.dedent(program), encoding="utf-8")
+        self._store = serve_alone("127.0.0.1", 0)
+        self._variables = {"GRADCOMP_STORE": f"127.0.0.1:{self._store.port}", **settings}
+        self.processes: list[launching._Started] = []
+
+    def start(self, *arguments: object, **variables: object) -> int:
+        """Start one more process; its number."""
+        given = {**self._variables, **{name: str(value) for name, value in variables.items()}}
+        command = ["python", str(self._program), *map(str, arguments)]
+        name = str(len(self.processes))
+        started = launching._fork(preloaded.TORCH, {}, command, given, self._program.parent, name)
+        self.processes.append(started)
+        return len(self.processes) - 1
+
+    def wait(self, number: int, timeout: float = 60.0) -> int:
+        """How a process ended."""
+        return self.processes[number].process.wait(timeout)
+
+    def kill(self, number: int) -> None:
+        os.kill(self.processes[number].process.pid, signal.SIGKILL)
+
+    def said(self, number: int) -> list[dict[str, Any]]:
+        path = self.processes[number].stdout
+        text = path.read_text() if path.exists() else ""  # a process makes its own, when it begins
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+    def log(self, number: int) -> str:
+        return self.processes[number].stderr.read_text()
+
+    def finish(self, timeout: float = 60.0) -> list[int]:
+        """How all processes ended, which end by themselves."""
+        return [self.wait(number, timeout) for number in range(len(self.processes))]
+
+
+@contextlib.contextmanager
+def job(program: str, **settings: object) -> Iterator[Job]:
+    """A job whose processes end with the block."""
+    with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
+        made = Job(program, Path(directory), {name: str(value) for name, value in settings.items()})
+        try:
+            yield made
+        finally:
+            for number in range(len(made.processes)):
+                with contextlib.suppress(ProcessLookupError):
+                    if made.processes[number].process.returncode is None:
+                        made.kill(number)
