@@ -9,6 +9,7 @@
 #   make mutate N=40 SEED=1       changes of the package drawn by seed: the default tests must notice 38 of them
 #   make faults N=40 SEED=1       faults drawn by seed, on three real ranks
 #   make joins N=200 SEED=1       trainings in which ranks join at random moments
+#   make elastic N=20 SEED=1      elastic runs drawn by seed, in which ranks die and come
 #   make fuzz N=100000 SEED=1     mutated payloads, and a tenth as many steps of the protocol, under the sanitizers
 #   make wheels                   wheels into dist/, repaired, and the demo from them without a compiler
 #   make test-versions            each supported version of PyTorch and TensorFlow: gigabytes; ARGS="--only tf-2.16-py3.12"
@@ -49,7 +50,7 @@ ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all test-rest mutate faults joins fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench integrations wheels test-versions $(BENCHES)
+.PHONY: help install demo test test-all test-rest mutate faults joins elastic fuzz lint types layers docs format sanitize sanitize-site cubins test-gpu sanitize-gpu bench-gpu clean horovod openmpi slurm chromium site-check bench integrations wheels test-versions $(BENCHES)
 
 help:
 	@sed -n 's/^#  *make/  make/p' Makefile
@@ -172,6 +173,10 @@ faults: $(STAMP)/package $(STAMP)/extra-test
 # Trainings in which ranks join at random moments; those of Keras with ARGS=--keras
 joins: $(STAMP)/package $(STAMP)/extra-test
 	PYTHONSAFEPATH=1 $(BIN)/python tests/joins/run.py --trials $(or $(N),200) --seed $(SEED) $(ARGS)
+
+# Elastic runs drawn by seed, in which ranks die and come: docs/elastic.md
+elastic: $(STAMP)/package $(STAMP)/extra-test
+	PYTHONSAFEPATH=1 $(BIN)/python tests/faults/elastic.py --runs $(or $(N),20) --seed $(SEED) $(ARGS)
 
 # One case again: make fuzz ARGS="--only payload:4711"
 fuzz: sanitize-site

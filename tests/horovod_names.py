@@ -117,8 +117,8 @@ ROWS = (
     Row("start_timeline", "differs", "a row is a bucket; `{rank}` in the path: a file for every rank; "
         "[Timeline](timeline.md)", "file_path mark_cycles"),
     Row("stop_timeline", "same", ""),
-    Row("elastic", "refused", "a job that loses a rank ends, and resumes from a [checkpoint](checkpoints.md); "
-        "`HostsUpdatedInterrupt` exists, for scripts that catch it"),
+    Row("elastic", "differs", "`run`, `TorchState`, `ObjectState` and `ElasticSampler`, without horovodrun: see "
+        "[Elastic training](elastic.md)"),
     Row("check_extension", "refused", "gradcomp has no extension to check"),
     Row("compression", "refused", _MODULE),
     Row("functions", "refused", _MODULE),

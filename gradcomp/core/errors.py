@@ -38,7 +38,7 @@ HorovodInternalError = GradcompError
 
 
 class HostsUpdatedInterrupt(GradcompError):  # noqa: N818 - Horovod's name
-    """The hosts of an elastic job have changed. gradcomp never raises it; Horovod's scripts catch it by this name."""
+    """Processes wait to join an elastic job: :func:`gradcomp.torch.elastic.run` catches it and takes them in."""
 
 
 class MissingNameError(GradcompError, AttributeError):

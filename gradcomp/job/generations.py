@@ -6,7 +6,8 @@ before all have confirmed, one atomic write gives the generation up, and the oth
 leads, so any of them may die at any moment.
 
 A member is dead if its process is gone, which is visible on its own host only, or if its heartbeat has not changed for
-``DEAD_SECONDS``.
+``DEAD_SECONDS`` in which this process has looked. One that was only stopped finds that the others have gone on, and
+comes as a newcomer.
 """
 
 from __future__ import annotations
@@ -113,11 +114,12 @@ class Member:
         self._where = where
         self._store = connect()
         self._beats = connect()
-        #: A process's last heartbeat, when it was first seen, and when it was last looked at.
+        #: A process's last heartbeat, for how many seconds it has been the same, and when it was last looked at.
         self._seen: dict[str, tuple[bytes, float, float]] = {}
         self._waiting = 0
         self._broken = False
-        self._dead: set[str] = set()
+        #: Those that have said that they leave.
+        self._left: set[str] = set()
         self._watched: tuple[Record, ...] = ()
         self._stopping = threading.Event()
         self._beat(0)
@@ -157,9 +159,9 @@ class Member:
     @property
     def broken(self) -> str:
         """Return why the generation cannot go on, as far as this process has seen; empty if nothing is known."""
-        if dead := [rank for rank, one in enumerate(self.members) if one.name in self._dead]:
+        if dead := [rank for rank, one in enumerate(self.members) if not self._alive(one)]:
             return f"rank {', '.join(map(str, dead))} of {len(self.members)} is dead"
-        return "another rank has given the generation up" if self._broken else ""
+        return "other ranks have given this generation up" if self._broken else ""
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
@@ -199,9 +201,9 @@ class Member:
                 raise StateError(
                     f"the work of the job at {self._where} is done: start another store for another job"
                 )
-            came = self._came(key)
-            self._watched = tuple(came)
-            if (ranks := patience.ranks(came, self._alive, *self._formed())) is not None:
+            came, (last, before) = self._came(key), self._formed()
+            self._watched = (*came, *before)
+            if (ranks := patience.ranks(came, self._alive, last, before)) is not None:
                 text = json.dumps([asdict(one) for one in ranks])
                 self._store.compare_set(f"{_PREFIX}/{key}/closed", "", text)
             elif monotonic() > deadline:
@@ -231,7 +233,8 @@ class Member:
                 sleep(_pause(len(here)))
         if outcome != b"formed":
             return None
-        self._store.set(f"{_PREFIX}/formed", str(generation.number))
+        if int(self._read("formed") or 0) < generation.number:
+            self._store.set(f"{_PREFIX}/formed", str(generation.number))
         return generation
 
     def _came(self, key: str) -> list[Record]:
@@ -258,12 +261,12 @@ class Member:
     def _alive(self, one: Record) -> bool:
         if one.name == self.record.name:
             return True
-        if one.name in self._dead:
+        if one.name in self._left:
             return False
         if one.machine == self.record.machine and not Process(one.number, one.born).lives:
             return False
-        _, since, looked = self._seen.get(one.name, (b"", 0.0, 0.0))
-        return looked - since < DEAD_SECONDS
+        _, silent, _ = self._seen.get(one.name, (b"", 0.0, 0.0))
+        return silent < DEAD_SECONDS
 
     def _beat(self, count: int) -> None:
         self._beats.set(f"{_PREFIX}/beat/{self.record.name}", str(count))
@@ -286,15 +289,20 @@ class Member:
         generation = self.generation
         others = {one.name: one for one in (*self._watched, *(generation.members if generation else ()))}
         others.pop(self.record.name, None)
-        for name, one in others.items():
+        for name in others:
             key, left = f"{_PREFIX}/beat/{name}", f"{_PREFIX}/left/{name}"
             beat, now = self._beats.get(key) if self._beats.check([key]) else b"", monotonic()
-            before, since, _ = self._seen.get(name, (None, now, now))
-            self._seen[name] = beat, since if beat == before else now, now
-            if name not in self._dead and (not self._alive(one) or self._beats.check([left])):
-                self._dead.add(name)
+            before, silent, looked = self._seen.get(name, (None, 0.0, now))
+            # This process may have been stopped between the two looks, and all others with it.
+            silent += min(now - looked, 2 * _BEAT_SECONDS + _pause(len(others)))
+            self._seen[name] = beat, silent if beat == before else 0.0, now
+            if self._beats.check([left]):
+                self._left.add(name)
         if generation is not None:
-            self._broken = self._beats.check([f"{_PREFIX}/generation/{generation.number}/broken"])
+            self._broken = (
+                self._beats.check([f"{_PREFIX}/generation/{generation.number}/broken"])
+                or int(self._beats.get(f"{_PREFIX}/formed")) > generation.number
+            )
             waiting = f"{_PREFIX}/generation/{generation.number + 1}/count"
             self._waiting = int(self._beats.add(waiting, 0))
 
@@ -304,7 +312,7 @@ class _Patience:
 
     def __init__(self, limits: Limits, deadline: float) -> None:
         self._limits = limits
-        self._deadline = deadline
+        self._leftline = deadline
         self._came: set[str] = set()
         self._since = monotonic()
 
@@ -327,7 +335,7 @@ class _Patience:
             return None
         missing = any(one.name not in names and alive(one) for one in before)
         first = not any(one.generation == number for one in came if number)
-        if missing and (first or monotonic() < self._deadline):
+        if missing and (first or monotonic() < self._leftline):
             return None
         return None if first and monotonic() - self._since < limits.window_seconds else list(came)
 

@@ -44,7 +44,7 @@ def test_every_setting_is_a_variable(name: str):
     texts = {
         "kernels": "reference", "isa": "baseline", "log_level": "debug", "run_log": "run.jsonl",
         "timeline": "timeline.json", "reduction": "ring", "transport": "shm", "what_if": "1,4x1,2",
-            "backend_compression": "none",
+        "store": "host:29400", "backend_compression": "none",
     }  # fmt: skip
     other = texts.get(name) or (not default if isinstance(default, bool) else default + 8)
     assert getattr(Config.resolve({f"GRADCOMP_{name.upper()}": f" {other} "}), name) == other

@@ -169,8 +169,9 @@ def main() -> int:
         for one in pool.map(play, map(draw, range(given.seed, given.seed + given.runs))):
             results.append(one)
             print(
-                f"{one['seed']:5} {one['outcome']:20} {one['seconds']:5.1f} s  {one['world']} ranks, {one['killed']} killed "
-                f"({one['killed_rank_0']} rank 0), {len(one['arrivals'])} came, {one['compression']}",
+                f"{one['seed']:5} {one['outcome']:20} {one['seconds']:5.1f} s  {one['world']} ranks, "
+                f"{one['killed']} killed ({one['killed_rank_0']} rank 0), {len(one['arrivals'])} came, "
+                f"{one['compression']}",
                 flush=True,
             )
             if given.verbose or one["outcome"] != "ok":
@@ -181,9 +182,8 @@ def main() -> int:
     outcomes = Counter(one["outcome"] for one in results)
     total, zero = sum(one["killed"] for one in results), sum(one["killed_rank_0"] for one in results)
     came = sum(len(one["arrivals"]) for one in results)
-    print(
-        f"{len(results)} runs in {time.monotonic() - began:.0f} s: {dict(outcomes)}; {total} killed, {zero} of them rank 0; {came} came"
-    )
+    print(f"{len(results)} runs in {time.monotonic() - began:.0f} s: {dict(outcomes)}")
+    print(f"{total} killed, {zero} of them rank 0; {came} came")
     if given.out:
         given.out.write_text(json.dumps(results, indent=1) + "\n")
     return int(set(outcomes) != {"ok"})

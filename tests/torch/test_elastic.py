@@ -146,8 +146,8 @@ def test_what_was_applied_and_what_is_left_are_the_gradients(compression) -> Non
 
 @pytest.mark.parametrize(
     ("compression", "controller"),
-    [("powersgd:rank=2", ""), ("ef21[topk:density=0.05]", ""), ("dgc:density=0.05", ""), ("clt_k:density=0.05,refresh=3", ""),
-     ("quantize:bits=4", "lgreco:every_steps=2")],
+    [("powersgd:rank=2", ""), ("ef21[topk:density=0.05]", ""), ("dgc:density=0.05", ""),
+     ("clt_k:density=0.05,refresh=3", ""), ("quantize:bits=4", "lgreco:every_steps=2")],
 )  # fmt: skip
 def test_state_that_is_equal_on_all_ranks_stays_so(compression, controller) -> None:
     given = {"CONTROLLER": controller} if controller else {}
@@ -344,7 +344,7 @@ def test_too_few_ranks_and_a_store_that_is_not_there_are_errors() -> None:
             number
         )
     for wrong in ("29400", "host:", "host:99999"):
-        with pytest.raises(gc.ConfigError, match="store must be host:port|setting store"):
+        with pytest.raises(gc.ConfigError, match=r"store must be host:port|setting store"):
             gc.init(store=wrong)
     assert not gc.is_initialized()
 

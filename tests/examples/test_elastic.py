@@ -1,0 +1,31 @@
+"""The elastic example survives a kill of rank 0 and takes a newcomer in."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from elastic_job import job
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/elastic_digits.py"
+
+
+def test_the_example_survives_a_kill_and_takes_a_newcomer_in() -> None:
+    with job(EXAMPLE.read_text(encoding="utf-8"), GRADCOMP_MIN_RANKS=2) as started:
+        for _ in range(3):
+            started.start("--epochs", 6, "--pause", 0.05)
+        outputs = lambda: [one.stdout.read_text() if one.stdout.exists() else "" for one in started.processes]  # noqa: E731
+        deadline = time.monotonic() + 60
+        while sum("of 3 trains" in text for text in outputs()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        first = next(number for number, text in enumerate(outputs()) if "rank 0 of 3" in text)
+        started.kill(first)
+        assert started.wait(first) == -9
+        late = started.start("--epochs", 6, "--pause", 0.05)
+        ends = started.finish()
+        assert ends == [-9 if number == first else 0 for number in range(4)], started.log(late)
+        lasting = [text for number, text in enumerate(outputs()) if number != first]
+        assert all("of 3: accuracy 0.9" in text for text in lasting), lasting
+        assert "trains from epoch 0, batch 0" not in outputs()[late], (
+            "a newcomer goes on where the others are"
+        )
