@@ -99,7 +99,7 @@ def measure_plain(program: Path, directory: Path) -> float:
 
 def measure_torchrun(program: Path, directory: Path) -> float:
     """Return the seconds from a kill to the next step, where torchrun restarts all workers."""
-    options = ["--nnodes=1:1", f"--nproc-per-node={WORLD}", "--max-restarts=3", "--rdzv-backend=c10d"]
+    options = ["--nnodes=1:4", f"--nproc-per-node={WORLD}", "--max-restarts=3", "--rdzv-backend=c10d"]
     options += ["--rdzv-endpoint=127.0.0.1:0", "--rdzv-conf=last_call_timeout=2"]
     commits = directory.with_name("commits")
     command = [

@@ -85,7 +85,7 @@ PROGRAM = """
 
 
 def draw(seed: int) -> dict[str, Any]:
-    """What happens in a run: seconds after the first step, and who is killed. A third of those killed is rank 0."""
+    """What happens in a run, in seconds after the first step. A kill is one of rank 0 with a chance of a third."""
     chance = random.Random(seed)
     kills = [(chance.uniform(0.0, 4.0), chance.random() < 1 / 3) for _ in range(chance.randint(1, 2))]
     if len(kills) == 2 and chance.random() < 0.3:
