@@ -19,7 +19,9 @@ import gradcomp.torch as gc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps, to watch what happens")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds between steps, to watch what happens"
+    )
     given = parser.parse_args()
 
     # Load data and build the model first: a newcomer makes the others wait from init() on.
@@ -42,7 +44,10 @@ def main() -> None:
 
     @gc.elastic.run
     def train(state: gc.elastic.TorchState) -> None:
-        print(f"rank {gc.rank()} of {gc.size()} trains from epoch {state.epoch}, batch {state.batch}", flush=True)
+        print(
+            f"rank {gc.rank()} of {gc.size()} trains from epoch {state.epoch}, batch {state.batch}",
+            flush=True,
+        )
         while state.epoch < given.epochs:
             for batch in torch.utils.data.BatchSampler(sampler, 32, drop_last=False):
                 optimizer.zero_grad()
