@@ -50,7 +50,7 @@ def draw(seed: int, world: int, frontends: tuple[str, ...] = FRONTENDS) -> Trial
     rows = [
         n for n, row in ROWS.items() if not row.compressor.traits.follows_rate and not n.startswith("fake")
     ]
-    # Inside a tf.function an optimizer beside a tape may decay weights while the ranks compare them: no AdamW.
+    # No AdamW beside a tape in a tf.function: ranks reported that they differ, see docs/roadmap.md.
     frontend = chosen.choice(frontends)
     controller = chosen.choice(CONTROLLERS) if chosen.random() < 0.3 else ""
     finish = (
