@@ -83,5 +83,23 @@ def restore() -> None:
     _installed.clear()
 
 
-# A worker of a data loader that inherited the handler could not be terminated.
-os.register_at_fork(after_in_child=restore)
+#: ``mask``: the signals that a thread which forks had blocked before.
+_forking = threading.local()
+
+
+def _block() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _installed)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _in_child() -> None:
+    restore()
+    _unblock()
+
+
+# A worker of a data loader that inherited the handler could not be terminated. A signal that comes before the worker
+# has given the handler back waits until then.
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_in_child)

@@ -15,6 +15,7 @@ from gradcomp import ConfigError, LayerSpec, StateError, TransportError
 from gradcomp.core.trace import Statistics
 from gradcomp.exchange.arrivals import Submission
 from gradcomp.exchange.driver import TRANSITIONS, Phase, StepDriver, Verb, Words
+from gradcomp.exchange.preemption import Preemption
 from gradcomp.exchange.step import StepResult
 from gradcomp.reduce.header import APPLIED, DISCARDED, KEPT
 
@@ -34,6 +35,8 @@ class Exchanger:
         self.pipeline = SimpleNamespace(
             layers=LAYERS,
             ordering=SimpleNamespace(sparse=frozenset()),
+            active=0,
+            preemption=Preemption(),
             outcome=0,
             statistics=Statistics(),
             arrivals=self,

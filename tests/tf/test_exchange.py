@@ -11,6 +11,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from keras_checks import exchange as Exchange
 from gradcomp import LGC, PowerSGD, Quantize, TopK
 from gradcomp.core.errors import ConfigError, PlanMismatchError, StateError, TransportError, WireFormatError
 from gradcomp.exchange.driver import mean_of_rows
+from gradcomp.exchange.preemption import Preemption
 from gradcomp.job import runtime
 from gradcomp.job.reduce_op import Sum
 from gradcomp.tf import bridge
@@ -316,6 +318,8 @@ def test_a_layer_is_sparse_or_dense() -> None:
 
 class Hostile:
     """An exchanger whose peers send these bytes, one after the other."""
+
+    pipeline = SimpleNamespace(preemption=Preemption())
 
     def __init__(self, *replies: bytes) -> None:
         self._replies = list(replies)
