@@ -51,7 +51,8 @@ class Job:
     def said(self, number: int) -> list[dict[str, Any]]:
         path = self.processes[number].stdout
         text = path.read_text() if path.exists() else ""  # a process makes its own, when it begins
-        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        whole = text[: text.rfind("\n") + 1]  # a process may be writing the next line
+        return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
     def log(self, number: int) -> str:
         return self.processes[number].stderr.read_text()

@@ -26,9 +26,9 @@ def command(host: str, port: int) -> None:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     served = serve_alone(host, port)
-    click.echo(f"the store listens at {host}:{served.port}")
-    sys.stdout.flush()
-    try:
+    try:  # whoever reads the address may end this at once
+        click.echo(f"the store listens at {host}:{served.port}")
+        sys.stdout.flush()
         signal.pause()
     except KeyboardInterrupt:
         return

@@ -47,7 +47,7 @@ class State(ABC):
         self._norms: list[float] = []
         self._number = 0
         #: The members of the generation in which the last commit was made.
-        self._crew: tuple[str, ...] = ()
+        self._trained_with: tuple[str, ...] = ()
 
     # -- what users call -------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class State(ABC):
         last = self._commits.get(self._number)
         norm = 0.0 if last is None else last.norm
         told = int(np.float32(norm).view(np.uint32)) | (member is not None and member.newcomers > 0) << 32
-        numbers = _tell(f"state.commit() number {self._number}", told)
+        numbers = _gather_numbers(f"state.commit() number {self._number}", told)
         if saved:
             bits = np.array([number & 0xFFFFFFFF for number in numbers], np.uint32)
             self._norms = bits.view(np.float32).tolist()
@@ -144,7 +144,7 @@ class State(ABC):
         """
         state = runtime.current()
         members = state.network.member.members if state.network.member is not None else ()
-        newest = _tell("elastic.run() begins a generation", max(self._commits, default=0))
+        newest = _gather_numbers("elastic.run() begins a generation", max(self._commits, default=0))
         holders = [rank for rank, number in enumerate(newest) if number]
         last = max((members[rank].generation for rank in holders), default=0) if members else 0
         survivors = [rank for rank in holders if not members or members[rank].generation == last]
@@ -166,18 +166,18 @@ class State(ABC):
             self.sync(survivors[0] if survivors else 0)
         else:
             self.save()
-        self._crew = tuple(one.name for one in members)
+        self._trained_with = tuple(one.name for one in members)
 
     def _say_who_is_gone(self, present: set[str], survivors: int, size: int) -> None:
         """Log, on one survivor, the ranks that died and the residuals that they took with them."""
-        gone = [rank for rank, name in enumerate(self._crew) if name not in present]
+        gone = [rank for rank, name in enumerate(self._trained_with) if name not in present]
         elements = max((commit.elements for commit in self._commits.values()), default=0)
         for rank in gone:
             norm = self._norms[rank] if rank < len(self._norms) else 0.0
             logger.warning(
                 "rank %d of %d is gone: its residuals, %d elements with the norm %.4g at the last commit, are lost",
                 rank,
-                len(self._crew),
+                len(self._trained_with),
                 elements,
                 norm,
             )
@@ -214,7 +214,7 @@ def run(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
             try:
                 state._renew()
                 results.append(function(state, *args, **kwargs))
-                _tell("elastic.run() returns", 0)
+                _gather_numbers("elastic.run() returns", 0)
             except HostsUpdatedInterrupt:
                 logger.info("processes wait to join: the ranks form another generation")
             except TransportError as error:
@@ -236,7 +236,7 @@ def run(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
     return trained  # type: ignore[return-value]
 
 
-def _tell(what: str, number: int) -> list[int]:
+def _gather_numbers(what: str, number: int) -> list[int]:
     """Return every rank's number, in rank order. Collective: PlanMismatchError if the ranks call different things."""
     channel = channel_of(runtime.current().everyone)
     if channel is None:

@@ -25,6 +25,7 @@ from time import monotonic, sleep
 from typing import Any, Protocol
 
 from gradcomp.core.errors import StateError, TransportError
+from gradcomp.job.jobstore import first_line
 from gradcomp.job.process_end import Process, own_process
 
 logger = logging.getLogger("gradcomp")
@@ -182,7 +183,7 @@ class Member:
         except RuntimeError as error:
             if isinstance(error, TransportError | StateError):
                 raise
-            raise TransportError(f"the job's store at {self._where} is gone: {_first_line(error)}") from error
+            raise TransportError(f"the job's store at {self._where} is gone: {first_line(error)}") from error
         self.generation = formed
         self.record = replace(self.record, generation=formed.number, rank=formed.rank)
         self._waiting, self._broken = 0, False
@@ -195,7 +196,7 @@ class Member:
             return None
         place = self._store.add(f"{_PREFIX}/{key}/count", 1)
         self._store.set(f"{_PREFIX}/{key}/member/{place}", json.dumps(asdict(self.record)))
-        patience = _Patience(self.limits, deadline)
+        quorum = _Quorum(self.limits, deadline)
         while (closed := self._read(f"{key}/closed")) is None:
             if self._read("finished") is not None:
                 raise StateError(
@@ -203,7 +204,7 @@ class Member:
                 )
             came, (last, before) = self._came(key), self._formed()
             self._watched = (*came, *before)
-            if (ranks := patience.ranks(came, self._alive, last, before)) is not None:
+            if (ranks := quorum.ranks(came, self._alive, last, before)) is not None:
                 text = json.dumps([asdict(one) for one in ranks])
                 self._store.compare_set(f"{_PREFIX}/{key}/closed", "", text)
             elif monotonic() > deadline:
@@ -281,7 +282,7 @@ class Member:
                     looked = monotonic()
                     self._look()
             except RuntimeError as error:
-                logger.error("the job's store at %s is gone: %s", self._where, _first_line(error))
+                logger.error("the job's store at %s is gone: %s", self._where, first_line(error))
                 return
 
     def _look(self) -> None:
@@ -307,12 +308,12 @@ class Member:
             self._waiting = int(self._beats.add(waiting, 0))
 
 
-class _Patience:
+class _Quorum:
     """Decides when a generation is complete, as one process sees it."""
 
     def __init__(self, limits: Limits, deadline: float) -> None:
         self._limits = limits
-        self._leftline = deadline
+        self._deadline = deadline
         self._came: set[str] = set()
         self._since = monotonic()
 
@@ -335,7 +336,7 @@ class _Patience:
             return None
         missing = any(one.name not in names and alive(one) for one in before)
         first = not any(one.generation == number for one in came if number)
-        if missing and (first or monotonic() < self._leftline):
+        if missing and (first or monotonic() < self._deadline):
             return None
         return None if first and monotonic() - self._since < limits.window_seconds else list(came)
 
@@ -353,7 +354,3 @@ def _generation(number: int, closed: bytes, name: str) -> Generation | None:
 
 def _records(closed: bytes) -> tuple[Record, ...]:
     return tuple(Record(**one) for one in json.loads(closed))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

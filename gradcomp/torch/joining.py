@@ -211,11 +211,14 @@ class JoinContext(Joinable):
         if len(ranks) == 1:
             return
         among = ProcessSet(ranks)
-        for one in self._optimizers:
-            broadcast_parameters([p for group in one.param_groups for p in group["params"]], last, among)
-            broadcast_optimizer_state(one, last, process_set=among)
+        sent: set[int] = set()
         if self._model is not None:
             broadcast_parameters(self._model, last, among)
+            sent.update(map(id, self._model.parameters()))
+        for one in self._optimizers:
+            if left := [p for group in one.param_groups for p in group["params"] if id(p) not in sent]:
+                broadcast_parameters(left, last, among)
+            broadcast_optimizer_state(one, last, process_set=among)
         is_last = runtime.rank() == last
         for other in self._to_send():
             state = broadcast_object(other.state_dict() if is_last else None, last, process_set=among)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from configurations import ROWS
 
@@ -39,8 +38,9 @@ class Trial:
     scales: bool
     agrees: bool
 
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
+    def line(self) -> str:
+        how = f"{self.frontend} {self.divide}"
+        return f"{self.seed};{how};{self.row};{self.reduction};{self.controller}"
 
 
 def draw(seed: int, world: int, frontends: tuple[str, ...] = FRONTENDS) -> Trial:

@@ -40,14 +40,7 @@ def _torch_ranks() -> None:
         trial = draw(seed, gc.size())
         run(trial)
         if gc.rank() == 0:
-            print(
-                seed,
-                f"{trial.frontend} {trial.divide}",
-                trial.row,
-                trial.reduction,
-                trial.controller,
-                sep=";",
-            )
+            print(trial.line())
 
 
 def _keras_ranks() -> None:
@@ -63,14 +56,7 @@ def _keras_ranks() -> None:
         trial = draw(seed, gc.size(), ("fit", "tape"))
         run(trial)
         if gc.rank() == 0:
-            print(
-                seed,
-                f"{trial.frontend} {trial.divide}",
-                trial.row,
-                trial.reduction,
-                trial.controller,
-                sep=";",
-            )
+            print(trial.line())
 
 
 def main() -> int:
