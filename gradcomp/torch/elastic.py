@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Sized
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -111,6 +111,11 @@ class ObjectState(State):
         self._names = tuple(values)
         for name, value in values.items():
             setattr(self, name, value)
+
+    if TYPE_CHECKING:  # so that type checkers accept a script that reads and assigns its own values
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def sync(self, root_rank: int = 0) -> None:
         """Give every rank the values of ``root_rank``, and save them. Collective.

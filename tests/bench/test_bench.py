@@ -40,9 +40,9 @@ def test_every_choice_is_measured_and_the_ranks_end_together(tmp_path: Path, mod
         "import os, sys\n"
         f"os.chdir({str(tmp_path)!r})\n"
         "from gradcomp.cli import main\n"
-        f"sys.exit(main(['bench', '--model', {model!r}, '--backward-ms', '2', '--seconds', '10', '--json']))\n"
+        f"sys.exit(main(['bench', '--model', {model!r}, '--backward-ms', '2', '--seconds', '30', '--json']))\n"
     )
-    ranks = run_torchrun(program, 2, timeout=120)
+    ranks = run_torchrun(program, 2, timeout=240)
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
     assert ranks[1].stdout == ""
     found = json.loads(ranks[0].stdout)
