@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from gradcomp.core.errors import ConfigError
-from gradcomp.exchange.checkpoint_manager import checkpoint_manager_of, checkpoint_manager_or_none
-from gradcomp.exchange.snapshot import Snapshot, outline, regroup
+from gradcomp.exchange.checkpoint_manager import checkpoint_manager_or_none
 from gradcomp.job import runtime
-from gradcomp.job.checkpoint import from_plain, to_plain
-from gradcomp.job.elastic import Commit, State, run
+from gradcomp.job.elastic import State, run
+from gradcomp.job.elastic_state import OptimizerState, ValuesState
 from gradcomp.torch.broadcast_state import (
     allgather_object,
     broadcast_object,
@@ -93,7 +91,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.num_samples
 
 
-class ObjectState(State):
+class ObjectState(ValuesState):
     """Keeps values through deaths and arrivals of ranks: ``ObjectState(epoch=0, batch=0)``.
 
     Every value is an attribute, which may be assigned. Values with ``state_dict`` and ``load_state_dict``, such as
@@ -103,66 +101,27 @@ class ObjectState(State):
     ConfigError for a name that a state has for something else.
     """
 
-    def __init__(self, **values: Any) -> None:
-        super().__init__()
-        taken = [name for name in values if name.startswith("_") or hasattr(type(self), name)]
-        if taken:
-            raise ConfigError(f"a state has {taken[0]!r} for something else: choose another name")
-        self._names = tuple(values)
-        for name, value in values.items():
-            setattr(self, name, value)
+    @staticmethod
+    def _broadcast_object(value: Any, root_rank: int) -> Any:
+        return broadcast_object(value, root_rank)
 
-    if TYPE_CHECKING:  # so that type checkers accept a script that reads and assigns its own values
-
-        def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: Any) -> None: ...
-
-    def sync(self, root_rank: int = 0) -> None:
-        """Give every rank the values of ``root_rank``, and save them. Collective.
-
-        Wire: a broadcast of models, optimizer states and values.
-        """
-        plain: dict[str, Any] = {}
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, torch.nn.Module):
-                broadcast_parameters(value, root_rank)
-            elif isinstance(value, torch.optim.Optimizer):
-                broadcast_optimizer_state(value, root_rank)
-            else:
-                plain[name] = value.state_dict() if _is_stateful(value) else value
-        received = broadcast_object(plain, root_rank)
-        if runtime.rank() != root_rank:
-            self._load(received)
-        self.save()
-
-    def _take(self) -> Commit:
-        values = {name: getattr(self, name) for name in self._names}
-        return Commit(
-            {
-                name: copy.deepcopy(value.state_dict() if _is_stateful(value) else value)
-                for name, value in values.items()
-            }
-        )
-
-    def _put(self, values: Any) -> None:
-        self._load(copy.deepcopy({name: values[name] for name in self._names}))
-
-    def _load(self, values: dict[str, Any]) -> None:
-        for name, saved in values.items():
-            value = getattr(self, name)
-            if _is_stateful(value):
-                value.load_state_dict(saved)
-            else:
-                setattr(self, name, saved)
+    def _broadcast(self, value: Any, root_rank: int) -> bool:
+        if isinstance(value, torch.nn.Module):
+            broadcast_parameters(value, root_rank)
+        elif isinstance(value, torch.optim.Optimizer):
+            broadcast_optimizer_state(value, root_rank)
+        else:
+            return False
+        return True
 
     def _attach(self) -> None:
+        super()._attach()
         for value in self.__dict__.values():
             if isinstance(value, ElasticSampler):
                 value.reset()
 
 
-class TorchState(ObjectState):
+class TorchState(ObjectState, OptimizerState):
     """Keeps a model, optimizers and values: ``TorchState(model=model, optimizer=opt, epoch=0)``.
 
     Optimizers may be wrapped by :func:`gradcomp.torch.DistributedOptimizer`. Of these it also keeps the compression
@@ -211,8 +170,8 @@ class TorchState(ObjectState):
 
     def _extra(self) -> dict[str, Any]:
         """Return what a checkpoint keeps besides model and optimizer."""
-        values = {name: getattr(self, name) for name in self._names if name not in ("model", "optimizer")}
-        return {name: value.state_dict() if _is_stateful(value) else value for name, value in values.items()}
+        names = [name for name in self._names if name not in ("model", "optimizer")]
+        return {name: self._read(getattr(self, name)) for name in names}
 
     def _begin(self) -> None:
         if self._directory is None:
@@ -220,66 +179,22 @@ class TorchState(ObjectState):
         model, optimizer = getattr(self, "model", None), getattr(self, "optimizer", None)
         found = load(self._directory, optimizer, model=model, missing_ok=True)
         if found is not None:
-            self._load(found)
+            for name, saved in found.items():
+                self._write(name, saved)
             logger.info("elastic: the state is that of the last commit in %s", self._directory)
 
     @property
     def _wrapped(self) -> list[tuple[str, Any]]:
-        """Return the optimizers that exchange gradients, with their names."""
         given = ((name, getattr(self, name)) for name in self._names)
         return [(name, value) for name, value in given if isinstance(value, Distributed)]
 
-    def _take(self) -> Commit:
-        commit = super()._take()
-        snapshots = {name: checkpoint_manager_of(value).snapshot() for name, value in self._wrapped}
-        residuals = [array for state in snapshots.values() for array in (*state.first.values(), state.second)]
-        squares = sum(float(np.vdot(array, array)) for array in residuals)
-        elements = sum(array.size for state in snapshots.values() for array in state.first.values())
-        return Commit({**commit.values, "": snapshots}, elements, math.sqrt(squares))
-
-    def _put(self, values: Any) -> None:
-        super()._put(values)
-        for name, value in self._wrapped:
-            manager, state = checkpoint_manager_of(value), values[""][name]
-            transport = manager.pipeline.transport
-            if (state.rank, state.world) == (transport.rank, transport.size):
-                manager.restore(state)
-
-    def _attach(self) -> None:
-        super()._attach()
-        if runtime.current().network.member is not None:
-            for _, value in self._wrapped:
-                reattach(value)
-
-    def _adopt(self, root: int, own: Any | None, *, newcomers: bool) -> None:
-        rank, size = runtime.rank(), runtime.size()
-        for name, value in self._wrapped:
-            manager = checkpoint_manager_of(value)
-            state: Snapshot | None = None if own is None else own[""][name]
-            kept = list(state.first) if state is not None else []
-            if newcomers:
-                told: Any = None
-                if state is not None and rank == root:
-                    told = {"state": tensors(to_plain(outline(state))), "kept": kept}
-                told = broadcast_object(told, root)
-                kept = told["kept"]
-                state = state or from_plain(arrays(told["state"]))
-            assert state is not None, "a rank without a commit is a newcomer"
-            control = (
-                {} if state.shared.control is None else self._controls(state if own is not None else None)
-            )
-            manager.restore(regroup(state, rank, size, kept, control))
+    def _reattach(self, optimizer: Any) -> None:
+        reattach(optimizer)
 
     @staticmethod
-    def _controls(state: Snapshot | None) -> dict[str, dict[str, Any]]:
-        """Return the controller's arrays of all survivors, of which each has those of some layers. Collective."""
-        found: dict[str, dict[str, Any]] = {}
-        own = {} if state is None else {kind: dict(values) for kind, values in state.control.items()}
-        for told in allgather_object(tensors(own)):
-            for kind, values in arrays(told).items():
-                found.setdefault(kind, {}).update(values)
-        return found
+    def _broadcast_arrays(value: Any, root_rank: int) -> Any:
+        return arrays(broadcast_object(tensors(value), root_rank))
 
-
-def _is_stateful(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    @staticmethod
+    def _allgather_arrays(value: Any) -> list[Any]:
+        return [arrays(one) for one in allgather_object(tensors(value))]
