@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import launching
+import numpy as np
 import preloaded
 
 from gradcomp.job.jobstore import serve_alone
@@ -25,7 +26,10 @@ class Job:
     kills itself.
     """
 
-    def __init__(self, program: str, directory: Path, settings: dict[str, str]) -> None:
+    def __init__(
+        self, program: str, directory: Path, settings: dict[str, str], imported: tuple[str, ...]
+    ) -> None:
+        self._imported = imported
         self._program = directory / "program.py"
         self._program.write_text(textwrap.dedent(program), encoding="utf-8")
         self._store = serve_alone("127.0.0.1", 0)
@@ -37,7 +41,7 @@ class Job:
         given = {**self._variables, **{name: str(value) for name, value in variables.items()}}
         command = ["python", str(self._program), *map(str, arguments)]
         name = str(len(self.processes))
-        started = launching._fork(preloaded.TORCH, {}, command, given, self._program.parent, name)
+        started = launching._fork(self._imported, {}, command, given, self._program.parent, name)
         self.processes.append(started)
         return len(self.processes) - 1
 
@@ -63,10 +67,11 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(program: str, **settings: object) -> Iterator[Job]:
-    """A job whose processes end with the block."""
+def job(program: str, imported: tuple[str, ...] = preloaded.TORCH, **settings: object) -> Iterator[Job]:
+    """A job whose processes end with the block; they begin with these modules imported."""
     with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as directory:
-        made = Job(program, Path(directory), {name: str(value) for name, value in settings.items()})
+        given = {name: str(value) for name, value in settings.items()}
+        made = Job(program, Path(directory), given, imported)
         try:
             yield made
         finally:
@@ -74,3 +79,28 @@ def job(program: str, **settings: object) -> Iterator[Job]:
                 with contextlib.suppress(ProcessLookupError):
                     if made.processes[number].process.returncode is None:
                         made.kill(number)
+
+
+def telescoped(said: list[list[dict[str, Any]]]) -> set[int]:
+    """The sizes of the worlds in which all ranks said what they applied, had and have left, after it was added up.
+
+    N (w_0 - w_t) = sum over ranks of g_i + r_i(0) - r_i(t), and N times the same of server-side errors.
+    """
+    groups: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    for one in (one for of_process in said for one in of_process if "applied" in one):
+        groups.setdefault((one["size"], one["begun"], one["step"]), []).append(one)
+    whole = {key: ranks for key, ranks in groups.items() if len(ranks) == key[0]}
+    for (size, *_), ranks in whole.items():
+        summed = sum(r["own"] + r["before"][0] - r["after"][0] for r in ranks)
+        summed += size * sum(r["before"][1] - r["after"][1] for r in ranks)
+        assert np.isclose(size * ranks[0]["applied"], summed, rtol=1e-4, atol=2e-2)
+    return {size for size, *_ in whole}
+
+
+def went_on(lines: list[dict[str, Any]]) -> None:
+    """A survivor has what it had left at the commit, in the units of the new size."""
+    for place in [place for place, one in enumerate(lines) if "left" in one][1:]:
+        begin = lines[place]
+        at = [one for one in lines[:place] if one.get("step") == begin["begun"]][-1]
+        kept = at["after"][0] + begin["size"] * at["after"][1]
+        assert np.isclose(begin["left"][0] + begin["size"] * begin["left"][1], kept, rtol=1e-4, atol=1e-3)

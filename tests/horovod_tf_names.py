@@ -19,7 +19,6 @@ _OBJECTS = (
     "None, numbers, strings, bytes, NumPy arrays, lists, tuples and dicts; other classes are refused, so no "
 )
 _OBJECTS += "rank runs another's code; no `session`"
-_ELASTIC = "a job that loses a rank ends, and resumes from a [checkpoint](checkpoints.md)"
 _HELPER = "a helper of Horovod's own modules"
 _WRAPS = "compresses, if `compression=` says so; `op` is Average or Sum; the same object, changed in place; "
 _WRAPS += "`name`, devices, `num_groups` and `groups` change nothing"
@@ -50,7 +49,8 @@ _COMMON = (
     *(Row(f"{name}_built", "same", "False") for name in ("rocm", "ccl", "ddl")),
     Row("start_timeline", "differs", "a row is a bucket; `{rank}` in the path: a file for every rank; "
         "[Timeline](timeline.md)", "file_path mark_cycles"),
-    Row("elastic", "refused", _ELASTIC),
+    Row("elastic", "differs", "`run`, `KerasState`, `ObjectState`, `ElasticSampler` and the callbacks, without "
+        "horovodrun: see [Elastic training](elastic.md)"),
     Row("broadcast_global_variables", "same", "an error, as Horovod's in eager mode: TensorFlow 2 has no list of all "
         "variables; `broadcast_variables(model.variables)`", "root_rank"),
 )  # fmt: skip

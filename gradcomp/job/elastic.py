@@ -11,6 +11,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -117,6 +118,10 @@ class State(ABC):
         Collective.
         """
 
+    def _restoring_errors(self) -> AbstractContextManager[None]:
+        """Return a context that raises the package's errors where a framework made others of them."""
+        return nullcontext()
+
     def _begin(self) -> None:  # noqa: B027 - only states with a directory load
         """Begin, since no rank has a commit: load what a directory holds. Collective."""
 
@@ -213,7 +218,8 @@ def run(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
             reason: str | None = None
             try:
                 state._renew()
-                results.append(function(state, *args, **kwargs))
+                with state._restoring_errors():
+                    results.append(function(state, *args, **kwargs))
                 _gather_numbers("elastic.run() returns", 0)
             except HostsUpdatedInterrupt:
                 logger.info("processes wait to join: the ranks form another generation")

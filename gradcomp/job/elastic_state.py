@@ -15,6 +15,7 @@ from gradcomp.exchange.snapshot import Snapshot, outline, regroup
 from gradcomp.job import runtime
 from gradcomp.job.checkpoint import from_plain, to_plain
 from gradcomp.job.elastic import Commit, State
+from gradcomp.job.elastic_sampler import ElasticSampler
 
 
 class ValuesState(State):
@@ -74,6 +75,11 @@ class ValuesState(State):
             for name, saved in received.items():
                 self._write(name, saved)
         self.save()
+
+    def _attach(self) -> None:
+        for name in self._names:
+            if isinstance(value := getattr(self, name), ElasticSampler):
+                value.reset()
 
     def _take(self) -> Commit:
         return Commit({name: copy.deepcopy(self._read(getattr(self, name))) for name in self._names})

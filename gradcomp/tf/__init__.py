@@ -12,7 +12,7 @@ from gradcomp.job.names import refusing
 from gradcomp.job.preemption import handle_preemption
 from gradcomp.job.reduce_op import ReduceOp
 from gradcomp.job.runtime import is_homogeneous
-from gradcomp.tf import callbacks, collectives, names, objects
+from gradcomp.tf import callbacks, collectives, elastic, names, objects
 from gradcomp.tf.bridge import typed_errors
 from gradcomp.tf.collectives import *  # noqa: F403
 from gradcomp.tf.joining import join
@@ -32,8 +32,8 @@ __getattr__ = refusing(__name__, names.TF)
 
 __all__ = [
     "CompressionState", "DistributedGradientTape", "DistributedOptimizer", "PartialDistributedGradientTape",
-    "ReduceOp", "Sensitivity", "SyncBatchNormalization", "callbacks", "handle_preemption", "is_homogeneous", "join",
-    "load", "load_model", "preempted", "record_gradients", "save", "typed_errors",
+    "ReduceOp", "Sensitivity", "SyncBatchNormalization", "callbacks", "elastic", "handle_preemption", "is_homogeneous",
+    "join", "load", "load_model", "preempted", "record_gradients", "save", "typed_errors",
 ]  # fmt: skip
 __all__ += collectives.__all__
 __all__ += objects.__all__

@@ -23,6 +23,7 @@ from gradcomp.exchange.exchanger import Exchanger
 from gradcomp.exchange.fingerprint import CRC32C, NO_SAY, NOTHING, DeferredFingerprint, Digests, Fingerprint
 from gradcomp.exchange.means_listener import MeansListener
 from gradcomp.job import joining, runtime, start
+from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import Group
 from gradcomp.job.momentum import momenta as momenta_of
 from gradcomp.job.process_sets import members
@@ -77,13 +78,14 @@ class Exchange:
         variables: Sequence[Any],
         arguments: Arguments,
         *,
+        ranks: Ranks | None = None,
         names: Sequence[str] | None = None,
         scalars: Callable[[], Mapping[str, float]] = dict,
         momentum: Callable[[], Group] | None = None,
         optimizer: Any = None,
     ) -> None:
         state = runtime.current()
-        ranks = members(arguments.process_set)
+        ranks = members(arguments.process_set) if ranks is None else ranks
         if len(ranks) > 1:
             refuse_graph("the exchange of gradients")
         self._variables = list(variables)

@@ -12,13 +12,11 @@ from gradcomp.tf.runtime import gloo_built, init
 __all__ = ["broadcast_global_variables", "gloo_built", "init"]
 __all__ += names.__all__
 
-ELASTIC = "a job that loses a rank ends; start a new one, which resumes by BackupAndRestore, or by save() and load()"
 _HELPER = "a helper of Horovod's own modules"
 _MODULE = "modules inside the package are gradcomp's own; import names from gradcomp.tf"
 #: Names in horovod.tensorflow.
 TF: Mapping[str, str] = {
     "BroadcastGlobalVariablesHook": "a hook for sessions of TensorFlow 1; call broadcast_variables(model.variables)",
-    "elastic": ELASTIC,
     **dict.fromkeys(
         (
             "LocalGradientAggregationHelper", "check_extension", "check_num_rank_power_of_2", "gpu_available",
@@ -35,11 +33,10 @@ TF: Mapping[str, str] = {
     ),
 }  # fmt: skip
 #: Names in horovod.keras and horovod.tensorflow.keras.
-KERAS: Mapping[str, str] = {"elastic": ELASTIC, "is_version_greater_equal_than": _HELPER}
+KERAS: Mapping[str, str] = {"is_version_greater_equal_than": _HELPER}
 #: Names in their modules ``callbacks``.
 CALLBACKS: Mapping[str, str] = {
     "BestModelCheckpoint": "it is for Horovod's Spark estimators, which set its path; put keras.callbacks."
     "ModelCheckpoint(path, save_best_only=True) behind MetricAverageCallback on one rank",
     "is_version_greater_equal_than": _HELPER,
-    **dict.fromkeys(("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"), ELASTIC),
 }

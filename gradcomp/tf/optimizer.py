@@ -17,7 +17,7 @@ from gradcomp.core.config import refuse_removed
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.exchange.checkpoint_manager import CheckpointManager
 from gradcomp.exchange.exchanger import Exchanger
-from gradcomp.job import settings
+from gradcomp.job import runtime, settings
 from gradcomp.job.checkpoint import from_plain, to_plain
 from gradcomp.job.launch import Ranks
 from gradcomp.job.momentum import LOOKS_AHEAD, NO_SUM, Group, takes_momentum, warn_of_averages
@@ -69,7 +69,7 @@ class Core:
 
     def __init__(self, arguments: Arguments, ranks: Ranks, owner: Any) -> None:
         self.arguments = arguments
-        #: The ranks that exchange.
+        #: The ranks that exchange; of an elastic job this one alone, until :meth:`reattach`.
         self.ranks = ranks
         self.owner = owner
         self.exchange: Exchange | None = None
@@ -77,6 +77,8 @@ class Core:
         self.applying: list[Any] | None = None
         #: The tensors of the means of ``applying``.
         self.arrived: list[Any] = []
+        #: Why nothing can be exchanged yet; empty if something can.
+        self.before_training = ""
         #: The keys of all variables, and the number of each exchanged one in the exchange, by its key.
         self.known: set[Any] = set()
         self._rows: dict[Any, int] = {}
@@ -110,17 +112,27 @@ class Core:
             self.exchange = Exchange(
                 exchanged,
                 given,
+                ranks=self.ranks,
                 names=given.names if named else None,
                 scalars=self._scalars,
                 momentum=self._momentum,
                 optimizer=self._inner,
             )
+        self.exchange.checkpoint_manager.before_training = self.before_training
         if self.exchanger is not None and self.exchanger.pipeline.transport.rank == 0:
             inner = self._inner
             if getattr(inner, "beta_1", 0.0):
                 warn_of_averages(as_policy(given.compression), type(inner).__name__)
         self.known = set(map(self.owner._var_key, variables))
         self._rows = {self.owner._var_key(variable): row for row, variable in enumerate(exchanged)}
+
+    def reattach(self) -> None:
+        """Exchange among all ranks of the generation from now on, without the old compression state. Collective.
+
+        Functions that were traced before still have the old exchange, and must be traced anew.
+        """
+        self.ranks, self.before_training = runtime.current().everyone, ""
+        self.start(self.owner._trainable_variables)
 
     def measure_losses(self) -> None:
         """Let a controller that decides by losses measure some, between two steps."""
@@ -344,11 +356,20 @@ def DistributedOptimizer(
 
 
 def distribute(optimizer: Any, arguments: Arguments) -> None:
-    ranks = members(arguments.process_set)
+    state, ranks = runtime.current(), members(arguments.process_set)
     check_optimizer(optimizer)
     arguments.check()
     accumulate(optimizer, arguments.backward_passes_per_step)
     core = Core(arguments, ranks, optimizer)
+    if state.network.member is not None:
+        if ranks != state.everyone:
+            raise ConfigError("an elastic job has optimizers of all ranks, and no process sets")
+        # elastic.run makes it exchange: here a rank that dies would end those that have not begun.
+        core.ranks = (state.rank,)
+        core.before_training = (
+            "a step outside of the function that gradcomp.tf.elastic.run calls, which makes the optimizers of its "
+            "KerasState exchange: give the model to the KerasState"
+        )
     if optimizer.built:
         core.start(optimizer._trainable_variables)
     watch()

@@ -63,16 +63,29 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None, **se
     """
     chosen = ranks_of(comm)
     # "dynamic" is Horovod's value for sets that are added later, which need not be announced here.
+    sets = () if process_sets in (None, "dynamic") else process_sets
     runtime.begin(
-        partial(_join, chosen=chosen),
-        () if process_sets in (None, "dynamic") else process_sets,
+        partial(_join, chosen=chosen, sets=sets),
+        sets,
         settings,
         # 0, the default, is a thread for each core.
         training_threads=tf.config.threading.get_intra_op_parallelism_threads() or available_cores(),
     )
 
 
-def _join(config: Config, chosen: Ranks | None) -> tuple[Launch, Network]:
+def _join(config: Config, chosen: Ranks | None, sets: Any) -> tuple[Launch, Network]:
+    if config.store:
+        if chosen is not None or sets:
+            raise ConfigError(
+                f"store={config.store}: an elastic job has all of its ranks, and no process sets"
+            )
+        if not is_there("torch"):
+            raise ConfigError(
+                f"store={config.store}: the ranks of an elastic job meet through PyTorch: pip install torch"
+            )
+        from gradcomp.job import over_torch
+
+        return over_torch.join_elastic(config)
     launch = discover()
     if chosen not in (None, tuple(range(launch.size))):
         raise ConfigError(

@@ -292,6 +292,10 @@ def exchange_of(variables: Sequence[Any], given: _Arguments) -> Exchange:
             f"({names}{', ...' if len(variables) > 3 else ''}): make the model and its variables once, not in every "
             "step"
         )
+    if _runtime.network.member is not None:
+        raise ConfigError(
+            "a tape cannot exchange in an elastic job: wrap the optimizer, and give the model to a KerasState"
+        )
     with tf.init_scope():
         applies = None if given.sensitivity is None else given.sensitivity.optimizer
         exchange = Exchange(variables, given, optimizer=getattr(applies, "inner_optimizer", applies))

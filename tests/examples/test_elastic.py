@@ -1,17 +1,23 @@
-"""The elastic example survives a kill of rank 0 and takes a newcomer in."""
+"""The elastic examples survive a kill of rank 0 and take a newcomer in."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+import pytest
 from elastic_job import job
+from preloaded import TENSORFLOW, TORCH
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/elastic_digits.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def test_the_example_survives_a_kill_and_takes_a_newcomer_in() -> None:
-    with job(EXAMPLE.read_text(encoding="utf-8"), GRADCOMP_MIN_RANKS=2) as started:
+@pytest.mark.parametrize(
+    ("name", "imported"), [("elastic_digits", TORCH), ("tf_elastic", TENSORFLOW)], ids=["torch", "keras"]
+)
+def test_the_example_survives_a_kill_and_takes_a_newcomer_in(name, imported) -> None:
+    program = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    with job(program, imported, GRADCOMP_MIN_RANKS=2) as started:
         for _ in range(3):
             started.start("--epochs", 6, "--pause", 0.05)
         outputs = lambda: [one.stdout.read_text() if one.stdout.exists() else "" for one in started.processes]  # noqa: E731

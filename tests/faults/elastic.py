@@ -25,11 +25,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 from elastic_job import Job, job  # noqa: E402
+from preloaded import TENSORFLOW, TORCH  # noqa: E402
 
 AT_A_TIME = 2
 TARGET = 0.95
 #: A run in which nothing happens takes about a tenth of it.
-TIMEOUT_SECONDS = 90.0
+TIMEOUT_SECONDS = 240.0
 COMPRESSIONS = (
     "none",
     "topk:density=0.05",
@@ -83,15 +84,63 @@ PROGRAM = """
     print(json.dumps({"accuracy": accuracy, "digest": digest[:12]}), flush=True)
 """
 
+#: The same under Keras.
+KERAS_PROGRAM = """
+    import hashlib, json, sys, time
+    import keras
+    import numpy as np
+    import gradcomp.tf as gc
+
+    compression, steps = sys.argv[1], int(sys.argv[2])
+    gc.init(timeout_seconds=60, log_level="warning")
+    drawn = np.random.default_rng(7)
+    centers = drawn.standard_normal((10, 32)).astype("float32")
+    labels = drawn.integers(0, 10, 4096)
+    points = centers[labels] + 0.5 * drawn.standard_normal((4096, 32)).astype("float32")
+    model = keras.Sequential([keras.Input([32]), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
+    opt = gc.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.9), compression=compression)
+    model.compile(opt, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    sampler = gc.elastic.ElasticSampler(points)
+    state = gc.elastic.KerasState(model, sampler=sampler, epoch=0, step=0)
+
+
+    class Record(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            sampler.record_batch(batch, 32)
+            state.step += 1
+            time.sleep(0.005)
+
+        def on_epoch_end(self, epoch, logs=None):
+            sampler.set_epoch(epoch + 1)
+
+
+    @gc.elastic.run
+    def train(state):
+        print(json.dumps({"rank": gc.rank(), "size": gc.size(), "step": state.step}), flush=True)
+        while state.step < steps:
+            own = list(sampler)
+            callbacks = [Record(), gc.elastic.UpdateEpochStateCallback(state), gc.elastic.CommitStateCallback(state, 5)]
+            model.fit(points[own], labels[own], batch_size=32, shuffle=False, verbose=0, callbacks=callbacks,
+                      initial_epoch=state.epoch, epochs=state.epoch + 1)
+
+
+    train(state)
+    accuracy = (model.predict(points, verbose=0).argmax(1) == labels).mean().item()
+    digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.weights)).hexdigest()
+    print(json.dumps({"accuracy": accuracy, "digest": digest[:12]}), flush=True)
+"""
+PROGRAMS = {"torch": (PROGRAM, TORCH), "keras": (KERAS_PROGRAM, TENSORFLOW)}
+
 
 def draw(seed: int) -> dict[str, Any]:
-    """What happens in a run, in seconds after the first step. A kill is one of rank 0 with a chance of a third."""
+    """What happens in a run, in seconds after the first step. More than a third of the kills is to be of rank 0."""
     chance = random.Random(seed)
-    kills = [(chance.uniform(0.0, 4.0), chance.random() < 1 / 3) for _ in range(chance.randint(1, 2))]
+    kills = [(chance.uniform(0.0, 4.0), chance.random() < 0.45) for _ in range(chance.randint(1, 2))]
     if len(kills) == 2 and chance.random() < 0.3:
         kills[1] = (kills[0][0], False)  # at once
     return {
         "seed": seed,
+        "frontend": chance.choice(["torch", "torch", "keras"]),
         "compression": chance.choice(COMPRESSIONS),
         "world": chance.randint(3, 4),
         "kills": sorted(kills),
@@ -103,7 +152,8 @@ def play(drawn: dict[str, Any]) -> dict[str, Any]:
     """Run it, and judge how it ended."""
     began, killed, zeros = time.monotonic(), set(), 0
     chance = random.Random(-drawn["seed"])
-    with job(PROGRAM, GRADCOMP_MIN_RANKS=1, GRADCOMP_JOIN_WINDOW_SECONDS=1) as run:
+    program, imported = PROGRAMS[drawn["frontend"]]
+    with job(program, imported, GRADCOMP_MIN_RANKS=1, GRADCOMP_JOIN_WINDOW_SECONDS=1) as run:
         start = lambda: run.start(drawn["compression"], 400)  # noqa: E731
         for _ in range(drawn["world"]):
             start()
@@ -171,7 +221,7 @@ def main() -> int:
             print(
                 f"{one['seed']:5} {one['outcome']:20} {one['seconds']:5.1f} s  {one['world']} ranks, "
                 f"{one['killed']} killed ({one['killed_rank_0']} rank 0), {len(one['arrivals'])} came, "
-                f"{one['compression']}",
+                f"{one['frontend']}, {one['compression']}",
                 flush=True,
             )
             if given.verbose or one["outcome"] != "ok":

@@ -18,7 +18,7 @@ from gradcomp.core.errors import ConfigError
 from gradcomp.job.names import refusing
 from gradcomp.job.process_sets import Members
 from gradcomp.job.reduce_op import Average, ReduceOp
-from gradcomp.tf import collectives, names, saving
+from gradcomp.tf import collectives, elastic, names, saving
 from gradcomp.tf import optimizer as wrapped
 from gradcomp.tf.keras import callbacks
 from gradcomp.tf.names import *  # noqa: F403 - the names that gradcomp.tf has too
@@ -35,6 +35,7 @@ __all__ = [  # noqa: PLE0604
     "allreduce",
     "broadcast",
     "callbacks",
+    "elastic",
     "load_model",
     "reducescatter",
 ]

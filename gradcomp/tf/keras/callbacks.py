@@ -13,12 +13,16 @@ from gradcomp.tf.callbacks import (
     LearningRateWarmup,
     MetricAverage,
 )
+from gradcomp.tf.elastic import CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
+    "CommitStateCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
 ]
 
 __getattr__ = refusing(__name__, names.CALLBACKS)
