@@ -260,7 +260,7 @@ def load_cifar(path: Path) -> Images:
 
 @dataclass(frozen=True)
 class Text:
-    """Word numbers, int64; word 0 is "any other word". The last tenth of the text is held out."""
+    """Numbers of words or of byte pairs, int64. The last tenth of the text is held out."""
 
     train: Tensor
     test: Tensor
@@ -293,12 +293,39 @@ def load_text(path: Path | None, vocabulary: int = VOCABULARY, limit_words: int 
         words, source = path.read_text(encoding="utf-8").split(), path.name
     else:
         words, source = _standard_library_words(limit_words), "the text of Python's standard library"
-    words = words[:limit_words]
+    words = words[:limit_words]  # word 0 is "any other word"
     frequent = sorted(Counter(words).items(), key=lambda item: (-item[1], item[0]))[: vocabulary - 1]
     numbers = {word: i + 1 for i, (word, _) in enumerate(frequent)}
     ids = torch.tensor([numbers.get(word, 0) for word in words], dtype=torch.int64)
     border = len(ids) * 9 // 10
     return Text(ids[:border], ids[border:], source)
+
+
+def load_byte_pairs(path: Path | None, vocabulary: int) -> Text:
+    """A file, or the standard library's words, in byte pairs that are learned from what is not held out.
+
+    So few pairs stand for every word that a small model learns them all, and its losses depend little on chance.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+
+    if path is not None:
+        text, source = path.read_text(encoding="utf-8"), path.name
+    else:
+        text, source = " ".join(_standard_library_words(250_000)), "the text of Python's standard library"
+    border = len(text) * 9 // 10
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=vocabulary, show_progress=False, initial_alphabet=sorted(ByteLevel.alphabet())
+    )
+    tokenizer.train_from_iterator([text[:border]], trainer)
+    train, test = (
+        torch.tensor(tokenizer.encode(part).ids, dtype=torch.int64) for part in (text[:border], text[border:])
+    )
+    return Text(train, test, source)
 
 
 def _standard_library_words(limit: int) -> list[str]:

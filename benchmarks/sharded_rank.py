@@ -34,8 +34,9 @@ from gradcomp.exchange.request_group import RequestGroup, Run
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
 from gradcomp.transport.inprocess import World
 
-BATCH, LENGTH, VOCABULARY, WIDTH, BLOCKS = 4, 32, 8000, 256, 6
+BATCH, LENGTH, VOCABULARY = 4, 32, 8000
 LEARNING_RATE = 1e-3
+HELD_OUT = 16_384  # words, of the held-out text
 SMALL = 1024  # parameters with fewer elements travel exactly
 BUCKET = 1024
 EXACT = 32  # bits
@@ -136,6 +137,27 @@ REPLICATED = {
 
 
 @dataclass(frozen=True)
+class Language:
+    """A GPT and how it is trained, by default on words. ``length`` and ``batch`` are those of a rank's sequences."""
+
+    vocabulary: int = VOCABULARY
+    width: int = 256
+    blocks: int = 6
+    length: int = LENGTH
+    batch: int = BATCH
+    learning_rate: float = LEARNING_RATE
+    byte_pairs: bool = False
+    cosine: bool = False  # the learning rate rises and falls
+
+    def text(self, path: Path | None) -> models.Text:
+        load = models.load_byte_pairs if self.byte_pairs else models.load_text
+        return load(path, self.vocabulary)
+
+
+LANGUAGES = {"words": Language(), "pairs": Language(512, 192, 4, 64, 8, 2e-3, byte_pairs=True, cosine=True)}
+
+
+@dataclass(frozen=True)
 class Task:
     """What every rank is told to do."""
 
@@ -154,15 +176,15 @@ class Training:
     steps: int
     seed: int
     data: str | None
-    cosine: bool = False
+    language: str  # a name of LANGUAGES
 
 
 class GPT(models.WordGPT):
-    """With an output layer of its own: about 9 million parameters."""
+    """With an output layer of its own: about 9 million parameters on words, 2 million on byte pairs."""
 
-    def __init__(self) -> None:
-        super().__init__(VOCABULARY, WIDTH, BLOCKS, 4, LENGTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    def __init__(self, language: Language = LANGUAGES["words"]) -> None:
+        super().__init__(language.vocabulary, language.width, language.blocks, 4, language.length)
+        self.head = nn.Linear(language.width, language.vocabulary, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -217,13 +239,20 @@ class Trainer:
 
 
 def make_trainer(
-    row: Row, text: models.Text, rank: int, world: int, seed: int, learn_levels: Sequence[int] = (0,)
+    row: Row,
+    text: models.Text,
+    rank: int,
+    world: int,
+    seed: int,
+    learn_levels: Sequence[int] = (0,),
+    language: Language = LANGUAGES["words"],
 ) -> Trainer:
     """Rows with learned levels learn after the given steps; by default in the first one, for all others to use."""
     torch.manual_seed(seed)
-    model = GPT()
+    model = GPT(language)
+    batches = text.batches(rank, language.batch, language.length, seed)
     if row.replicated:
-        return make_replicated(row, model, text.batches(rank, BATCH, LENGTH, seed))
+        return make_replicated(row, model, batches, language.learning_rate)
     mesh = init_device_mesh("cpu", (world,))
     if row.replicas is not None:
         inside = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -235,8 +264,8 @@ def make_trainer(
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    trainer = Trainer(row, model, optimizer, text.batches(rank, BATCH, LENGTH, seed))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=language.learning_rate)
+    trainer = Trainer(row, model, optimizer, batches)
     if not row.exchanges:
         for module in [*model.layers, model]:
             module.set_custom_all_gather(Nothing())
@@ -260,7 +289,9 @@ def make_trainer(
     return trainer
 
 
-def make_replicated(row: Row, model: GPT, batches: Iterator[tuple[Tensor, Tensor]]) -> Trainer:
+def make_replicated(
+    row: Row, model: GPT, batches: Iterator[tuple[Tensor, Tensor]], learning_rate: float
+) -> Trainer:
     called: Any = model
     if row.replicated == "zero":
         weights, gradients = (
@@ -275,10 +306,10 @@ def make_replicated(row: Row, model: GPT, batches: Iterator[tuple[Tensor, Tensor
             gradients,
             weights,
             differences=row.differences,
-            lr=LEARNING_RATE,
+            lr=learning_rate,
         )
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     if row.replicated == "ddp":
         called = nn.parallel.DistributedDataParallel(model)
     if row.replicated == "optimizer":
@@ -431,11 +462,13 @@ def train_rank(task: Training, out: Path) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     gc.init(seed=task.seed)
-    text = models.load_text(Path(task.data) if task.data else None, VOCABULARY)
+    language = LANGUAGES[task.language]
+    text = language.text(Path(task.data) if task.data else None)
     learn_levels = sorted({round(at * task.steps) for at in LEARNS_AT})
-    trainer = make_trainer((ROWS | REPLICATED)[task.row], text, rank, world, task.seed, learn_levels)
+    row = (ROWS | REPLICATED)[task.row]
+    trainer = make_trainer(row, text, rank, world, task.seed, learn_levels, language)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        trainer.optimizer, lambda step: rate_factor(step, task.steps) if task.cosine else 1.0
+        trainer.optimizer, lambda step: rate_factor(step, task.steps) if language.cosine else 1.0
     )
     for _ in range(task.steps):
         trainer.step()
@@ -443,7 +476,7 @@ def train_rank(task: Training, out: Path) -> None:
 
     def held_out() -> float:
         with torch.no_grad():
-            batches = text.test_batches(64, LENGTH, 64 * LENGTH * 8)
+            batches = text.test_batches(64, language.length, HELD_OUT)
             return statistics.mean(trainer.model(tokens, targets).item() for tokens, targets in batches)
 
     sent = trainer.state.statistics() if trainer.state else None

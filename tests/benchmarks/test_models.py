@@ -81,6 +81,15 @@ def test_targets_are_the_words_after_the_tokens(tmp_path):
         assert torch.equal(targets, tokens + 1)
 
 
+def test_byte_pairs_are_learned_from_what_is_not_held_out(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("ab" * 900 + "cd" * 100)
+    text = models.load_byte_pairs(path, vocabulary=258)
+    assert len(text.test) == 200  # no pair was learned for the letters of the held-out tenth
+    assert len(text.train) == 450  # "abab" is one token: "ab" was learned first, then twice as much
+    assert len(models.load_byte_pairs(path, vocabulary=257).train) == 900
+
+
 def test_batches_depend_on_seed_and_rank_only():
     text = models.Text(torch.arange(1000), torch.arange(10), "numbers")
 
