@@ -26,7 +26,7 @@ _INSTALL: Final = (
     "pip install 'tensorflow[and-cuda]' for GPUs, or tensorflow-cpu, which 'gradcomp[tf-cpu]' brings"
 )
 try:
-    import keras  # noqa: F401
+    import keras
     import tensorflow as tf
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
@@ -83,6 +83,11 @@ def dense(value: Any, dtypes: Iterable[Any] = VALUES) -> tuple[Any, str | None]:
 def name_of(variable: Any) -> str:
     """Return a Keras variable's path, or a tf.Variable's name without its ``:0``."""
     return str(getattr(variable, "path", None) or variable.name.removesuffix(":0"))
+
+
+def handle_of(variable: Any) -> Any:
+    """Return the resource of a Keras variable or a tf.Variable."""
+    return (variable.value if isinstance(variable, keras.Variable) else variable).handle
 
 
 def bytes_of(value: Array) -> npt.NDArray[np.uint8]:

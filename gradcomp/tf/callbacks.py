@@ -102,6 +102,9 @@ class Join(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Check that the model has a distributed optimizer."""
+        if self._context is not None:  # the last fit() ended by an error, of which callbacks learn nothing
+            context, self._context = self._context, None
+            context.__exit__(GeneratorExit, GeneratorExit(), None)
         keras_model.require_distributed(self.model, self)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -227,6 +227,10 @@ class Exchange:
             submit = partial(self._submit, site, number)
             submits += self._memory.op(submit, [*head, *rows], dense, [tf.int64])
         with tf.control_dependencies(submits):
+            # The first submit op compares the variables. What writes to one without its mean, as weight decay does,
+            # waits for this reader of it.
+            for variable in self._variables:
+                tf.raw_ops.VarIsInitializedOp(resource=bridge.handle_of(variable))
             for layers in filter(None, site.dense):
                 dtypes = [self._dtypes[layer] for layer in layers]
                 outputs = self._memory.op(partial(self._collect, layers), [], [], dtypes)

@@ -75,8 +75,6 @@ class Core:
         self.exchange: Exchange | None = None
         #: The variables whose gradients Keras is applying, before it clips them.
         self.applying: list[Any] | None = None
-        #: The tensors of the means of ``applying``.
-        self.arrived: list[Any] = []
         #: Why nothing can be exchanged yet; empty if something can.
         self.before_training = ""
         #: The keys of all variables, and the number of each exchanged one in the exchange, by its key.
@@ -475,7 +473,7 @@ class Distributed(Readers):
                     "exchanged: use one that does"
                 )
         finally:
-            core.applying, core.arrived = None, []
+            core.applying = None
 
     def _backend_update_step(self, *arguments: Any) -> None:
         with self._gradcomp.momentum_withheld():
@@ -491,18 +489,7 @@ class Distributed(Readers):
         if variables is not None:
             learning_rate = tf.convert_to_tensor(self.learning_rate)  # type: ignore[attr-defined]
             grads = core.means(grads, variables, 1.0, learning_rate)
-            core.arrived = [
-                mean.values if isinstance(mean, tf.IndexedSlices) else mean
-                for mean in grads
-                if mean is not None
-            ]
         return list(super()._clip_gradients(grads))  # type: ignore[misc]
-
-    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        # Weight decay does not use the means, so TensorFlow would not wait for them. Ranks would then compare variables
-        # of which some have decayed already.
-        with tf.control_dependencies(self._gradcomp.arrived):
-            super()._apply_weight_decay(variables)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         """Pickle as a plain optimizer of the wrapped class, because an exchange cannot be copied."""

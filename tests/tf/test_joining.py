@@ -18,6 +18,7 @@ from joins.train_keras import run as train_by
 from keras_checks import ONE_THREAD, new_names
 
 import gradcomp.tf as gc
+from gradcomp.job import runtime
 
 
 def model_of(words: bool = False) -> Any:
@@ -129,6 +130,24 @@ def test_keras_fit_on_unequal_numbers_of_batches():
         gc.broadcast_variables(model.variables + model.optimizer.variables, root_rank=last)
     assert_equal_on_all_ranks(model)
     assert int(model.optimizer.iterations) == batches(1)
+
+
+@on_ranks(2, env=ONE_THREAD)
+def test_a_fit_that_fails_leaves_no_context_behind():
+    class Fail(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise ArithmeticError
+
+    model = model_of()
+    model.compile(optimizer=gc.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    x, y = data(gc.rank(), 0)
+    join = gc.callbacks.Join("active")
+    with pytest.raises(ArithmeticError):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[join, Fail()])
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[join])
+    assert runtime.current().contexts == []
+    assert_equal_on_all_ranks(model)
 
 
 @on_ranks(2, env=ONE_THREAD)

@@ -21,6 +21,7 @@ from keras_checks import MODES, ONE_THREAD, world_of_one
 from gradcomp import Quantize, TopK
 from gradcomp.core.errors import ConfigError, StateError
 from gradcomp.job import runtime
+from gradcomp.tf import optimizer as tf_optimizer
 from gradcomp.tf import tape as tapes
 from gradcomp.tf.tape import DistributedGradientTape
 
@@ -142,6 +143,33 @@ def test_compressed_training_is_the_same_on_all_ranks_and_learns() -> None:
     assert tape.compression_metrics(model.trainable_variables)["gradcomp/steps"] == 30
     with pytest.raises(StateError, match="tapes with these arguments have 2 exchanges"):
         tape.compression_metrics()
+
+
+@pytest.mark.parametrize("distributed", ["tape", "optimizer"])
+@on_ranks(2, batch="compared", env={"GRADCOMP_FINGERPRINT_EVERY_STEPS": "1"})
+def test_decay_waits_until_the_variables_are_compared(distributed: str) -> None:
+    """Decay does not use the means, so nothing but our order makes it wait; ranks in which it did not differ."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(64, "relu") for _ in range(12)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    optimizer = keras.optimizers.AdamW(1e-3, weight_decay=0.5)
+    if distributed == "optimizer":
+        optimizer = tf_optimizer.DistributedOptimizer(optimizer)
+    optimizer.build(model.trainable_variables)
+    wrap = DistributedGradientTape if distributed == "tape" else lambda tape: tape
+
+    @tf.function
+    def step(x):
+        with wrap(tf.GradientTape()) as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    drawn = np.random.default_rng(runtime.rank())
+    for _ in range(40):
+        step(tf.constant(drawn.standard_normal((32, 64)), tf.float32))
+    if distributed == "tape":
+        assert_same_on_all_ranks(model)
 
 
 # ------------------------------------------------------------------------- which exchange
