@@ -167,8 +167,11 @@ sanitize-site: $(STAMP)/package $(STAMP)/extra-test
 	    --config-settings=cmake.define.GRADCOMP_SANITIZE=address,undefined .
 
 # Faults drawn by seed, on three real ranks: docs/reliability.md. One trial again: make faults N=1 SEED=17 ARGS=--verbose
+# Then a quarter as many trainings with joins, and a tenth as many elastic runs.
 faults: $(STAMP)/package $(STAMP)/extra-test
 	PYTHONSAFEPATH=1 $(BIN)/python tests/faults/run.py --trials $(or $(N),40) --seed $(SEED) $(ARGS)
+	@$(MAKE) --no-print-directory joins N=$$(($(or $(N),40) / 4)) ARGS=
+	@$(MAKE) --no-print-directory elastic N=$$(($(or $(N),40) / 10)) ARGS=
 
 # Trainings in which ranks join at random moments; those of Keras with ARGS=--keras
 joins: $(STAMP)/package $(STAMP)/extra-test
