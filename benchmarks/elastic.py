@@ -1,7 +1,8 @@
-"""Measure the time from SIGKILL of one of three ranks to the next step that the others complete.
+"""Measure the time from the loss of one of three ranks, by SIGKILL or with its host, to the others' next step.
 
 python benchmarks/elastic.py --kills 5
 python benchmarks/elastic.py --kills 3 --launcher torchrun --out elastic.json
+python benchmarks/elastic.py --kills 3 --lose host      # its link goes down instead; needs root
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+
+import hosts
 
 from gradcomp.job.jobstore import serve_alone
 
@@ -97,6 +100,33 @@ def measure_plain(program: Path, directory: Path) -> float:
             rank.wait()
 
 
+def measure_host(program: Path, directory: Path) -> float:
+    """Return the seconds from the loss of a host's link to the next step of the others; the store has a host too."""
+    with hosts.Hosts(WORLD + 1) as made:
+        store = f"{made.addresses[0]}:{hosts.PORT}"
+        serve = ["-m", "gradcomp", "store", "--host", made.addresses[0], "--port", str(hosts.PORT)]
+        made.start(0, [sys.executable, *serve], stdout=subprocess.DEVNULL)
+        environment = {"GRADCOMP_STORE": store, "GRADCOMP_MIN_RANKS": str(WORLD - 1), "OMP_NUM_THREADS": "1"}
+        plain = [
+            "env",
+            *(f"--unset={name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+        ]
+        plain += [
+            "--unset=GROUP_RANK",
+            "--unset=GROUP_WORLD_SIZE",
+            "--unset=MASTER_ADDR",
+            "--unset=MASTER_PORT",
+        ]
+        time.sleep(5.0)  # until the store listens
+        for host in range(1, WORLD + 1):
+            made.start(host, [*plain, sys.executable, str(program), str(directory)], environment)
+        _wait(directory, 0.0, WORLD, WORLD)
+        time.sleep(1.0)
+        lost = time.time()
+        subprocess.run(["ip", "-n", made.names[WORLD], "link", "set", hosts.INTERFACE, "down"], check=True)
+        return _wait(directory, lost, WORLD - 1, WORLD - 1) - lost
+
+
 def measure_torchrun(program: Path, directory: Path) -> float:
     """Return the seconds from a kill to the next step, where torchrun restarts all workers."""
     options = ["--nnodes=1:4", f"--nproc-per-node={WORLD}", "--max-restarts=3", "--rdzv-backend=c10d"]
@@ -133,9 +163,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=5, help="how many jobs lose a rank (default: 5)")
     parser.add_argument("--launcher", choices=("none", "torchrun"), default="none")
+    parser.add_argument("--lose", choices=("process", "host"), default="process", help="what is lost")
     parser.add_argument("--out", type=Path, help="JSON of all times")
     given = parser.parse_args()
     measure = measure_plain if given.launcher == "none" else measure_torchrun
+    if given.lose == "host":
+        measure = measure_host
     times = []
     for _ in range(given.kills):
         with tempfile.TemporaryDirectory(prefix="gradcomp-elastic-") as directory:
@@ -143,13 +176,18 @@ def main() -> None:
             program.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
             steps.mkdir()
             times.append(measure(program, steps))
-    print("| launcher | kills | least s | median s | most s |")
+    print("| launcher, lost | times | least s | median s | most s |")
     print("|---|---|---|---|---|")
     row = [min(times), statistics.median(times), max(times)]
-    print(f"| {given.launcher} | {len(times)} | " + " | ".join(f"{value:.2f}" for value in row) + " |")
+    print(
+        f"| {given.launcher}, a {given.lose} | {len(times)} | "
+        + " | ".join(f"{value:.2f}" for value in row)
+        + " |"
+    )
     if given.out:
         told = {
             "launcher": given.launcher,
+            "lost": given.lose,
             "seconds": times,
             "machine": platform.processor() or platform.machine(),
         }

@@ -117,8 +117,8 @@ ROWS = (
     Row("start_timeline", "differs", "a row is a bucket; `{rank}` in the path: a file for every rank; "
         "[Timeline](timeline.md)", "file_path mark_cycles"),
     Row("stop_timeline", "same", ""),
-    Row("elastic", "differs", "`run`, `TorchState`, `ObjectState` and `ElasticSampler`, without horovodrun: see "
-        "[Elastic training](elastic.md)"),
+    Row("elastic", "differs", "`run`, `TorchState`, `ObjectState` and `ElasticSampler`; ranks meet in a store "
+        "of gradcomp's: see [Elastic training](elastic.md)"),
     Row("check_extension", "refused", "gradcomp has no extension to check"),
     Row("compression", "refused", _MODULE),
     Row("functions", "refused", _MODULE),

@@ -49,8 +49,8 @@ _COMMON = (
     *(Row(f"{name}_built", "same", "False") for name in ("rocm", "ccl", "ddl")),
     Row("start_timeline", "differs", "a row is a bucket; `{rank}` in the path: a file for every rank; "
         "[Timeline](timeline.md)", "file_path mark_cycles"),
-    Row("elastic", "differs", "`run`, `KerasState`, `ObjectState`, `ElasticSampler` and the callbacks, without "
-        "horovodrun: see [Elastic training](elastic.md)"),
+    Row("elastic", "differs", "`run`, `KerasState`, `ObjectState`, `ElasticSampler` and the callbacks; ranks meet in a "
+        "store of gradcomp's: see [Elastic training](elastic.md)"),
     Row("broadcast_global_variables", "same", "an error, as Horovod's in eager mode: TensorFlow 2 has no list of all "
         "variables; `broadcast_variables(model.variables)`", "root_rank"),
 )  # fmt: skip

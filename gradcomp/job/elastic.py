@@ -132,12 +132,19 @@ class State(ABC):
         last = self._commits.get(self._number)
         norm = 0.0 if last is None else last.norm
         told = int(np.float32(norm).view(np.uint32)) | (member is not None and member.newcomers > 0) << 32
+        driver = None if member is None else member.driver
+        if driver is not None:
+            if driver.removed:
+                raise StateError("horovodrun has no place for this process any more")
+            told |= driver.hosts_changed << 33
         numbers = _gather_numbers(f"state.commit() number {self._number}", told)
         if saved:
             bits = np.array([number & 0xFFFFFFFF for number in numbers], np.uint32)
             self._norms = bits.view(np.float32).tolist()
             self._commits = {self._number: self._commits[self._number]}
-        if any(number >> 32 for number in numbers):
+        if driver is not None and any(number >> 33 for number in numbers):
+            driver.ask()
+        if any(number >> 32 & 1 for number in numbers):
             if not saved:
                 self.save()
             raise HostsUpdatedInterrupt("processes wait to join the job")
@@ -227,6 +234,8 @@ def run(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P],
                 if member is None:
                     raise
                 reason = str(error)
+                if member.driver is not None:
+                    member.driver.ask()
                 logger.warning("the ranks form another generation: %s", reason)
             else:
                 if member is not None:

@@ -25,6 +25,7 @@ from time import monotonic, sleep
 from typing import Any, Protocol
 
 from gradcomp.core.errors import StateError, TransportError
+from gradcomp.job.horovodrun import HorovodDriver
 from gradcomp.job.jobstore import first_line
 from gradcomp.job.process_end import Process, own_process
 
@@ -108,8 +109,12 @@ class Member:
     Two connections are kept: a thread of its own beats on one of them, and looks for dead members and for newcomers.
     """
 
-    def __init__(self, connect: Callable[[], Store], limits: Limits, where: str) -> None:
+    def __init__(
+        self, connect: Callable[[], Store], limits: Limits, where: str, driver: HorovodDriver | None = None
+    ) -> None:
         self.limits = limits
+        #: What started this process, if it can start others.
+        self.driver = driver
         self.record = Record.own()
         self.generation: Generation | None = None
         self._where = where

@@ -287,7 +287,8 @@ def _check_horovodrun(told: Mapping[_Form, _Place], environ: Mapping[str, str]) 
     server = _address(*_HOROVOD_SERVER, environ)
     if environ.get("HOROVOD_ELASTIC") == "1" and (server is not None or _HOROVODRUN in told):
         raise ConfigError(
-            "HOROVOD_ELASTIC=1: gradcomp does not support elastic jobs; use horovodrun with -np only"
+            "HOROVOD_ELASTIC=1: the ranks of an elastic job meet in a store that none of them serves: start "
+            "`python -m gradcomp store`, and set GRADCOMP_STORE to its address"
         )
     if server is not None and _HOROVODRUN not in told:
         raise ConfigError(

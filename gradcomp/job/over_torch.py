@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradcomp.core.config import Config, secret
 from gradcomp.core.errors import ConfigError, TransportError
 from gradcomp.core.scheme import AUTO
+from gradcomp.job import horovodrun
 from gradcomp.job.generations import Generation, Limits, Member
 from gradcomp.job.jobstore import (
     Deadline,
@@ -103,19 +104,23 @@ def join_elastic(config: Config) -> tuple[Launch, Network]:
     address = store_address(config.store)
     if config.transport not in (AUTO, "torch"):
         raise ConfigError(f"transport={config.transport}: an elastic job needs transport=torch")
-    if (launcher := discover().launcher) != "single" or dist.is_initialized():
+    by_horovodrun = horovodrun.is_elastic()
+    launcher = "single" if by_horovodrun else discover().launcher
+    if launcher != "single" or dist.is_initialized():
         raise ConfigError(
-            f"store={config.store} is for processes without a launcher, and this one belongs to "
-            f"{'torch.distributed' if dist.is_initialized() else launcher}"
+            f"store={config.store} is for processes of horovodrun --min-np or without a launcher, and this one belongs "
+            f"to {'torch.distributed' if dist.is_initialized() else launcher}"
         )
     connect = partial(_store_client, address, config.timeout_seconds)
     if _member is None:
         limits = Limits(
             config.min_ranks, config.max_ranks, config.join_window_seconds, config.timeout_seconds
         )
-        _member = Member(connect, limits, config.store)
-    if is_loopback(address[0]) and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Gloo reads it for every group
+        driver = horovodrun.HorovodDriver() if by_horovodrun else None
+        _member = Member(connect, limits, config.store, driver)
+    interface = "lo" if is_loopback(address[0]) else os.environ.get("HOROVOD_GLOO_IFACE")
+    if interface and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface  # Gloo reads it for every group
     generation = _member.join()
     rank, size = generation.rank, len(generation.members)
     launch = Launch(rank, size, 0, 1, rank, size, "store", socket.gethostname(), placed=size == 1)

@@ -412,6 +412,7 @@ def test_what_cannot_join_is_refused_on_all_ranks_at_the_beginning():
     optimizer = wrap(model)
     ddp, _ = in_ddp(net())
     follows = small("error_feedback[topk:density=0.1]:follow_rate=true")
+    zero = gc.ZeroOptimizer(net().named_parameters(), torch.optim.SGD, lr=0.1)
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: gc.join(optimizer, divide="most"), 'divide must be "all" or "active"'),
         (lambda: gc.join(optimizer, _Unsendable()), "the state of _Unsendable"),
@@ -419,7 +420,7 @@ def test_what_cannot_join_is_refused_on_all_ranks_at_the_beginning():
         (lambda: gc.join(model), "the first argument is the optimizer"),
         (lambda: gc.join(optimizer, model=3), "model must be a torch.nn.Module"),
         (lambda: gc.join(torch.optim.SGD(net().parameters(), lr=1.0)), "none of the optimizers is a Distributed"),
-        (lambda: gc.join(gc.ZeroOptimizer(net().named_parameters(), torch.optim.SGD, lr=0.1)), "none of the optimizers"),
+        (lambda: gc.join(zero), "none of the optimizers"),
         (lambda: gc.join(wrap(net(), op=gc.Adasum)), "op=Adasum"),
         (lambda: gc.join(wrap(net(), op=gc.Sum), divide="active"), "is for means"),
         (lambda: gc.join(wrap(net(), follows)), "follows the learning rate"),
