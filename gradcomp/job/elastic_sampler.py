@@ -14,7 +14,7 @@ class ElasticSampler:
     """Gives each rank its part of an epoch's samples, and after a change of ranks its part of those that are left.
 
     All ranks shuffle alike. Rank i of N takes elements i, i + N, ... of the samples that no rank has processed; at the
-    end some are given twice, so that all ranks have equally many. Give it to a TorchState too, and call
+    end some are given twice, so that all ranks have equally many. Give it to the state too, and call
     :meth:`record_batch` after each step.
 
     Args:

@@ -37,8 +37,7 @@ class HorovodDriver:
         self._server = address, int(port)
         self._path = f"/rank_and_size/{host}:{slot}"
         self._asking: threading.Thread | None = None
-        #: Whether the driver has told this process, rank 0 alone, that hosts have come or gone.
-        self.hosts_changed = False
+        self._changed = False
         #: Whether the driver has no place for this process any more.
         self.removed = False
         try:
@@ -55,13 +54,22 @@ class HorovodDriver:
 
     def on_hosts_updated(self, _timestamp: int, _update: int) -> None:
         """Hear that hosts have come or gone (on Horovod's thread)."""
-        self.hosts_changed = True
+        self._changed = True
+
+    @property
+    def hosts_changed(self) -> bool:
+        """Return whether all ranks are to ask, since hosts have changed. The driver tells rank 0 alone."""
+        return self._changed and not self._awaits_answer
+
+    @property
+    def _awaits_answer(self) -> bool:
+        return self._asking is not None and self._asking.is_alive()
 
     def ask(self) -> None:
         """Ask for this process's place, unless an answer is due: the driver then starts what is missing."""
-        self.hosts_changed = False
-        if self._asking is not None and self._asking.is_alive():
+        if self._awaits_answer:
             return
+        self._changed = False
         self._asking = threading.Thread(target=self._ask, name="gradcomp-horovodrun", daemon=True)
         self._asking.start()
 
