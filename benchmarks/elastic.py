@@ -127,6 +127,44 @@ def measure_host(program: Path, directory: Path) -> float:
         return _wait(directory, lost, WORLD - 1, WORLD - 1) - lost
 
 
+def measure_horovodrun(program: Path, directory: Path) -> float:
+    """Return the seconds from a kill to the next step under horovodrun, whose driver then gives the host up."""
+    store, script = serve_alone("127.0.0.1", 0), directory.with_name("discover.sh")
+    script.write_text("#!/bin/sh\necho localhost:2; echo 127.0.0.1:1\n", encoding="utf-8")
+    script.chmod(0o755)
+    command = [
+        Path(sys.executable).with_name("horovodrun"),
+        "--disable-cache",
+        "--gloo",
+        "-np",
+        WORLD,
+        "--min-np",
+    ]
+    command += [WORLD - 1, "--host-discovery-script", script, sys.executable, program, directory]
+    environment = {"GRADCOMP_STORE": f"127.0.0.1:{store.port}", "GRADCOMP_MIN_RANKS": str(WORLD - 1)}
+    job = subprocess.Popen(
+        [str(part) for part in command],
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _wait(directory, 0.0, WORLD, WORLD)
+        time.sleep(1.0)
+        alone = b"HOROVOD_HOSTNAME=127.0.0.1"
+        victim = next(pid for pid in _steps(directory) if alone in Path(f"/proc/{pid}/environ").read_bytes())
+        killed = time.time()
+        os.kill(victim, signal.SIGKILL)
+        return _wait(directory, killed, WORLD - 1, WORLD - 1) - killed
+    finally:
+        for pid in _steps(directory):
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        job.kill()
+        job.wait()
+
+
 def measure_torchrun(program: Path, directory: Path) -> float:
     """Return the seconds from a kill to the next step, where torchrun restarts all workers."""
     options = ["--nnodes=1:4", f"--nproc-per-node={WORLD}", "--max-restarts=3", "--rdzv-backend=c10d"]
@@ -162,11 +200,12 @@ def measure_torchrun(program: Path, directory: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=5, help="how many jobs lose a rank (default: 5)")
-    parser.add_argument("--launcher", choices=("none", "torchrun"), default="none")
+    parser.add_argument("--launcher", choices=("none", "torchrun", "horovodrun"), default="none")
     parser.add_argument("--lose", choices=("process", "host"), default="process", help="what is lost")
     parser.add_argument("--out", type=Path, help="JSON of all times")
     given = parser.parse_args()
-    measure = measure_plain if given.launcher == "none" else measure_torchrun
+    by_launcher = {"none": measure_plain, "torchrun": measure_torchrun, "horovodrun": measure_horovodrun}
+    measure = by_launcher[given.launcher]
     if given.lose == "host":
         measure = measure_host
     times = []

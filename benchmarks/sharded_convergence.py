@@ -7,8 +7,9 @@
     python benchmarks/sharded_convergence.py --per-host 2 --rows hsdp,hybrid-4bit --baseline hsdp
 
 The text is in byte pairs, which the package tokenizers learns from its first nine tenths: a vocabulary of 512, 4 blocks
-of width 192, 8 sequences of 64 a rank, and a learning rate that rises to 2e-3 and falls to 0 as a cosine. With
---language words, the model and its settings are those of benchmarks/sharded.py, and the rate is constant.
+of width 192, 8 sequences of 64 a rank, AdamW with betas of 0.9 and 0.95, and a learning rate that rises to 1e-3 and
+falls to 0 as a cosine. With --language words, the model and its settings are those of benchmarks/sharded.py, and the
+rate is constant.
 
 Two hosts of network namespaces, over links that nothing limits. Rows of one seed start from the same values and see the
 same batches. The baseline is that of Markov 2024, section 5.7: float32 weights and float16 gradients. Rows that end in

@@ -146,15 +146,23 @@ class Language:
     length: int = LENGTH
     batch: int = BATCH
     learning_rate: float = LEARNING_RATE
+    betas: tuple[float, float] = (0.9, 0.999)
     byte_pairs: bool = False
     cosine: bool = False  # the learning rate rises and falls
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        return {"lr": self.learning_rate, "betas": self.betas}
 
     def text(self, path: Path | None) -> models.Text:
         load = models.load_byte_pairs if self.byte_pairs else models.load_text
         return load(path, self.vocabulary)
 
 
-LANGUAGES = {"words": Language(), "pairs": Language(512, 192, 4, 64, 8, 2e-3, byte_pairs=True, cosine=True)}
+LANGUAGES = {
+    "words": Language(),
+    "pairs": Language(512, 192, 4, 64, 8, 1e-3, (0.9, 0.95), byte_pairs=True, cosine=True),
+}
 
 
 @dataclass(frozen=True)
@@ -252,7 +260,7 @@ def make_trainer(
     model = GPT(language)
     batches = text.batches(rank, language.batch, language.length, seed)
     if row.replicated:
-        return make_replicated(row, model, batches, language.learning_rate)
+        return make_replicated(row, model, batches, language.adamw)
     mesh = init_device_mesh("cpu", (world,))
     if row.replicas is not None:
         inside = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -264,7 +272,7 @@ def make_trainer(
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=language.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), **language.adamw)
     trainer = Trainer(row, model, optimizer, batches)
     if not row.exchanges:
         for module in [*model.layers, model]:
@@ -290,7 +298,7 @@ def make_trainer(
 
 
 def make_replicated(
-    row: Row, model: GPT, batches: Iterator[tuple[Tensor, Tensor]], learning_rate: float
+    row: Row, model: GPT, batches: Iterator[tuple[Tensor, Tensor]], adamw: dict[str, Any]
 ) -> Trainer:
     called: Any = model
     if row.replicated == "zero":
@@ -306,10 +314,10 @@ def make_replicated(
             gradients,
             weights,
             differences=row.differences,
-            lr=learning_rate,
+            **adamw,
         )
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        optimizer = torch.optim.AdamW(model.parameters(), **adamw)
     if row.replicated == "ddp":
         called = nn.parallel.DistributedDataParallel(model)
     if row.replicated == "optimizer":
