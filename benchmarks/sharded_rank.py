@@ -118,6 +118,7 @@ ROWS = {
     "hybrid-copy": Row(replicas="copy", ours=True),
     "hybrid-none": Row(replicas="none", ours=True),
     "hybrid-4bit": Row(replicas=f"quantize:bits=4,bucket_size={BUCKET},rounding=nearest", ours=True),
+    "hybrid-4bit-128": Row(replicas="quantize:bits=4,bucket_size=128,rounding=nearest", ours=True),
 }
 ROWS |= {
     f"{name}-learned": replace(ROWS[name], learns=True)
@@ -384,11 +385,13 @@ def _between_hosts(model: GPT, row: Row, world: int) -> int:
     if row.replicas == "copy":
         return 0
     replicas = world // int(os.environ["LOCAL_WORLD_SIZE"])
+    quantises = row.replicas.startswith("quantize")
+    bucket = from_string(row.replicas).bucket_size if quantises else BUCKET
     total = 0.0
     for parameter in model.parameters():
         mine = parameter.to_local()
-        coded = row.replicas.startswith("quantize") and mine.ndim > 1 and mine.numel() >= SMALL
-        payload = mine.numel() / 2 + 8 * mine.numel() / BUCKET if coded else 4 * mine.numel()
+        coded = quantises and mine.ndim > 1 and mine.numel() >= SMALL
+        payload = mine.numel() / 2 + 8 * mine.numel() / bucket if coded else 4 * mine.numel()
         total += 2 * (replicas - 1) / replicas * payload
     return round(total)
 
