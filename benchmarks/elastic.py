@@ -107,16 +107,9 @@ def measure_host(program: Path, directory: Path) -> float:
         serve = ["-m", "gradcomp", "store", "--host", made.addresses[0], "--port", str(hosts.PORT)]
         made.start(0, [sys.executable, *serve], stdout=subprocess.DEVNULL)
         environment = {"GRADCOMP_STORE": store, "GRADCOMP_MIN_RANKS": str(WORLD - 1), "OMP_NUM_THREADS": "1"}
-        plain = [
-            "env",
-            *(f"--unset={name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-        ]
-        plain += [
-            "--unset=GROUP_RANK",
-            "--unset=GROUP_WORLD_SIZE",
-            "--unset=MASTER_ADDR",
-            "--unset=MASTER_PORT",
-        ]
+        # What torchrun would set makes no elastic job; the interface stays.
+        told = made.environment(0).keys() - {"GLOO_SOCKET_IFNAME"}
+        plain = ["env", *(f"--unset={name}" for name in told)]
         time.sleep(5.0)  # until the store listens
         for host in range(1, WORLD + 1):
             made.start(host, [*plain, sys.executable, str(program), str(directory)], environment)
@@ -207,6 +200,8 @@ def main() -> None:
     by_launcher = {"none": measure_plain, "torchrun": measure_torchrun, "horovodrun": measure_horovodrun}
     measure = by_launcher[given.launcher]
     if given.lose == "host":
+        if given.launcher != "none":
+            parser.error("--lose host starts its processes itself: leave --launcher away")
         measure = measure_host
     times = []
     for _ in range(given.kills):

@@ -171,7 +171,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self._before = self._state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the batch."""
+        """Add the batches that were done before this call of ``fit``."""
         self._state.batch = self._before + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -190,5 +190,5 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         self._state = state
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Count the epoch."""
+        """Let a later call of ``run`` begin with the next epoch."""
         self._state.epoch += 1
