@@ -8,7 +8,8 @@ import os
 import signal
 import tempfile
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ class Job:
         text = path.read_text() if path.exists() else ""  # a process makes its own, when it begins
         whole = text[: text.rfind("\n") + 1]  # a process may be writing the next line
         return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
+
+    def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        """Wait for a condition; a failure shows what all processes logged."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, [self.log(n) for n in range(len(self.processes))]
+            time.sleep(0.02)
 
     def log(self, number: int) -> str:
         return self.processes[number].stderr.read_text()

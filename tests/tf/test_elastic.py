@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
-from elastic_job import Job, job, telescoped, went_on
+from elastic_job import job, telescoped, went_on
 from preloaded import TENSORFLOW
 
 FIT = """
@@ -64,7 +61,7 @@ def test_fit_survives_a_kill_of_rank_0_and_takes_a_newcomer_in(compression) -> N
             # A process dies in the second epoch, if it is rank 0 or not: the ranks are not known before.
             started.start(compression, LEAST=3, DIE=5 if number == 0 else -1, GRADCOMP_MIN_RANKS=1)
         assert started.wait(0) == -9, started.log(1)
-        _until(started, lambda: any(one.get("size") == 2 for one in started.said(1)))
+        started.until(lambda: any(one.get("size") == 2 for one in started.said(1)))
         started.start(compression, LEAST=3, GRADCOMP_MIN_RANKS=1)
         assert started.finish() == [-9, 0, 0, 0], [started.log(n) for n in range(4)]
         results = [started.said(n)[-1] for n in (1, 2, 3)]
@@ -130,11 +127,8 @@ def test_what_was_applied_and_what_is_left_are_the_gradients(compression) -> Non
         for number in range(3):
             started.start(compression, LEAST=3, DIE=4 if number == 1 else -1)
         assert started.wait(1) == -9, started.log(0)
-        _until(
-            started,
-            lambda: all(
-                any("applied" in one and one["size"] == 2 for one in started.said(n)) for n in (0, 2)
-            ),
+        started.until(
+            lambda: all(any("applied" in one and one["size"] == 2 for one in started.said(n)) for n in (0, 2))
         )
         started.start(compression, LEAST=3)
         assert started.finish() == [0, -9, 0, 0], [started.log(n) for n in range(4)]
@@ -197,10 +191,3 @@ def test_what_an_elastic_job_cannot_do_is_refused() -> None:
         for number in range(2):
             for text, part in zip(started.said(number)[0]["said"], parts, strict=True):
                 assert part in text
-
-
-def _until(started: Job, condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, [started.log(n) for n in range(len(started.processes))]
-        time.sleep(0.02)

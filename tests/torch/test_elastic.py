@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 
 import numpy as np
 import pytest
@@ -117,10 +116,9 @@ def test_what_was_applied_and_what_is_left_are_the_gradients(compression) -> Non
             started.start(compression, 8, DIE=4 if number == 1 else -1, LEAST=3)
         started.wait(1)
         # The newcomer comes after the two that are left have taken a step.
-        deadline = time.monotonic() + 60
-        while not all(any("applied" in one and one["size"] == 2 for one in started.said(n)) for n in (0, 2)):
-            assert time.monotonic() < deadline, [started.log(n) for n in (0, 2)]
-            time.sleep(0.02)
+        started.until(
+            lambda: all(any("applied" in one and one["size"] == 2 for one in started.said(n)) for n in (0, 2))
+        )
         started.start(compression, 8, LEAST=3)
         assert started.finish() == [0, -9, 0, 0], [started.log(n) for n in range(4)]
         sizes = telescoped([started.said(n) for n in range(4)])
