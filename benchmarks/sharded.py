@@ -51,7 +51,7 @@ from options import add_timing, positive
 from sharded_rank import ROWS, Task, run_rank
 
 HYBRID = {"hsdp-copy": None, "hsdp": "hsdp-copy", "hybrid-copy": None, "hybrid-none": "hybrid-copy"}
-HYBRID |= {"hybrid-4bit": "hybrid-copy"}
+HYBRID |= {"hybrid-4bit": "hybrid-copy", "hybrid-4bit-128": "hybrid-copy"}
 TIMED = ("null", "plain", "plain-g16", "w8g8", "w4g4", "w8g8-codes", "w8g8-gather")
 
 
