@@ -74,6 +74,10 @@ ROWS = {
     "topk": Row(gc.TopK(0.1), constants=False),
     "topk-zeros": Row(gc.TopK(0.1, zeros=True), constants=False),
     "topk-zeros-4": Row(gc.TopK(0.1, values=gc.Quantize(4, 64), zeros=True), constants=False, draws=True),
+    "chunked-topk": Row(gc.ChunkedTopK(0.1, chunk=50, zeros=False), constants=False),
+    "chunked-topk-2": Row(
+        gc.ChunkedTopK(0.1, 64, 0.95, values=gc.Quantize(2, 64, rounding="nearest")), constants=False
+    ),
     "topk-raw": Row(gc.TopK(0.01, indices="raw"), constants=False),
     "topk-packed": Row(gc.TopK(0.2, indices="packed"), constants=False),
     "topk-bitmap": Row(gc.TopK(0.2, indices="bitmap"), constants=False),

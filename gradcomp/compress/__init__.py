@@ -32,6 +32,7 @@ from gradcomp.compress.registry import REGISTERED
 from gradcomp.compress.registry import at_level as at_level
 from gradcomp.compress.registry import from_string as from_string
 from gradcomp.compress.registry import register as register
+from gradcomp.compress.sparse.chunks import ChunkedTopK
 from gradcomp.compress.sparse.clt_k import CLTk
 from gradcomp.compress.sparse.dgc import DGC
 from gradcomp.compress.sparse.drawn import RandomBlock, RandomK
@@ -67,6 +68,7 @@ __all__ = [
     "BlockFloat",
     "CLTk",
     "Cast",
+    "ChunkedTopK",
     "Codebook",
     "Compression",
     "Compressor",

@@ -122,8 +122,10 @@ BAD = [
     # Selections.
     ("topk:density=", ("0", "-0.1", "1.1", "nan", "inf", "true", "much", "none"), "density must be in (0, 1]"),
     *((f"{name}:density=", ("0", "1.5"), "density must be in (0, 1]")
-      for name in ("dgc", "redsync", "sidco", "global_topk", "clt_k", "random_k", "random_block")),
+      for name in ("dgc", "redsync", "sidco", "chunked_topk", "global_topk", "clt_k", "random_k", "random_block")),
     ("topk:zeros=", ("0", "none", "no"), "zeros must be true or false"),
+    ("chunked_topk:chunk=", ("0", "1.5", "true"), "chunk must be a whole number"),
+    ("chunked_topk:decay=", ("-0.1", "1.1", "nan"), "decay must be in [0, 1]"),
     ("topk:indices=", ("zip",), "indices must be one of auto, raw, packed, bitmap, deflate"),
     ("topk:feedback=", ("1",), "feedback must be true or false"),
     ("topk:values=", ("[topk]", "[signum]", "[error_feedback[quantize]]", "[quantize:rounding=nearest,decay=0.5]",

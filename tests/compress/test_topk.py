@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from compress.selecting import largest
+from compress.selecting import largest, samples, select
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
@@ -205,3 +205,41 @@ def test_a_layer_that_is_not_finite_does_not_spoil_the_choice_among_the_others()
     assert outcome.result.nonfinite.tolist() == [False] * 4 + [True]
     assert np.isfinite(np.concatenate(outcome.all_means()[:4])).all()
     assert outcome.mean(0).any()
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 5000])
+def test_every_chunk_sends_its_share(chunk: int, zeros: bool):
+    """Also where a chunk has fewer elements that are not 0, and where one is not finite."""
+    layers = [layer[:1003] for layer in samples(1003).values()] + [
+        np.zeros(0, np.float32),
+        np.ones(1, np.float32),
+    ]
+    broken = np.ones(200, np.float32)
+    broken[150] = np.nan
+    found = select(gc.ChunkedTopK(0.1, chunk, zeros=zeros), *layers, broken)
+    for layer, indices, values, k in zip(layers, found.indices, found.values, found.limits, strict=False):
+        n, expected = len(layer), []
+        for a in range(0, n, chunk):
+            b = min(a + chunk, n)
+            share = k * b // n - k * a // n
+            part = layer[a:b]
+            expected += [a + i for i in largest(part, share) if zeros or part[i] != 0]
+        assert indices == expected
+        assert np.array_equal(np.array(values, np.float32), layer[expected])
+    assert found.flags == [0] * len(layers) + [1]
+
+
+@every_world
+def test_a_residual_decays(world: int):
+    """In the mean over ranks e' = d e + g less what was sent: what has decayed is neither sent nor kept."""
+    ranks = Simulation(LAYERS, gc.ChunkedTopK(0.1, 50, 0.5), world)
+    owed = [np.zeros(layer.size) for layer in LAYERS]
+    for step in range(STEPS):
+        given = gradients(step, world)
+        means = ranks.step(given).all_means()
+        for i, layer in enumerate(LAYERS):
+            owed[i] = 0.5 * owed[i] + true_mean(given, i) - means[i]
+            np.testing.assert_allclose(
+                ranks.owed(i).reshape(-1), owed[i], rtol=1e-4, atol=1e-5, err_msg=layer.name
+            )

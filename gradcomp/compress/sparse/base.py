@@ -107,10 +107,14 @@ class Sparse(Compressor):
             name, remedy = f"values=[{self.values.to_string()}]", "Use more bits, or values=[one_bit]"
             check_feedback_around(name, self.values.distortion(ANY_LAYER), remedy)
 
-    def distortion_of_largest(self, count: int, layer: LayerSpec) -> Distortion:
-        """Bound the loss if the ``count`` largest elements are sent, which hold at least count / n of the energy."""
+    def distortion_of_largest(self, count: int, layer: LayerSpec, share: float | None = None) -> Distortion:
+        """Bound the loss if the ``count`` largest elements are sent, which hold at least count / n of the energy.
+
+        ``share`` is that part of the energy where it is another one.
+        """
         coded = self.values.distortion(replace(layer, shape=(count,))) or Distortion(0.0)
-        bound = max(coded.bound, 1.0 - count / max(layer.size, 1) * (1.0 - coded.bound))
+        share = count / max(layer.size, 1) if share is None else share
+        bound = max(coded.bound, 1.0 - share * (1.0 - coded.bound))
         return Distortion(bound, selects=coded.bears_feedback)
 
     @property
