@@ -46,6 +46,8 @@ from gradcomp.torch.collectives import (
 )
 from gradcomp.torch.ddp import ddp_comm_hook
 from gradcomp.torch.joining import join
+from gradcomp.torch.local_presets import DiLoCo, SparseLoCo
+from gradcomp.torch.local_steps import LocalSteps
 from gradcomp.torch.optimizer import DistributedOptimizer
 from gradcomp.torch.runtime import gloo_built, init
 from gradcomp.torch.saving import load, save
@@ -61,15 +63,15 @@ if TYPE_CHECKING:
 __getattr__ = names.refusing(__name__, {})
 
 __all__ = [
-    "DistributedOptimizer", "Handle", "PostMomentumSGD", "ReduceOp", "Sensitivity", "ShardedCompression",
-    "SyncBatchNorm", "ZeroOptimizer", "allgather", "allgather_async", "allgather_object", "allreduce",
-    "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast",
-    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "broadcast_optimizer_state",
-    "broadcast_parameters", "compress_fsdp", "ddp_comm_hook", "elastic", "gloo_built", "grouped_allgather",
-    "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "handle_preemption", "init",
-    "is_homogeneous", "join", "load", "poll", "preempted", "record_gradients", "reducescatter", "reducescatter_async",
-    "save", "sparse_allreduce_async", "synchronize",
+    "DiLoCo", "DistributedOptimizer", "Handle", "LocalSteps", "PostMomentumSGD", "ReduceOp", "Sensitivity",
+    "ShardedCompression", "SparseLoCo", "SyncBatchNorm", "ZeroOptimizer", "allgather", "allgather_async",
+    "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
+    "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters", "compress_fsdp", "ddp_comm_hook", "elastic", "gloo_built",
+    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
+    "handle_preemption", "init", "is_homogeneous", "join", "load", "poll", "preempted", "record_gradients",
+    "reducescatter", "reducescatter_async", "save", "sparse_allreduce_async", "synchronize",
 ]  # fmt: skip
 __all__ += names.__all__
 __all__ += gradcomp.__all__

@@ -20,6 +20,7 @@ from gradcomp.torch.broadcast_state import (
     broadcast_parameters,
 )
 from gradcomp.torch.distributed_state import reattach
+from gradcomp.torch.local_steps import LocalSteps
 from gradcomp.torch.optimizer import Distributed
 from gradcomp.torch.saving import load, save
 from gradcomp.torch.tensors import arrays, tensors
@@ -46,19 +47,29 @@ class ObjectState(ValuesState):
     def _broadcast(self, value: Any, root_rank: int) -> bool:
         if isinstance(value, torch.nn.Module):
             broadcast_parameters(value, root_rank)
-        elif isinstance(value, torch.optim.Optimizer):
+        elif isinstance(value, torch.optim.Optimizer) and not isinstance(value, LocalSteps):
             broadcast_optimizer_state(value, root_rank)
         else:
             return False
         return True
 
+    def _read(self, value: Any) -> Any:
+        return value.progress() if isinstance(value, LocalSteps) else super()._read(value)
+
+    def _write(self, name: str, saved: Any) -> None:
+        value = getattr(self, name)
+        if isinstance(value, LocalSteps):
+            value.load_progress(saved)
+        else:
+            super()._write(name, saved)
+
 
 class TorchState(ObjectState, OptimizerState):
     """Keeps a model, optimizers and values: ``TorchState(model=model, optimizer=opt, epoch=0)``.
 
-    Optimizers may be wrapped by :func:`gradcomp.torch.DistributedOptimizer`. Of these it also keeps the compression
-    state. Survivors go on with the residuals that they had at the commit, newcomers begin with none, and those of the
-    dead are lost, which is logged.
+    Optimizers may be wrapped by :func:`gradcomp.torch.DistributedOptimizer`, or be
+    :class:`gradcomp.torch.LocalSteps`. Of these it also keeps the compression state. Survivors go on with the residuals
+    that they had at the commit, newcomers begin with none, and those of the dead are lost, which is logged.
 
     Args:
         model: a module; further ones may be given by other names.
@@ -117,8 +128,14 @@ class TorchState(ObjectState, OptimizerState):
 
     @property
     def _wrapped(self) -> list[tuple[str, Any]]:
-        given = ((name, getattr(self, name)) for name in self._names)
-        return [(name, value) for name, value in given if isinstance(value, Distributed)]
+        given = [(name, getattr(self, name)) for name in self._names]
+        outer = [
+            (f"{name}/{number}", fragment.optimizer)
+            for name, value in given
+            if isinstance(value, LocalSteps)
+            for number, fragment in enumerate(value.fragments)
+        ]
+        return [(name, value) for name, value in given if isinstance(value, Distributed)] + outer
 
     def _reattach(self, optimizer: Any) -> None:
         reattach(optimizer)

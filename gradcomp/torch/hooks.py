@@ -336,6 +336,11 @@ class GradientExchange(Listener, Exchange):
 
     # -- the end of a window --------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Start to exchange the gradients that the window has accumulated; :meth:`finish` waits for their means."""
+        self.driver.check()
+        self._flush()
+
     def finish(self, *, late: bool = False) -> None:
         """Exchange the gradients that the window has accumulated, and replace them by means. Free if none is new.
 

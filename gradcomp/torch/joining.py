@@ -30,6 +30,7 @@ from gradcomp.torch.collectives import allreduce
 from gradcomp.torch.ddp import HookState
 from gradcomp.torch.hooks import GradientExchange
 from gradcomp.torch.layers import exchange_of
+from gradcomp.torch.local_steps import LocalSteps
 from gradcomp.torch.modules import live
 
 Self = TypeVar("Self", bound="JoinContext")
@@ -78,9 +79,9 @@ def join(
     ranks it is the one that joined after most collectives, and of several of these the highest.
 
     Args:
-        device: the optimizer, which makes the call a context. It is a :func:`DistributedOptimizer`, or with
-            ``model=ddp`` the plain optimizer of a DistributedDataParallel. A number is Horovod's argument, which has no
-            effect.
+        device: the optimizer, which makes the call a context. It is a :func:`DistributedOptimizer`,
+            :class:`LocalSteps`, or with ``model=ddp`` the plain optimizer of a DistributedDataParallel. A number is
+            Horovod's argument, which has no effect.
         others: further optimizers, and objects with ``state_dict()``: learning rate schedulers, a GradScaler. The
             scaler that the optimizer was given, or has found, is one of them without being named.
         model: the module, whose buffers and frozen parameters are then sent too. A DistributedDataParallel takes part
@@ -118,8 +119,17 @@ class JoinContext(Joinable):
                 raise ConfigError(f"join: {type(each).__name__} has no state_dict() and load_state_dict()")
         if not isinstance(model, torch.nn.Module | None):
             raise ConfigError(f"join: model must be a torch.nn.Module, got {type(model).__name__}")
-        self._optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+        self._local = [each for each in given if isinstance(each, LocalSteps)]
+        self._optimizers = [
+            each
+            for each in given
+            if isinstance(each, torch.optim.Optimizer) and not isinstance(each, LocalSteps)
+        ]
+        self._outer = [fragment.optimizer for each in self._local for fragment in each.fragments]
         self._others = [each for each in given if not isinstance(each, torch.optim.Optimizer)]
+        self._others += map(_Progress, self._local)
+        if model is None and self._local:
+            model = self._local[0].model
         self._model, self._divide = model, divide
         self._context: Context | None = None
         self._within: Join | None = None
@@ -149,6 +159,8 @@ class JoinContext(Joinable):
             return
         with self._ending() as context:
             if error is None:
+                for one in self._local:
+                    one.settle()
                 self._receive(context.ranks, context.join())
 
     @contextmanager
@@ -168,8 +180,9 @@ class JoinContext(Joinable):
         for other in self._to_send():
             if unsendable := problem_of_sending(other.state_dict()):
                 problem = problem or f"the state of {type(other).__name__}: {unsendable}"
-        lines = [type(each).__name__ for each in (*self._optimizers, *self._to_send())]
-        cores = [core for one in self._optimizers if (core := _core(one)) is not None]
+        optimizers = [*self._optimizers, *self._outer]
+        lines = [type(each).__name__ for each in (*optimizers, *self._to_send())]
+        cores = [core for one in optimizers if (core := _core(one)) is not None]
         given = [core.exchanger for core in cores if core.driver.attached]
         context = Context(ranks, divide)
         context.begin([*lines, f"model: {type(self._model).__name__}"], problem, given, within)
@@ -180,7 +193,7 @@ class JoinContext(Joinable):
         everyone = runtime.current().everyone
         ranks: set[Ranks] = set()
         problem = None
-        for one in self._optimizers:
+        for one in (*self._optimizers, *self._outer):
             core = _core(one)
             if core is None:
                 if _is_wrapped(one):
@@ -259,7 +272,7 @@ class JoinContext(Joinable):
     @property
     def join_device(self) -> torch.device:
         """Return the device of the optimizer's first parameter."""
-        device: torch.device = self._optimizers[0].param_groups[0]["params"][0].device
+        device: torch.device = (self._optimizers or self._outer)[0].param_groups[0]["params"][0].device
         return device
 
     @property
@@ -267,6 +280,14 @@ class JoinContext(Joinable):
         """Return the group of the DistributedDataParallel; without one, the default group."""
         ddp = self._ddp()
         return dist.group.WORLD if ddp is None else ddp.process_group
+
+
+class _Progress:
+    """Gives and takes what ranks must share of local steps: all state but residuals."""
+
+    def __init__(self, steps: LocalSteps) -> None:
+        self.state_dict = steps.progress
+        self.load_state_dict = steps.load_progress
 
 
 class _Hook(JoinHook):
