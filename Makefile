@@ -41,7 +41,7 @@ SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins
 BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors bench-ratios bench-step bench-links \
            bench-step-parts bench-gloo-threads bench-peers bench-reductions bench-hierarchy bench-fingerprint bench-shm \
            bench-transports bench-collectives bench-scaling bench-convergence bench-program bench-calls \
-           bench-multilevel bench-adaptive bench-sensitivity bench-objectives bench-many-layers bench-sharded bench-zero bench-auto \
+           bench-multilevel bench-adaptive bench-sensitivity bench-objectives bench-many-layers bench-sharded bench-zero bench-local-steps bench-auto \
            bench-theorem bench-regression bench-estimates bench-what-if \
            bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned \
            bench-tf-ops bench-tf-step bench-tf-convergence bench-report
@@ -373,6 +373,9 @@ bench-sharded: $(STAMP)/package
 
 bench-zero: $(STAMP)/package
 	$(BIN)/python benchmarks/zero.py $(ARGS)
+
+bench-local-steps: $(STAMP)/package $(STAMP)/extra-test
+	$(BIN)/python benchmarks/local_steps.py $(or $(ARGS),--train)
 
 bench-theorem: $(STAMP)/package
 	$(BIN)/python benchmarks/theorem.py $(ARGS)

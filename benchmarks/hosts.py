@@ -60,6 +60,7 @@ LINKS = {
     "10gbit": Link("10gbit", "2500kb"),
     "1gbit": Link("1gbit", "256kb"),
     "100mbit": Link("100mbit", "64kb"),
+    "50mbit": Link("50mbit", "64kb"),
     "10mbit": Link("10mbit", "32kb"),
     "unshaped": Link(None),
 }
