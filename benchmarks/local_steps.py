@@ -4,8 +4,8 @@
     python benchmarks/local_steps.py --times 50mbit --json times.json
     python benchmarks/local_steps.py --show losses.json times.json [more times]
 
-A GPT of 4 blocks on byte pairs (2 million parameters, AdamW, cosine), 8 sequences of 64 a rank, 4 hosts of network
-namespaces, one rank each. All rows see the same batches and take as many steps.
+A GPT of 4 blocks on byte pairs (2 million parameters, AdamW, cosine, norms clipped to 1), 8 sequences of 64 a rank, 4
+hosts of network namespaces, one rank each. All rows see the same batches and take as many steps.
 
 --train: over links that nothing limits, since losses do not depend on them. --times: rounds of all rows in turns, on
 one link; the first block warms up. --show: both together: the step at which a row's curve first reaches the target,
@@ -34,7 +34,7 @@ from typing import Any
 
 import hosts
 import report
-from local_steps_rank import LANGUAGE, ROWS, Timing, Training, run_rank
+from local_steps_rank import LANGUAGE, ROWS, Timing, Training, row_of, run_rank
 from options import positive
 
 BASELINE = "ddp-fp16"
@@ -55,7 +55,7 @@ def sent_per_step(run: Run) -> float:
 
 def payload_ratio(run: Run) -> float | None:
     """A pseudo-gradient's float32 bytes over those that a rank sends each other one; of sums, of which it sends all."""
-    row = ROWS[run["row"]]
+    row = row_of(run["row"])
     if row.method is None:
         return None
     sent = run["bytes_per_step"] * row.every
@@ -100,9 +100,9 @@ def times_table(times: Mapping[str, Any]) -> str:
     alone = step.get("alone")
     lines: list[list[object]] = []
     for name, each in step.items():
-        row = ROWS[name]
+        row = row_of(name)
         exposed = None if alone is None else max(each - alone, 0.0)
-        dense = row.method == "diloco" and exposed is not None and alone is not None
+        dense = row.method in ("average", "diloco") and exposed is not None and alone is not None
         lines.append(
             [
                 name,
@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--train", action="store_true", help="train rows over seeds")
     parser.add_argument("--times", choices=hosts.LINKS, help="time rounds on such links")
     parser.add_argument("--show", type=Path, nargs="+", help="JSON of --train, then of --times")
-    parser.add_argument("--rows", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--rows", help=f"of {', '.join(ROWS)}; @2e-3 sets the learning rate")
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=600)
     parser.add_argument("--eval-every", type=positive, default=60)
@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
     options = hosts.parse(parser, lambda task, out: run_rank(task_of(task), out))
     options.rows = options.rows or (TIMED if options.times else TRAINED)
-    if unknown := [name for name in options.rows.split(",") if name not in ROWS]:
+    if unknown := [name for name in options.rows.split(",") if name.partition("@")[0] not in ROWS]:
         parser.error(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
     if options.resume and options.json is None:
         parser.error("--resume needs --json")

@@ -8,20 +8,56 @@ Four hosts at 50 Mbit/s, made of network namespaces (needs root):
 
     python benchmarks/hosts.py --hosts 4 --link 50mbit -- python examples/local_gpt.py
 
-Model and text are those of fsdp_gpt.py.
+The text is that of the standard library, by characters.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sysconfig
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fsdp_gpt import GPT, load, loss_of
+from torch import nn
 
 import gradcomp.torch as gc
+
+LENGTH, WIDTH, CHARACTERS = 64, 128, 128
+
+
+class GPT(nn.Module):
+    """(batch, time) characters, and those that follow them, to the mean cross entropy."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(CHARACTERS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        block = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, blocks, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, CHARACTERS)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+
+    def forward(self, characters: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(self.embedding(characters) + self.position.weight, self.mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def read_text() -> torch.Tensor:
+    """The modules of the standard library that lie side by side, as character codes."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8", errors="ignore") for path in paths)
+    return torch.frombuffer(bytearray(text.encode("ascii", errors="ignore")), dtype=torch.uint8).long()
+
+
+def loss_of(model: nn.Module, text: torch.Tensor, batch: int, generator: torch.Generator) -> torch.Tensor:
+    pieces = text[
+        torch.randint(len(text) - LENGTH, (batch, 1), generator=generator) + torch.arange(LENGTH + 1)
+    ]
+    return model(pieces[:, :-1], pieces[:, 1:])
 
 
 def main() -> None:
@@ -46,7 +82,7 @@ def main() -> None:
         make = gc.SparseLoCo if options.method == "sparseloco" else gc.DiLoCo
         optimizer = make(model, adamw, options.every)
 
-    text = load()
+    text = read_text()
     border = len(text) * 9 // 10
     generator = torch.Generator().manual_seed(1 + gc.rank())
     begin = time.perf_counter()

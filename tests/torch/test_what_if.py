@@ -63,6 +63,19 @@ def test_every_wrapper_runs_the_ratios_and_saves_nothing(name):
 
 
 @on_ranks(2, **WHAT_IF)
+def test_a_step_of_local_steps_is_a_round():
+    with logged() as lines:
+        model = net()
+        optimizer = gc.SparseLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+        train(model, optimizer, range(2 * (FIRST_STEPS + 3 * BLOCK_STEPS + 1)))
+    assert optimizer.statistics().steps == FIRST_STEPS + 3 * BLOCK_STEPS + 1
+    assert_same_on_all_ranks(model.parameters())
+    assert ("knee: ratio" in "\n".join(lines)) == (gc.rank() == 0)
+    with pytest.raises(gc.StateError, match="GRADCOMP_WHAT_IF_SAVE"):
+        optimizer.state_dict()
+
+
+@on_ranks(2, **WHAT_IF)
 def test_arguments_are_checked_as_ever():
     with pytest.raises(gc.ConfigError, match="unknown compression"):
         optimized(net(), "quantiles:bits=4")
