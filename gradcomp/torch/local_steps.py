@@ -223,13 +223,20 @@ class LocalSteps(torch.optim.Optimizer):
         self._steps += 1
         for number, fragment in enumerate(self.fragments):
             if fragment.due == self._steps:
-                self._mix(fragment)
+                fragment.mix(self._mixing)
             if (self._steps - self.every * (number + 1) // len(self.fragments)) % self.every == 0:
-                fragment.begin()
-                fragment.due = self._steps + self.delay
+                self._begin(fragment)
                 if not self.delay:
-                    self._mix(fragment)
+                    fragment.mix(self._mixing)
         return loss
+
+    def _begin(self, fragment: Fragment) -> None:
+        """Begin an exchange; the outer settings of now apply to its mean, whenever that is stepped on."""
+        for mine, theirs in zip(self.outer.param_groups, fragment.optimizer.param_groups, strict=True):
+            theirs.update(_settings(mine))  # which a scheduler of ``outer`` may have changed
+        self.outer._opt_called = True  # type: ignore[attr-defined]
+        fragment.begin()
+        fragment.due = self._steps + self.delay
 
     def _unscale(self) -> bool:
         """Divide gradients by the scale of a GradScaler that calls; return False if it found any that is not finite."""
@@ -239,12 +246,6 @@ class LocalSteps(torch.optim.Optimizer):
             held = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_mul_(held, 1.0 / float(scale))
         return True
-
-    def _mix(self, fragment: Fragment) -> None:
-        for mine, theirs in zip(self.outer.param_groups, fragment.optimizer.param_groups, strict=True):
-            theirs.update(_settings(mine))  # which a scheduler of ``outer`` may have changed
-        self.outer._opt_called = True  # type: ignore[attr-defined]
-        fragment.mix(self._mixing)
 
     def settle(self) -> None:
         """Wait for exchanges that are under way, and step on them; parameters are mixed when it is time. Collective."""

@@ -329,6 +329,25 @@ def test_schedules_of_both_optimizers_are_followed():
 
 
 @on_ranks(2)
+def test_a_state_that_is_taken_changes_nothing():
+    """Also while an exchange is under way, and the outer rate changes before its mean is applied."""
+    ended = []
+    for takes in (False, True):
+        model = Net()
+        outer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        opt = gc.LocalSteps(model, inner_of(model), 4, outer, delay=2, fragments=2)
+        rates = torch.optim.lr_scheduler.ExponentialLR(outer, 0.7)
+        for step in range(14):
+            train(model, opt, range(step, step + 1), gc.rank())
+            if takes:
+                opt.state_dict()
+            rates.step()
+        opt.settle()
+        ended.append(bits_of([*model.parameters(), *(a for f in opt.fragments for a in f.anchors)]))
+    assert ended[0] == ended[1]
+
+
+@on_ranks(2)
 def test_a_scaler_may_skip_a_step_on_one_rank():
     model = Net()
     opt = gc.LocalSteps(model, inner_of(model), 2)
