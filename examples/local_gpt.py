@@ -18,6 +18,7 @@ import math
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,14 @@ def loss_of(model: nn.Module, text: torch.Tensor, batch: int, generator: torch.G
     return model(pieces[:, :-1], pieces[:, 1:])
 
 
+def make_optimizer(method: str, every: int, model: nn.Module) -> Any:
+    adamw = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    if method == "every-step":
+        return gc.DistributedOptimizer(adamw, model.named_parameters(), gc.Quantize(bits=4))
+    make = gc.SparseLoCo if method == "sparseloco" else gc.DiLoCo
+    return make(model, adamw, every)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -75,12 +84,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = GPT(options.blocks)
-    adamw = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    if options.method == "every-step":
-        optimizer = gc.DistributedOptimizer(adamw, model.named_parameters(), gc.Quantize(bits=4))
-    else:
-        make = gc.SparseLoCo if options.method == "sparseloco" else gc.DiLoCo
-        optimizer = make(model, adamw, options.every)
+    optimizer = make_optimizer(options.method, options.every, model)
 
     text = read_text()
     border = len(text) * 9 // 10
