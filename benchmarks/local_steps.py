@@ -164,12 +164,7 @@ def train(options: argparse.Namespace) -> None:
     machine = report.machine()
     print(report.describe(machine))
     about = {"benchmark": "local_steps", "steps": options.steps, "ranks": HOSTS}
-    runs: list[Run] = []
-    if options.resume and options.json.is_file():
-        held = json.loads(options.json.read_text(encoding="utf-8"))
-        if any(held.get(key) != value for key, value in about.items()):
-            raise SystemExit(f"{options.json} has runs of other settings")
-        runs = held["runs"]
+    runs: list[Run] = report.kept(options.json, about) if options.resume else []
     for seed, name in itertools.product(range(options.seeds), options.rows.split(",")):
         if any(run["row"] == name and run["seed"] == seed for run in runs):
             continue

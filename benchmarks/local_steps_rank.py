@@ -30,15 +30,16 @@ CURVE_WORDS = 8_192
 
 @dataclass(frozen=True)
 class Row:
-    """How ranks exchange: a compression in every step, or a method of local steps after every ``every`` steps."""
+    """How ranks exchange: a compression in every step, or a method of local steps after every ``every`` steps.
 
-    compression: str | None = (
-        None  # "ddp-fp16" is DistributedDataParallel with its float16 hook; torch refuses the bfloat16 one without CUDA
-    )
-    method: str | None = None  # "average", "diloco" or "sparseloco"
+    ``compression="ddp-fp16"``: DistributedDataParallel with its float16 hook; torch refuses the bfloat16 one without
+    CUDA. ``method``: "average", "diloco" or "sparseloco".
+    """
+
+    compression: str | None = None
+    method: str | None = None
     every: int = 1
     delay: int = 0
-    settings: dict[str, Any] | None = None  # of the method
     rate: float = LANGUAGE.learning_rate
 
     def make(self, model: GPT) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -46,7 +47,7 @@ class Row:
         adamw = torch.optim.AdamW(model.parameters(), **{**LANGUAGE.adamw, "lr": self.rate})
         if self.method is not None:
             make = {"average": gc.LocalSteps, "diloco": gc.DiLoCo, "sparseloco": gc.SparseLoCo}[self.method]
-            return model, make(model, adamw, self.every, delay=self.delay, **(self.settings or {}))
+            return model, make(model, adamw, self.every, delay=self.delay)
         if self.compression == "ddp-fp16":
             ddp = DistributedDataParallel(model)
             ddp.register_comm_hook(None, fp16_compress_hook)
@@ -65,8 +66,6 @@ ROWS = {
     "every-powersgd4": Row("powersgd:rank=4"),
     "average-15": Row(method="average", every=15),
     "average-30": Row(method="average", every=30),
-    "diloco-15-mild": Row(method="diloco", every=15, settings={"outer_lr": 0.9, "outer_momentum": 0.3}),
-    "diloco-30-mild": Row(method="diloco", every=30, settings={"outer_lr": 0.9, "outer_momentum": 0.3}),
     "diloco-15": Row(method="diloco", every=15),
     "diloco-30": Row(method="diloco", every=30),
     "sparseloco-15": Row(method="sparseloco", every=15),
@@ -182,7 +181,7 @@ def time_rounds(task: Timing, rank: int) -> dict[str, Any]:
             before, begin = hosts.Traffic.now(), time.perf_counter()
             for _ in range(steps):
                 trainer.step()
-            # What a round with a delay has left to the next one is that of the round before it, too.
+            # With a delay a round ends with an exchange under way, and has waited for that of the round before.
             took = time.perf_counter() - begin
             dist.barrier()
             if block:  # the first one warms up

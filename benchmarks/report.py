@@ -38,6 +38,17 @@ def by_row(runs: Iterable[Run], key: str = "row") -> dict[str, dict[int, Run]]:
     return found
 
 
+def kept(path: Path, about: dict[str, Any]) -> list[Run]:
+    """The runs of a file, if it has any; SystemExit where they are of other settings."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if any(found.get(key) != value for key, value in about.items()):
+        raise SystemExit(f"{path} has runs of other settings")
+    runs: list[Run] = found["runs"]
+    return runs
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on, without naming the machine."""
     model, flags = platform.processor() or platform.machine(), ""

@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> None:
         "ranks": ranks,
         "language": options.language,
     }
-    runs: list[Run] = _kept(options.json, about) if options.resume else []
+    runs: list[Run] = report.kept(options.json, about) if options.resume else []
     for seed, name in itertools.product(range(options.seeds), options.rows.split(",")):
         if any(run["row"] == name and run["seed"] == seed for run in runs):
             continue
@@ -89,17 +89,6 @@ def measure(options: argparse.Namespace) -> None:
             ["row", "loss by seed", "worse %", "exact", "bytes per step"], summary(runs, options.baseline)
         )
     )
-
-
-def _kept(path: Path, about: dict[str, Any]) -> list[Run]:
-    """The runs of a file, if it has any; SystemExit where they are of other settings."""
-    if not path.is_file():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if any(found.get(key) != value for key, value in about.items()):
-        raise SystemExit(f"{path} has runs of other settings")
-    runs: list[Run] = found["runs"]
-    return runs
 
 
 def main() -> int:

@@ -34,8 +34,8 @@ __getattr__ = refusing(__name__, names.TF)
 __all__ = [
     "CompressionState", "DistributedGradientTape", "DistributedOptimizer", "LocalSteps",
     "PartialDistributedGradientTape", "ReduceOp", "Sensitivity", "SyncBatchNormalization", "callbacks", "elastic",
-    "handle_preemption", "is_homogeneous",
-    "join", "load", "load_model", "preempted", "record_gradients", "save", "typed_errors",
+    "handle_preemption", "is_homogeneous", "join", "load", "load_model", "preempted", "record_gradients", "save",
+    "typed_errors",
 ]  # fmt: skip
 __all__ += collectives.__all__
 __all__ += objects.__all__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -45,7 +45,7 @@ class LocalSteps(keras.callbacks.Callback):
     Raises ConfigError on every rank when ``fit`` begins: for wrong arguments, for a model that is not built or whose
     optimizer exchanges gradients, and for ``steps_per_execution`` of more than 1. PlanMismatchError if the ranks
     differ.
-    Source: Douillard et al. 2023 (DiLoCo), Algorithm 1.
+    Source: Douillard et al. 2023 (DiLoCo).
     """
 
     def __init__(
@@ -125,11 +125,7 @@ class LocalSteps(keras.callbacks.Callback):
 def _anchor_of(variable: Any) -> Any:
     """Return a variable of the same value, dtype and path, by which policies know it."""
     *scopes, name = variable.path.split("/")
-
-    def make(within: Sequence[str]) -> Any:
-        if within:
-            with keras.name_scope(within[0]):
-                return make(within[1:])
+    with ExitStack() as within:
+        for scope in scopes:
+            within.enter_context(keras.name_scope(scope))
         return keras.Variable(variable.numpy(), dtype=variable.dtype, name=name)
-
-    return make(scopes)

@@ -30,7 +30,7 @@ def DiLoCo(
     ``others`` are arguments of :class:`LocalSteps`, such as ``compression="quantize:bits=4,feedback=true"``,
     ``fragments`` and ``delay`` (Streaming DiLoCo).
     Wire: uncompressed, 2 d (N-1)/N bytes a rank for d bytes, once in ``every`` steps.
-    Source: Douillard et al. 2023, Algorithm 1, and section 3.1 for lr = 0.7 and m = 0.9.
+    Source: Douillard et al. 2023, with lr = 0.7 and m = 0.9.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     outer = torch.optim.SGD(parameters, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
@@ -59,7 +59,7 @@ def SparseLoCo(
     values; with one bit, to the mean of the values of either sign. ``others`` are arguments of :class:`LocalSteps`.
     Wire: a density of 2% at 2 bits costs about 0.21 bits an element, which a rank sends to all others, once in
     ``every`` steps. State: a residual for each parameter.
-    Source: Sarfi et al. 2025 (SparseLoCo), Algorithm 1; d = 0.95 and lr = 1. Differs: Q, where the released code has
+    Source: Sarfi et al. 2025 (SparseLoCo); d = 0.95 and lr = 1. Differs: Q, where the released code has
     four bins in units of the standard deviation; the released code divides an element by the number of ranks that sent
     it.
     """

@@ -27,7 +27,7 @@ from gradcomp.torch.broadcast_state import broadcast_parameters
 from gradcomp.torch.layers import Named, refuse_thawed
 from gradcomp.torch.modules import bare
 from gradcomp.torch.optimizer import DistributedOptimizer
-from gradcomp.torch.optimizers import scalars_of
+from gradcomp.torch.optimizers import scalars_of, settings_of, share_settings
 from gradcomp.torch.tensors import dense_problem, is_dtensor
 
 if TYPE_CHECKING:
@@ -124,10 +124,11 @@ class LocalSteps(torch.optim.Optimizer):
     Raises ConfigError on every rank for arguments that cannot work, a sharded model, and one that
     DistributedDataParallel averages over the same ranks; PlanMismatchError if the ranks differ; StateError before
     ``init()``.
-    Source: Douillard et al. 2023 (DiLoCo), Algorithm 1; Douillard et al. 2025 (Streaming DiLoCo), for fragments, delay
+    Source: Douillard et al. 2023 (DiLoCo); Douillard et al. 2025 (Streaming DiLoCo), for fragments, delay
     and mixing. Differs: fragments are consecutive layers, where the paper prefers every P-th block.
     """
 
+    #: A GradScaler then calls ``step()`` also where it found values that are not finite, so all ranks count alike.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -190,7 +191,7 @@ class LocalSteps(torch.optim.Optimizer):
         optimizer = copy.copy(self.outer)
         optimizer.state = defaultdict(dict)
         optimizer.param_groups = [
-            {**_settings(group), "params": [anchors[id(p)] for p in group["params"] if id(p) in anchors]}
+            {**settings_of(group), "params": [anchors[id(p)] for p in group["params"] if id(p) in anchors]}
             for group in self.outer.param_groups
         ]
         wrapped = DistributedOptimizer(
@@ -232,9 +233,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     def _begin(self, fragment: Fragment) -> None:
         """Begin an exchange; the outer settings of now apply to its mean, whenever that is stepped on."""
-        for mine, theirs in zip(self.outer.param_groups, fragment.optimizer.param_groups, strict=True):
-            theirs.update(_settings(mine))  # which a scheduler of ``outer`` may have changed
-        self.outer._opt_called = True  # type: ignore[attr-defined]
+        share_settings(self.outer, fragment.optimizer)
+        self.outer._opt_called = True  # type: ignore[attr-defined]  # for its schedulers
         fragment.begin()
         fragment.due = self._steps + self.delay
 
@@ -367,10 +367,6 @@ def _check(model: Any, inner: Any, outer: Any, ranks: Ranks, fragments: int) -> 
             raise ConfigError(f"outer must have all parameters of the model, and lacks {missing[0]!r}")
     if outer is not None and outer.state:
         raise ConfigError("outer has stepped already: give a new one")
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _balanced(sizes: Iterable[int], parts: int) -> list[tuple[int, int]]:

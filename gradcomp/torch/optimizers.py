@@ -101,6 +101,17 @@ def _group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Group:
     return Group(kind, float(group.get("momentum") or 0.0), problem)
 
 
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group has besides its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def share_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Give the groups of one optimizer the settings of another's, such as the rates that a scheduler has changed."""
+    for mine, theirs in zip(source.param_groups, target.param_groups, strict=True):
+        theirs.update(settings_of(mine))
+
+
 def scalars_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """Return the numeric settings of each parameter group (rates, momentum, decay) as JSON.
 

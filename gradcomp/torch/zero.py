@@ -24,7 +24,7 @@ from gradcomp.reduce.header import APPLIED, DISCARDED
 from gradcomp.torch.broadcast_state import broadcast_parameters
 from gradcomp.torch.layers import refuse_thawed
 from gradcomp.torch.loss_scale import means_before_unscaling
-from gradcomp.torch.optimizers import scalars_of
+from gradcomp.torch.optimizers import scalars_of, settings_of, share_settings
 from gradcomp.torch.sharded.checks import check_policy, compressor
 from gradcomp.torch.sharded.exchange import ShardedStatistics, told
 from gradcomp.torch.zero_exchange import ZeroExchange
@@ -106,11 +106,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"optimizer_class must be a class, as torch.optim.AdamW, got {optimizer_class!r}"
                 )
-            self._numbers = check_elementwise(optimizer_class, _settings(self.param_groups[0]), defaults)
+            self._numbers = check_elementwise(optimizer_class, settings_of(self.param_groups[0]), defaults)
             self._parts = self._make_parts(layers, policies[1], differences)
             masters = {id(part.parameter): part.master for part in self._parts}
             groups = [
-                {**_settings(group), "params": [masters[id(p)] for p in group["params"] if id(p) in masters]}
+                {
+                    **settings_of(group),
+                    "params": [masters[id(p)] for p in group["params"] if id(p) in masters],
+                }
                 for group in self.param_groups
             ]
             self._inner = optimizer_class(groups, **defaults)
@@ -118,7 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         policies, transport = validate_together(state, ranks, validate)
         self.defaults = self._inner.defaults
-        _share_settings(self._inner, self)
+        share_settings(self._inner, self)
         self._reduced = self._dropped = self._stepped = False
         self._seen: list[tuple[ref[torch.Tensor], int] | None] = [None] * len(self._named)
         self._exchange: ZeroExchange | None = None
@@ -163,9 +166,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for part in self._parts:
             if part.version != part.parameter._version:
                 part.adopt()
-        _share_settings(self, self._inner)
+        share_settings(self, self._inner)
         self._inner.step()
-        _share_settings(self._inner, self)
+        share_settings(self._inner, self)
         if self._exchange is not None:
             self._exchange.gather()
         for part in self._parts:
@@ -269,7 +272,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         With it and ``model.state_dict()``, training continues bit for bit.
         """
-        _share_settings(self, self._inner)  # a scheduler may have changed them after the step
+        share_settings(self, self._inner)  # a scheduler may have changed them after the step
         zero = {"part": [self._place, self._world], "draws": self._exchange.draws if self._exchange else 0}
         masters = [part.master.detach() for part in self._parts]
         return {**self._inner.state_dict(), "masters": masters, "zero": zero}
@@ -317,18 +320,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if [len(master) for master in masters] != [part.size for part in self._parts]:
             raise StateError("the state is that of other parameters")
         self._inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        _share_settings(self._inner, self)
+        share_settings(self._inner, self)
         for part, master in zip(self._parts, masters, strict=True):
             part.adopt()
             part.master.data.copy_(master)
         if zero is not None and self._exchange is not None:
             self._exchange.draws = zero["draws"]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _share_settings(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    for mine, theirs in zip(source.param_groups, target.param_groups, strict=True):
-        theirs.update(_settings(mine))

@@ -249,8 +249,7 @@ def check_sparse(bits: int, chunk: int, density: float, rounds: int = 4) -> None
     reference = Reference(gc.size(), every, lambda p: torch.optim.SGD(p, lr=1.0), mean)
     train(model, opt, range(every * rounds), gc.rank())
     reference.run(every * rounds)
-    if gc.size() > 1:
-        assert_as(model, opt, reference, **NEAR)
+    assert_as(model, opt, reference, **NEAR)
 
 
 @on_ranks(2)

@@ -58,10 +58,8 @@ class Chunks:
         """Let ``select`` choose from every chunk; its indices become those of the rows, without gaps between chunks."""
         cut = table[self.rows]
         passed = self.starts.astype(np.uint64)
-        for column in ("gradient", "output"):
-            cut[column] += np.where(cut[column] != 0, passed * _ITEM_BYTES[cut["dtype"]], 0).astype(np.uint64)
-        for column in ("residual", "next_residual"):
-            cut[column] += np.where(cut[column] != 0, passed * 4, 0).astype(np.uint64)
+        for column, size in (("gradient", _ITEM_BYTES[cut["dtype"]]), ("residual", 4), ("next_residual", 4)):
+            cut[column] += np.where(cut[column] != 0, passed * size, 0).astype(np.uint64)  # 0: there is none
         cut["start"] += self.starts
         cut["length"] = self.lengths
         own = flags[self.rows]
@@ -98,7 +96,7 @@ class ChunkedTopK(ByDensity, Sparse):
     State: a residual per layer.
     Errors: ConfigError for a density outside (0, 1], a chunk below 1, a decay outside [0, 1], and ``zeros`` that is
     neither true nor false.
-    Source: Sarfi et al. 2025 (SparseLoCo), section 3. Differs: a chunk's k is rounded so that a layer's k is that of
+    Source: Sarfi et al. 2025 (SparseLoCo). Differs: a chunk's k is rounded so that a layer's k is that of
     its density; a mean is over all ranks, where the released code divides by those that sent the element. On a GPU the
     selected elements pass through the host.
     """
@@ -132,7 +130,8 @@ class ChunkedTopK(ByDensity, Sparse):
                 table, flags, factors, limits, *into.arrays, decay=context.decay, zeros=self.zeros
             )
 
-        size, lengths = self.chunk, group.table["length"].astype(np.int64)
-        limits = self.limits(group.table)
-        chunks = group.scratch.once("chunks", lambda: Chunks.of(lengths, limits, size))
+        lengths = group.table["length"].astype(np.int64)
+        chunks = group.scratch.once(
+            "chunks", lambda: Chunks.of(lengths, self.limits(group.table), self.chunk)
+        )
         chunks.select(select, group.inputs, chosen, flags, context.factors(len(group.table)))
