@@ -74,6 +74,12 @@ def _rate(_context: click.Context, _parameter: click.Parameter, value: str) -> f
     metavar="GB",
     help="A GPU's codecs, in GB of gradients a second; default: 100.",
 )
+@click.option(
+    "--every",
+    type=click.IntRange(1, 100_000),
+    metavar="H",
+    help="Show local steps, exchanged once in H steps.",
+)
 @json_option
 def command(
     model: str,
@@ -86,6 +92,7 @@ def command(
     step_ms: float | None,
     device: str,
     codec_gbytes: float | None,
+    every: int | None,
     as_json: bool,
 ) -> int:
     """Predict the step under DistributedDataParallel, its hooks and gradcomp's choices.
@@ -111,8 +118,10 @@ def command(
         Network(latency_us / 1e6, 1 / link, 1.0, 1.0, latency_us / 1e6, 1 / local_link),
         host_processor() if device == "cpu" else device_processor(1e9 * gigabytes),
     )
-    estimates = estimate(situation)
+    estimates = estimate(situation, every)
     helps, line = gains(estimates), verdict(estimates, situation.topology)
+    if every is not None and gains(estimates, "local"):
+        helps, line = True, f"{line} {local_verdict(estimates, situation.topology, every)}"
     if as_json:
         print_json(
             {
@@ -126,7 +135,7 @@ def command(
             }
         )
     else:
-        _print(layers, situation, estimates, line, gigabytes if device == "gpu" else None)
+        _print(layers, situation, estimates, every, line, gigabytes if device == "gpu" else None)
     return Exit.OK if helps else Exit.NO_GAIN
 
 
@@ -150,16 +159,29 @@ def verdict(estimates: Sequence[Estimate], topology: Topology) -> str:
     return text
 
 
+def local_verdict(estimates: Sequence[Estimate], topology: Topology, every: int) -> str:
+    """Returns a sentence: what local steps would gain."""
+    ddp = next(one for one in estimates if one.choice is DDP)
+    fastest = best(estimates, kind="local")
+    return (
+        f"Exchanged once in {every} steps: {_saving(fastest, ddp)}: {argument_of(fastest.choice, topology, every)}. It "
+        "trains in another way: compare losses."
+    )
+
+
 def _saving(one: Estimate, ddp: Estimate) -> str:
     title, before = one.choice.title.removeprefix("gradcomp, "), milliseconds(ddp.step)
     ratio = f"{ddp.step / one.step:.2f} x"
     return f"{title}, {milliseconds(one.step)} ms a step in place of DDP's {before} ({ratio})"
 
 
-def argument_of(choice: Choice, topology: Topology) -> str:
-    """Returns what to paste into the call that wraps an optimizer; nothing for DDP."""
+def argument_of(choice: Choice, topology: Topology, every: int | None = None) -> str:
+    """Returns what to paste into the call that wraps an optimizer, or that call for local steps; nothing for DDP."""
     if choice.kind == "ddp":
         return ""
+    if choice.kind == "local":
+        compression = f", compression={choice.how!r}" if choice.title == "LocalSteps" else ""
+        return f"gc.{choice.title}(model, opt, every={every}{compression})"
     scheme = reduction(topology)
     return f"compression={choice.how!r}" + (f", reduction={scheme!r}" if scheme == AUTO else "")
 
@@ -172,20 +194,22 @@ def _print(
     layers: Sequence[LayerSpec],
     situation: Situation,
     estimates: Sequence[Estimate],
+    every: int | None,
     line: str,
     gigabytes: float | None,
 ) -> None:
     ddp = next(one for one in estimates if one.choice is DDP)
     rows = []
     for one in estimates:
-        argument = argument_of(one.choice, situation.topology)
+        title = one.choice.title + (f", every {every}" if one.choice.kind == "local" else "")
+        argument = argument_of(one.choice, situation.topology, every)
         columns = (
             f"{one.sent / 1e6:,.1f}",
             milliseconds(max(one.exposed, 0.0)),
             milliseconds(one.step),
             f"{ddp.step / one.step:.2f}",
         )
-        rows.append([one.choice.title, *columns, f"{one.memory / 1e6:,.0f}", argument])
+        rows.append([title, *columns, f"{one.memory / 1e6:,.0f}", argument])
     heads = ["", "MB sent", "exposed ms", "step ms", "x DDP", "memory MB", "argument"]
     ranks, hosts = situation.topology.world, len(situation.topology.leaders)
     assumed = (

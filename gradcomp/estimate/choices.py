@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["ddp", "gradcomp"]
+Kind = Literal["ddp", "gradcomp", "local"]
 
 
 @dataclass(frozen=True)
@@ -13,6 +13,7 @@ class Choice:
     """One exchange.
 
     ``how``: the hook of DistributedDataParallel (empty, ``half`` or ``powersgd``), or the compression as an argument.
+    A choice whose ``kind`` is "local" exchanges pseudo-gradients, once in many steps.
     ``memory``: bytes for each parameter beside parameters, gradients and the optimizer's state, as a rank on CPUs
     needed them at its peak (``docs/benchmarks/memory.md``, with DDP's hooks).
     ``alike``: the metric was within 1% of uncompressed training in all measured tasks under SGD
@@ -38,4 +39,17 @@ CHOICES = (
     Choice("4bit", "gradcomp, 4 bits", "gradcomp", "quantize:bits=4", 5.3),
     Choice("powersgd", "gradcomp, PowerSGD, rank 4", "gradcomp", "powersgd:rank=4", 11.2, alike=False),
     Choice("topk", "gradcomp, TopK 1%", "gradcomp", "topk:density=0.01", 13.9, alike=False),
+)
+#: Local steps: an anchor, a pseudo-gradient and DiLoCo's momentum, 4 bytes each, come to the memory of the compression.
+LOCAL_CHOICES = (
+    Choice("diloco", "DiLoCo", "local", "none", 25.9, alike=False),
+    Choice("local-4bit", "LocalSteps", "local", "quantize:bits=4", 13.3, alike=False),
+    Choice(
+        "sparseloco",
+        "SparseLoCo",
+        "local",
+        "chunked_topk:density=0.02,decay=0.95,values=[quantize:bits=2,bucket_size=64,rounding=nearest]",
+        21.9,
+        alike=False,
+    ),
 )

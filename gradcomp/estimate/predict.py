@@ -20,7 +20,7 @@ from gradcomp.core.config import DEVICE_SLICE, HOST_SLICE
 from gradcomp.core.layers import Filter, LayerSpec
 from gradcomp.core.scheme import AUTO, Scheme
 from gradcomp.core.topology import Topology
-from gradcomp.estimate.choices import CHOICES, DDP, Choice
+from gradcomp.estimate.choices import CHOICES, DDP, LOCAL_CHOICES, Choice, Kind
 from gradcomp.exchange.slices import PEER_SECONDS, ROUND_SECONDS, elements_for
 from gradcomp.reduce.costs import cost
 from gradcomp.reduce.model import Load, Network
@@ -63,7 +63,7 @@ class Processor:
 
 def host_processor(shared: bool = True) -> Processor:
     """Returns this machine's processor: codecs are measured, the rest was measured with Gloo (``docs/estimate.md``)."""
-    rates = {c.key: measure_rates(resolve(c.how)) for c in CHOICES if c.kind == "gradcomp"}
+    rates = {c.key: measure_rates(resolve(c.how)) for c in (*CHOICES, *LOCAL_CHOICES) if c.kind != "ddp"}
     return Processor(
         on_device=False,
         shared=shared,
@@ -83,7 +83,7 @@ def device_processor(codec_rate: float = 100e9) -> Processor:
 
     PyTorch's PowerSGD hook is taken to read and write as much as ten codings of 4 bytes a value.
     """
-    rates = {c.key: Rates(codec_rate, codec_rate) for c in CHOICES if c.kind == "gradcomp"}
+    rates = {c.key: Rates(codec_rate, codec_rate) for c in (*CHOICES, *LOCAL_CHOICES) if c.kind != "ddp"}
     return Processor(
         on_device=True,
         shared=False,
@@ -172,27 +172,32 @@ def readiness(layers: Sequence[LayerSpec], backward: float) -> Doubles:
     return times
 
 
-def estimate(situation: Situation) -> list[Estimate]:
-    """Returns an estimate of every choice, in the order of CHOICES."""
+def estimate(situation: Situation, every: int | None = None) -> list[Estimate]:
+    """Returns an estimate of every choice, in the order of CHOICES.
+
+    With ``every`` those of LOCAL_CHOICES follow, in rounds of so many steps.
+    """
     elements = sum(layer.size for layer in situation.layers)
     made = []
     for choice in CHOICES:
         trips, sent = (_ddp if choice.kind == "ddp" else _gradcomp)(choice, situation)
         step = _step(trips, situation) if situation.topology.world > 1 else situation.alone
         made.append(Estimate(choice, sent, step, step - situation.alone, choice.memory * elements))
+    if every is not None:
+        made += [_local(choice, situation, every, choice.memory * elements) for choice in LOCAL_CHOICES]
     return made
 
 
-def best(estimates: Sequence[Estimate], *, alike: bool = False) -> Estimate:
+def best(estimates: Sequence[Estimate], *, alike: bool = False, kind: Kind = "gradcomp") -> Estimate:
     """Returns gradcomp's fastest choice; with ``alike`` only of those that trained as without compression."""
-    own = [one for one in estimates if one.choice.kind == "gradcomp" and (one.choice.alike or not alike)]
+    own = [one for one in estimates if one.choice.kind == kind and (one.choice.alike or not alike)]
     return min(own, key=lambda one: one.step)
 
 
-def gains(estimates: Sequence[Estimate]) -> bool:
+def gains(estimates: Sequence[Estimate], kind: Kind = "gradcomp") -> bool:
     """Returns true if gradcomp's fastest choice is shorter than DDP by at least LEAST_GAIN of DDP's step."""
     (ddp,) = (one for one in estimates if one.choice is DDP)
-    return best(estimates).step < (1 - LEAST_GAIN) * ddp.step
+    return best(estimates, kind=kind).step < (1 - LEAST_GAIN) * ddp.step
 
 
 def _step(trips: Sequence[Trip], situation: Situation) -> float:
@@ -200,6 +205,20 @@ def _step(trips: Sequence[Trip], situation: Situation) -> float:
     made = simulate(completion(situation.ready, trips), trips, shared)
     end = max(made.end, situation.backward + made.taken[-1])
     return situation.alone - situation.backward + end + situation.processor.skew * situation.alone
+
+
+def _local(choice: Choice, situation: Situation, every: int, memory: float) -> Estimate:
+    """Returns an estimate of local steps. Nothing hides the exchange after a round's last one.
+
+    Ranks wait for the slowest one once a round. The lateness of a sum of ``every`` steps grows with its root.
+    """
+    if situation.topology.world == 1:
+        return Estimate(choice, 0.0, situation.alone, 0.0, memory)
+    at_once = replace(situation, ready=np.zeros(len(situation.layers)), backward=0.0)
+    trips, sent = _gradcomp(choice, at_once)
+    exchange = simulate(completion(at_once.ready, trips), trips, situation.processor.shared).end
+    exposed = exchange / every + situation.processor.skew * situation.alone / every**0.5
+    return Estimate(choice, sent / every, situation.alone + exposed, exposed, memory)
 
 
 def _gradcomp(choice: Choice, situation: Situation) -> tuple[list[Trip], float]:

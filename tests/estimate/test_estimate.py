@@ -13,7 +13,7 @@ import pytest
 from gradcomp import LayerSpec
 from gradcomp.cli import main
 from gradcomp.core.topology import Topology
-from gradcomp.estimate.choices import CHOICES
+from gradcomp.estimate.choices import CHOICES, LOCAL_CHOICES
 from gradcomp.estimate.models import layers_of
 from gradcomp.estimate.predict import Situation, best, device_processor, estimate, gains, readiness, work_of
 from gradcomp.reduce.model import Network
@@ -31,8 +31,8 @@ def situation(layers, *, hosts=4, local=1, rate=1e9, backward=0.1, processor=FRE
     )
 
 
-def by_key(made: Situation):
-    return {one.choice.key: one for one in estimate(made)}
+def by_key(made: Situation, every: int | None = None):
+    return {one.choice.key: one for one in estimate(made, every)}
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(2, 1), (3, 1), (4, 1), (7, 1), (2, 2), (4, 4)])
@@ -49,6 +49,19 @@ def test_ddp_takes_the_formula_of_a_ring_if_nothing_overlaps(hosts, local):
     if local == 1:  # four bits, and 8 bytes for each 512 values
         ratio = 4 / (0.5 + 8 / 512)
         assert found["4bit"].exposed == pytest.approx(nbytes / ratio / 1.177e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("every", [1, 30])
+def test_local_steps_expose_a_whole_exchange_once_in_a_round(every):
+    """The layers' gradients come early, which hides an exchange of every step, but not one after the last step."""
+    layers = [LayerSpec(f"w{i}", (1000, 1000)) for i in range(40)]
+    found = by_key(situation(layers, rate=1e9), every)
+    nbytes = 160e6 * 2 * 3 / 4
+    assert found["diloco"].sent == pytest.approx(nbytes / every)
+    assert found["diloco"].exposed == pytest.approx(nbytes / every / 1e9, rel=1e-3)
+    assert found["sparseloco"].sent < found["local-4bit"].sent / 9
+    late = by_key(situation(layers, processor=replace(FREE, skew=0.1), rate=1e15), every)
+    assert late["diloco"].exposed == pytest.approx(0.1 * 0.15 / every**0.5, rel=1e-3)
 
 
 def test_backward_hides_what_is_sent_while_it_runs():
@@ -84,7 +97,7 @@ def test_gains_are_found_on_a_slow_link_and_not_on_a_fast_one():
 
 
 def test_one_rank_exchanges_nothing():
-    for one in estimate(situation(layers_of("lstm"), hosts=1)):
+    for one in estimate(situation(layers_of("lstm"), hosts=1), 10):
         assert (one.step, one.exposed) == (pytest.approx(0.15), pytest.approx(0.0))
 
 
@@ -119,7 +132,17 @@ def test_the_command_prints_a_table_and_a_verdict_and_its_status_says_whether_it
     assert found["choices"][0]["sent_bytes"] == pytest.approx(4 * 124_439_808 * 1.5)
 
 
-@pytest.mark.parametrize("page", ["estimate.md", "worked-example.md"])
+def test_the_command_shows_local_steps(capsys):
+    assert main([*ARGUMENTS, "--link", "50mbit", "--every", "20", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["key"] for one in found["choices"]] == [choice.key for choice in (*CHOICES, *LOCAL_CHOICES)]
+    assert "Exchanged once in 20 steps: SparseLoCo" in found["verdict"]
+    assert "gc.SparseLoCo(model, opt, every=20)" in found["verdict"]
+    assert main([*ARGUMENTS, "--link", "400gbit", "--every", "20"]) == 3
+    assert "Exchanged once" not in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("page", ["estimate.md", "worked-example.md", "local-steps.md"])
 def test_pages_show_what_their_commands_print(page, capsys):
     blocks = re.findall(
         r"```console\n\$ gradcomp (estimate [^\n|]+)(\| tail -1)?\n(.*?)```",
@@ -148,6 +171,7 @@ def test_a_cpus_codecs_are_timed(capsys):
         (["--link", "1gbit", "--backward-ms", "-1"], "times must be positive"),
         (["--link", "1gbit", "--step-ms", "1"], "no longer than its step"),
         (["--link", "1gbit", "--device", "cpu", "--codec-gbytes", "1"], "for GPUs"),
+        (["--link", "1gbit", "--every", "0"], "--every"),
         (["--link", "1gbit", "--model", "nothing"], "there is no model and no file 'nothing'"),
     ],
 )  # fmt: skip
