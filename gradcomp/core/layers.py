@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import zlib
 from collections import Counter
@@ -60,6 +62,19 @@ def check_unique(layers: Sequence[LayerSpec]) -> None:
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ConfigError(f"layer names must be unique; used more than once: {', '.join(twice)}")
+
+
+def balanced_parts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """Returns where each part of consecutive layers begins and ends.
+
+    The parts have about as many elements, and none is empty.
+    """
+    ends = list(itertools.accumulate(sizes, initial=0))
+    borders = [0]
+    for part in range(1, parts):
+        wanted = bisect.bisect_left(ends, ends[-1] * part / parts)
+        borders.append(min(max(wanted, borders[-1] + 1), len(sizes) - parts + part))
+    return list(itertools.pairwise([*borders, len(sizes)]))
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class Exchange:
         self.listener = MeansListener()
         self._lock = threading.RLock()
         self._step: _Step | None = None
+        #: What :meth:`begin` submitted.
+        self._begun: Site | None = None
         #: Loss scale, times the predivide factor, and learning rate of the last step.
         self._last = arguments.gradient_predivide_factor, 0.0
         self._stands_in = False
@@ -192,24 +194,39 @@ class Exchange:
         if self.exchanger is None:
             self.checkpoint_manager.before_step()  # in tf.function only while it is traced
             return list(gradients)
-        refuse_graph("the exchange of gradients")
-        self._momenta()
-        self.driver.check()
-        with self.driver.telling():
-            given: Gradients = [self._checked(layer, gradient) for layer, gradient in enumerate(gradients)]
-        if tf.executing_eagerly():
-            return self._now(given, scale, learning_rate)
-        return self._traced(given, scale, learning_rate)
-
-    def _now(self, gradients: Gradients, scale: Any, learning_rate: Any) -> list[Any]:
-        # The last variables' gradients come first in a backward pass, and a graph has them in this order too.
-        site = Site(gradients, [[i for i in reversed(range(len(gradients))) if gradients[i] is not None]])
-        rows, dense = site.inputs(0)
-        self._submit(site, 0, None, scale, learning_rate, *rows, *dense)
+        if self._begun is None:
+            given = self._ready(gradients)
+            if not tf.executing_eagerly():
+                return self._traced(given, scale, learning_rate)
+            self._begun = self._submit_all(given, scale, learning_rate)
+        site, self._begun = self._begun, None
         means: list[Any] = [None] * len(gradients)
         for layer, value in zip(site.dense[0], self._collect(site.dense[0]), strict=True):
             means[layer] = self._memory.tensor(value)
         return self._with_rows(means, site, [tf.constant(array) for array in self._finish(site)])
+
+    def begin(self, gradients: Sequence[Any], learning_rate: Any = 0.0) -> None:
+        """Submit gradients in eager mode; the next :meth:`exchange` waits for their means, and submits none itself.
+
+        They must not change until then. Local. In a world of one nothing happens.
+        """
+        if self.exchanger is not None:
+            self._begun = self._submit_all(self._ready(gradients), 1.0, learning_rate)
+
+    def _ready(self, gradients: Sequence[Any]) -> Gradients:
+        """Return the gradients in a form that can be exchanged now; else raise, as :meth:`exchange` says."""
+        refuse_graph("the exchange of gradients")
+        self._momenta()
+        self.driver.check()
+        with self.driver.telling():
+            return [self._checked(layer, gradient) for layer, gradient in enumerate(gradients)]
+
+    def _submit_all(self, gradients: Gradients, scale: Any, learning_rate: Any) -> Site:
+        # The last variables' gradients come first in a backward pass, and a graph has them in this order too.
+        site = Site(gradients, [[i for i in reversed(range(len(gradients))) if gradients[i] is not None]])
+        rows, dense = site.inputs(0)
+        self._submit(site, 0, None, scale, learning_rate, *rows, *dense)
+        return site
 
     def _traced(self, gradients: Gradients, scale: Any, learning_rate: Any) -> list[Any]:
         """Add a submit op for each group, then their collect ops, then the op that ends the step.

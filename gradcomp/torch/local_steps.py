@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +16,7 @@ from gradcomp.compress import Compression, Compressor, Policy
 from gradcomp.compress.checks import check_number, check_whole
 from gradcomp.control import Controller
 from gradcomp.core.errors import ConfigError, StateError
+from gradcomp.core.layers import balanced_parts
 from gradcomp.core.trace import Statistics
 from gradcomp.exchange.checkpoint_manager import not_from_checkpoint
 from gradcomp.job import runtime
@@ -173,7 +173,7 @@ class LocalSteps(torch.optim.Optimizer):
         self._share()
         if not elastic:
             broadcast_parameters(whole, ranks[0], process_set)
-        parts = _balanced([p.numel() for _, p in named], fragments)
+        parts = balanced_parts([p.numel() for _, p in named], fragments)
         self.fragments = [
             self._fragment(named[begin:end], compression, controller, reduction, process_set)
             for begin, end in parts
@@ -367,14 +367,3 @@ def _check(model: Any, inner: Any, outer: Any, ranks: Ranks, fragments: int) -> 
             raise ConfigError(f"outer must have all parameters of the model, and lacks {missing[0]!r}")
     if outer is not None and outer.state:
         raise ConfigError("outer has stepped already: give a new one")
-
-
-def _balanced(sizes: Iterable[int], parts: int) -> list[tuple[int, int]]:
-    """Return where each part of consecutive items begins and ends, with about as much in each and none empty."""
-    ends = np.cumsum([0, *sizes])
-    count = len(ends) - 1
-    borders = [0]
-    for part in range(1, parts):
-        wanted = int(np.searchsorted(ends, ends[-1] * part / parts))
-        borders.append(min(max(wanted, borders[-1] + 1), count - parts + part))
-    return list(zip(borders, [*borders[1:], count], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,15 @@ from keras_checks import ENV, assert_close, assert_equal
 import gradcomp.tf as gc
 
 BATCHES, ROWS = 7, 4
+#: Fragments of the model's four variables: the first kernel has more elements than the rest.
+HALVES = [range(1), range(1, 4)]
 
 
 def model_of(**compiling: Any) -> Any:
     keras.utils.set_random_seed(3)
     one = keras.Sequential(
-        [keras.Input([6]), keras.layers.Dense(17, "tanh", name="first"), keras.layers.Dense(3, name="last")]
+        [keras.Input([6]), keras.layers.Dense(17, "tanh", name="first"), keras.layers.Dense(3, name="last")],
+        name="net",
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     one.compile(keras.optimizers.AdamW(0.02), loss, **compiling)
@@ -38,36 +42,60 @@ def fit(one: Any, rank: int, *callbacks: Any) -> None:
     one.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=list(callbacks))
 
 
-def reference(world: int, every: int, rate: float, momentum: float) -> tuple[list[Any], list[Any]]:
+def reference(
+    world: int, every: int, rate: float, momentum: float, parts: list[range], delay: int, mixing: float
+) -> tuple[list[Any], list[Any]]:
     """The ranks' models, and the anchors, after one pass over the data."""
     models = [model_of() for _ in range(world)]
     anchors = [variable.numpy().copy() for variable in models[0].trainable_variables]
     velocity = [np.zeros_like(anchor) for anchor in anchors]
-    for batch in range(BATCHES):
-        for rank, one in enumerate(models):
-            x, y = (each[batch * ROWS : (batch + 1) * ROWS] for each in data_of(rank))
-            one.train_on_batch(x, y)
-        if (batch + 1) % every:
-            continue
-        for i, anchor in enumerate(anchors):
-            mean = sum(anchor - one.trainable_variables[i].numpy() for one in models) / world
+    means: dict[int, dict[int, Any]] = {}  # of exchanges under way: by part, then by variable
+
+    def land(number: int) -> None:
+        for i, mean in means.pop(number, {}).items():
             # Keras' Nesterov: v <- m v - lr g;  w <- w + m v - lr g
             velocity[i] = momentum * velocity[i] - rate * mean
-            anchors[i] = anchor + (momentum * velocity[i] - rate * mean if momentum else -rate * mean)
-            for one in models:
-                one.trainable_variables[i].assign(anchors[i])
+            anchors[i] = anchors[i] + (momentum * velocity[i] - rate * mean if momentum else -rate * mean)
+
+    def mix(number: int) -> None:
+        land(number)
+        for one in models:
+            for i in parts[number]:
+                own = one.trainable_variables[i]
+                own.assign(mixing * own + (1 - mixing) * anchors[i] if delay else anchors[i])
+
+    for batch in range(1, BATCHES + 1):
+        for rank, one in enumerate(models):
+            x, y = (each[(batch - 1) * ROWS : batch * ROWS] for each in data_of(rank))
+            one.train_on_batch(x, y)
+        for number, part in enumerate(parts):
+            begun = batch - every * (number + 1) // len(parts)
+            if number in means and (begun - delay) % every == 0:
+                mix(number)
+            if begun % every == 0:
+                own = [[one.trainable_variables[i].numpy() for one in models] for i in part]
+                means[number] = {i: anchors[i] - sum(each) / world for i, each in zip(part, own, strict=True)}
+                if not delay:
+                    mix(number)
+    for number in range(len(parts)):
+        land(number)
     return models, anchors
 
 
-def check(every: int, rate: float = 1.0, momentum: float = 0.0) -> None:
+def check(
+    every: int, rate: float = 1.0, momentum: float = 0.0, parts: list[range] | None = None, **others: Any
+) -> None:
     one = model_of()
+    parts = parts or [range(4)]
     outer = keras.optimizers.SGD(rate, momentum, nesterov=momentum > 0) if rate != 1.0 else None
-    steps = gc.LocalSteps(every, outer)
+    steps = gc.LocalSteps(every, outer, fragments=len(parts), **others)
     fit(one, gc.rank(), steps)
-    models, anchors = reference(gc.size(), every, rate, momentum)
+    delay, mixing = others.get("delay", 0), others.get("mixing", 0.5)
+    models, anchors = reference(gc.size(), every, rate, momentum, parts, delay, mixing)
     assert_close(one.trainable_variables, models[gc.rank()].trainable_variables)
-    assert_close(steps._anchors, anchors)
-    assert steps.statistics().steps == (BATCHES // every if gc.size() > 1 else 0)
+    assert_close([each for fragment in steps.fragments for each in fragment.anchors], anchors)
+    due = [BATCHES - every * (number + 1) // len(parts) for number in range(len(parts))]
+    assert steps.statistics().steps == (sum(1 + d // every for d in due) if gc.size() > 1 else 0)
 
 
 @on_ranks(1, env=ENV)
@@ -81,11 +109,14 @@ def test_two_ranks():
     check(2)
     check(3, 0.7, 0.9)
     check(1)
+    check(2, 0.7, 0.9, HALVES)
+    check(3, 0.7, 0.9, HALVES, delay=1)
+    check(2, delay=2, mixing=0.25)
 
 
 @on_ranks(3, env=ENV)
 def test_three_ranks():
-    check(2, 0.5, 0.5)
+    check(2, 0.5, 0.5, HALVES, delay=1, mixing=0.0)
 
 
 @on_ranks(2, env=ENV)
@@ -96,8 +127,10 @@ def test_weights_are_equal_after_a_round_with_compression_by_layer():
     fit(one, gc.rank(), steps)
     theirs = gc.allgather_object([variable.numpy() for variable in one.trainable_variables])
     assert_equal(theirs[0], theirs[1])
-    assert [name for names, _ in steps.outer.buckets() for name in names] != []
-    assert {variable.path for variable in steps._anchors} == {v.path for v in one.trainable_variables}
+    assert [name for names, _ in steps.fragments[0].optimizer.buckets() for name in names] != []
+    assert {variable.path for variable in steps.fragments[0].anchors} == {
+        v.path for v in one.trainable_variables
+    }
     fit(one, gc.rank(), steps)  # rounds go on
     assert steps.statistics().steps == 2
 
@@ -114,8 +147,50 @@ def test_all_ranks_begin_with_the_first_ones_weights():
     assert_close(one.trainable_variables, alone.trainable_variables)
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+@on_ranks(2, env=ENV)
+def test_training_continues_bit_for_bit_from_a_saved_state(delay: int):
+    """Also in the middle of a round, with an exchange under way; residuals and momentum are in the state."""
+
+    def steps() -> Any:
+        outer = keras.optimizers.SGD(0.7, 0.9, nesterov=True)
+        policy = gc.Policy(gc.TopK(0.2), filter=gc.Filter(min_elements=2))
+        return gc.LocalSteps(3, outer, policy, fragments=2, delay=delay)
+
+    whole, callback = model_of(), steps()
+    fit(whole, gc.rank(), callback)
+    weights = [variable.numpy() for variable in (*whole.variables, *whole.optimizer.variables)]
+    state = pickle.loads(pickle.dumps(callback.state_dict()))
+    fit(whole, gc.rank(), callback)
+
+    again, resumed = model_of(), steps()
+    again.optimizer.build(again.trainable_variables)
+    for variable, value in zip((*again.variables, *again.optimizer.variables), weights, strict=True):
+        variable.assign(value)
+    resumed.load_state_dict(state)
+    fit(again, gc.rank(), resumed)
+    assert_equal(again.trainable_variables, [variable.numpy() for variable in whole.trainable_variables])
+    for mine, theirs in zip(resumed.fragments, callback.fragments, strict=True):
+        assert_equal(mine.anchors, [anchor.numpy() for anchor in theirs.anchors])
+    with pytest.raises(gc.StateError, match="another model"):
+        resumed.load_state_dict({**state, "anchors": state["anchors"][::-1]})
+
+
+@on_ranks(1, env=ENV)
+def test_a_callback_that_has_not_begun_has_no_state():
+    with pytest.raises(gc.StateError, match="first fit"):
+        gc.LocalSteps().state_dict()
+
+
 REFUSED = {
     "every": ({"every": 0}, {}, "every must be a whole number"),
+    "fragments": ({"fragments": 5}, {}, "4 trainable variables"),
+    "delay": ({"every": 2, "delay": 3}, {}, "delay must be"),
+    "accumulation": (
+        {"outer": keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)},
+        {},
+        "steps on every mean",
+    ),
     "outer": ({"outer": "sgd"}, {}, "outer must be a keras.optimizers.Optimizer"),
     "steps per execution": ({}, {"steps_per_execution": 2}, "steps_per_execution=1"),
     "compression": ({"compression": "quantize:bits=9"}, {}, "bits"),
