@@ -34,12 +34,11 @@ from typing import Any
 
 import hosts
 import report
-from local_steps_rank import LANGUAGE, ROWS, Timing, Training, row_of, run_rank
+from local_steps_rank import ROWS, Size, Timing, Training, row_of, run_rank
 from options import positive
 
 BASELINE = "ddp-fp16"
 HOSTS = 4
-TOKENS = LANGUAGE.batch * LANGUAGE.length
 TRAINED = "ddp-fp16,every-4bit,every-topk1,diloco-15,diloco-30,sparseloco-15,sparseloco-30"
 TIMED = f"alone,{TRAINED},sparseloco-15-delay1,sparseloco-30-delay1"
 
@@ -77,7 +76,7 @@ def losses(runs: Sequence[Run]) -> str:
                 ", ".join(f"{run['loss']:.4f}" for run in found.values()),
                 _mean_and_error(worse),
                 None if ratio is None else f"{ratio:.0f}",
-                f"{statistics.mean(map(sent_per_step, found.values())) / TOKENS:,.1f}",
+                f"{statistics.mean(map(sent_per_step, found.values())) / first['tokens']:,.1f}",
             ]
         )
     return report.table(["row", "loss by seed", "worse %", "payload", "bytes"], lines)
@@ -110,7 +109,7 @@ def times_table(times: Mapping[str, Any]) -> str:
                 f"{1e3 * each:.1f}",
                 None if exposed is None else f"{100 * exposed / each:.1f}%",
                 math.ceil(exposed * row.every / alone) if dense and exposed is not None and alone else None,
-                f"{statistics.median(times['sent'][name]) / TOKENS:,.1f}",
+                f"{statistics.median(times['sent'][name]) / times['tokens']:,.1f}",
             ]
         )
     return report.table(["row", "round ms", "step ms", "exposed", "delay", "interface bytes"], lines)
@@ -163,13 +162,18 @@ def wall_table(runs: Sequence[Run], times: Sequence[Mapping[str, Any]], slack: f
 def train(options: argparse.Namespace) -> None:
     machine = report.machine()
     print(report.describe(machine))
-    about = {"benchmark": "local_steps", "steps": options.steps, "ranks": HOSTS}
+    size = Size(options.width, options.sequences)
+    about = {
+        "benchmark": "local_steps",
+        "ranks": HOSTS,
+        **{name: getattr(options, name) for name in ("width", "sequences", "steps", "warmup")},
+    }
     runs: list[Run] = report.kept(options.json, about) if options.resume else []
     for seed, name in itertools.product(range(options.seeds), options.rows.split(",")):
         if any(run["row"] == name and run["seed"] == seed for run in runs):
             continue
         data = options.data and str(options.data)
-        task = Training(name, options.steps, seed, data, options.eval_every)
+        task = Training(name, size, options.steps, options.warmup, seed, data, options.eval_every)
         found = hosts.run_task(hosts.Hosts(HOSTS), __file__, task)[0]
         runs.append({"row": name, "seed": seed, **found})
         print(f"seed {seed}, {name}: {found['loss']:.4f}", flush=True)
@@ -182,7 +186,8 @@ def time_link(options: argparse.Namespace) -> None:
     print(report.describe(machine))
     names = tuple(options.rows.split(","))
     data = options.data and str(options.data)
-    task = Timing(names, options.blocks, options.round_steps, data)
+    size = Size(options.width, options.sequences)
+    task = Timing(names, size, options.blocks, options.round_steps, data)
     found = hosts.run_task(hosts.Hosts(HOSTS, options.times), __file__, task)
     link = {"name": options.times, **found[0]["link"]}
     print(f"{HOSTS} hosts, {link['bytes_per_second'] * 8e-6:.1f} Mbit/s measured; {options.blocks} blocks")
@@ -190,6 +195,9 @@ def time_link(options: argparse.Namespace) -> None:
         "benchmark": "local_steps times",
         "machine": machine,
         "link": link,
+        "width": options.width,
+        "sequences": options.sequences,
+        "tokens": found[0]["tokens"],
         **{
             key: {
                 name: [max(each) for each in zip(*(r[key][name] for r in found), strict=True)]
@@ -215,6 +223,7 @@ def show(options: argparse.Namespace) -> None:
 
 def task_of(text: str) -> Training | Timing:
     given = json.loads(text)
+    given["size"] = Size(**given["size"])
     return Training(**given) if "row" in given else Timing(**{**given, "rows": tuple(given["rows"])})
 
 
@@ -226,6 +235,9 @@ def main() -> int:
     parser.add_argument("--rows", help=f"of {', '.join(ROWS)}; @2e-3 sets the learning rate")
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=600)
+    parser.add_argument("--warmup", type=positive, default=100, help="steps in which the learning rate rises")
+    parser.add_argument("--width", type=positive, default=192, help="of the GPT (default: 192)")
+    parser.add_argument("--sequences", type=positive, default=8, help="of a rank's batch (default: 8)")
     parser.add_argument("--eval-every", type=positive, default=60)
     parser.add_argument("--blocks", type=positive, default=3, help="timed rounds of each row (default: 3)")
     parser.add_argument("--round-steps", type=positive, default=5, help="of rows without rounds (default: 5)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import hosts
 import torch
 import torch.distributed as dist
-from sharded_rank import GPT, HELD_OUT, LANGUAGES, rate_factor
+from sharded_rank import GPT, HELD_OUT, LANGUAGES, Language
 from step_rank import measure_link
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.torch as gc
 
-LANGUAGE = LANGUAGES["pairs"]
+_PAIRS = LANGUAGES["pairs"]
 #: As in both papers; without it, runs at more than 1e-3 end at a plateau.
 CLIP_NORM = 1.0
 #: Words of the held-out text that a curve is made of; the loss at the end is that of HELD_OUT of them.
@@ -40,11 +41,11 @@ class Row:
     method: str | None = None
     every: int = 1
     delay: int = 0
-    rate: float = LANGUAGE.learning_rate
+    rate: float = _PAIRS.learning_rate
 
     def make(self, model: GPT) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """The module to call in a step, and its optimizer."""
-        adamw = torch.optim.AdamW(model.parameters(), **{**LANGUAGE.adamw, "lr": self.rate})
+        adamw = torch.optim.AdamW(model.parameters(), **{**_PAIRS.adamw, "lr": self.rate})
         if self.method is not None:
             make = {"average": gc.LocalSteps, "diloco": gc.DiLoCo, "sparseloco": gc.SparseLoCo}[self.method]
             return model, make(model, adamw, self.every, delay=self.delay)
@@ -82,14 +83,39 @@ def row_of(name: str) -> Row:
 
 
 @dataclass(frozen=True)
+class Size:
+    """The width of the GPT, and how many sequences a rank's batch has."""
+
+    width: int
+    sequences: int
+
+    @property
+    def language(self) -> Language:
+        return replace(_PAIRS, width=self.width, batch=self.sequences)
+
+    @property
+    def tokens(self) -> int:
+        """Those of a rank's batch."""
+        return self.sequences * _PAIRS.length
+
+
+@dataclass(frozen=True)
 class Training:
     """A row to be trained, from a seed; the loss is taken every ``eval_every`` steps."""
 
     row: str
+    size: Size
     steps: int
+    warmup: int
     seed: int
     data: str | None
     eval_every: int
+
+    def rate_factor(self, step: int) -> float:
+        """The part of the learning rate of a step: it rises for ``warmup`` steps, then falls as a cosine to 0."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return (1 + math.cos(math.pi * (step - self.warmup) / (self.steps - self.warmup))) / 2
 
 
 @dataclass(frozen=True)
@@ -97,6 +123,7 @@ class Timing:
     """Rows whose rounds are timed in turns. A row without rounds is timed in ``steps`` steps."""
 
     rows: tuple[str, ...]
+    size: Size
     blocks: int
     steps: int
     data: str | None
@@ -105,14 +132,15 @@ class Timing:
 class Trainer:
     """A row, its model and its batches."""
 
-    def __init__(self, row: Row, data: str | None, rank: int, seed: int) -> None:
+    def __init__(self, row: Row, size: Size, data: str | None, rank: int, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = GPT(LANGUAGE)
+        self.language = size.language
+        self.model = GPT(self.language)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.module, self.optimizer = row.make(self.model)
-        self.text = LANGUAGE.text(Path(data) if data else None)
+        self.text = self.language.text(Path(data) if data else None)
         self.batches: Iterator[tuple[Tensor, Tensor]] = self.text.batches(
-            rank, LANGUAGE.batch, LANGUAGE.length, seed
+            rank, self.language.batch, self.language.length, seed
         )
 
     def step(self) -> None:
@@ -130,7 +158,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out(self, words: int) -> float:
-        batches = self.text.test_batches(64, LANGUAGE.length, words)
+        batches = self.text.test_batches(64, self.language.length, words)
         return statistics.mean(self.model(tokens, targets).item() for tokens, targets in batches)
 
 
@@ -148,10 +176,8 @@ def run_rank(task: Training | Timing, out: Path) -> None:
 
 
 def train(task: Training, rank: int) -> dict[str, Any]:
-    trainer = Trainer(row_of(task.row), task.data, rank, task.seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        trainer.optimizer, lambda step: rate_factor(step, task.steps)
-    )
+    trainer = Trainer(row_of(task.row), task.size, task.data, rank, task.seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, task.rate_factor)
     curve = []
     for step in range(1, task.steps + 1):
         trainer.step()
@@ -163,6 +189,7 @@ def train(task: Training, rank: int) -> dict[str, Any]:
         "curve": curve,
         "bytes_per_step": trainer.sent_bytes / task.steps,
         "parameters": trainer.parameters,
+        "tokens": task.size.tokens,
     }
 
 
@@ -170,7 +197,7 @@ def time_rounds(task: Timing, rank: int) -> dict[str, Any]:
     world = dist.get_world_size()
     links = [measure_link(rank, world)] * world
     dist.all_gather_object(links, links[rank])
-    trainers = {name: Trainer(row_of(name), task.data, rank, 0) for name in task.rows}
+    trainers = {name: Trainer(row_of(name), task.size, task.data, rank, 0) for name in task.rows}
     seconds: dict[str, list[float]] = {name: [] for name in task.rows}
     sent: dict[str, list[float]] = {name: [] for name in task.rows}
     for block in range(task.blocks + 1):
@@ -192,4 +219,5 @@ def time_rounds(task: Timing, rank: int) -> dict[str, Any]:
         "seconds": seconds,
         "sent": sent,
         "parameters": next(iter(trainers.values())).parameters,
+        "tokens": task.size.tokens,
     }

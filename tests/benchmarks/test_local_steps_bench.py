@@ -6,13 +6,13 @@ import json
 
 import pytest
 from local_steps import losses, payload_ratio, steps_to, wall_table
-from local_steps_rank import ROWS, row_of
+from local_steps_rank import ROWS, Size, Training, row_of
 
 
 def run_of(row: str, seed: int, curve: list[list[float]], bytes_per_step: float = 0.0) -> dict:
     return {
         "row": row, "seed": seed, "loss": curve[-1][1], "curve": curve, "parameters": 1000,
-        "bytes_per_step": bytes_per_step,
+        "bytes_per_step": bytes_per_step, "tokens": 512,
     }  # fmt: skip
 
 
@@ -36,6 +36,11 @@ def test_a_name_may_set_the_learning_rate():
     assert row_of("diloco-15@5e-4").every == 15
     with pytest.raises(KeyError):
         row_of("diloco-16")
+
+
+def test_the_rate_rises_then_falls_as_a_cosine():
+    task = Training("alone", Size(64, 8), 12, 2, 0, None, 1)
+    assert [task.rate_factor(step) for step in (0, 1, 2, 7)] == pytest.approx([0.5, 1.0, 1.0, 0.5])
 
 
 def test_rows_are_compared_seed_by_seed_and_payloads_counted():
@@ -64,11 +69,23 @@ def test_wall_time_is_steps_times_their_seconds():
 def test_rows_are_trained_timed_and_shown_together(run_script, tmp_path):
     script, kept, times = "benchmarks/local_steps.py", tmp_path / "losses.json", tmp_path / "times.json"
     rows = "--rows=ddp-fp16,sparseloco-15"
-    trained = ["--train", rows, "--steps=15", "--eval-every=15", "--seeds=1", f"--json={kept}", "--resume"]
+    trained = [
+        "--train",
+        rows,
+        "--steps=15",
+        "--warmup=2",
+        "--eval-every=15",
+        "--width=64",
+        "--seeds=1",
+        f"--json={kept}",
+        "--resume",
+    ]
     assert "| sparseloco-15 " in run_script(script, *trained).stdout
     assert "seed 0" not in run_script(script, *trained).stdout, "nothing is trained twice"
     found = {run["row"]: run for run in json.loads(kept.read_text())["runs"]}
     assert payload_ratio(found["sparseloco-15"]) > 97
-    run_script(script, "--times=unshaped", rows, "--blocks=1", "--round-steps=1", f"--json={times}")
+    run_script(
+        script, "--times=unshaped", rows, "--width=64", "--blocks=1", "--round-steps=1", f"--json={times}"
+    )
     shown = run_script(script, "--show", str(kept), str(times)).stdout
     assert "unshaped: s" in shown
