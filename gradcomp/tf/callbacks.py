@@ -22,6 +22,7 @@ from gradcomp.tf import keras_model
 from gradcomp.tf.backup import BackupAndRestore
 from gradcomp.tf.joining import JoinContext
 from gradcomp.tf.local import Local
+from gradcomp.tf.local_steps import LocalSteps
 from gradcomp.tf.objects import broadcast_variables
 
 __all__ = [
@@ -89,27 +90,30 @@ class Join(keras.callbacks.Callback):
 
     A rank that has trained on its last batch of an epoch takes part in the others' steps, see
     :func:`gradcomp.tf.join`. Then all ranks take over the weights and the optimizers' variables of a rank that trained
-    last, before the epoch is validated. ``divide`` is ``"all"`` or ``"active"``. Put it before the callbacks that call
-    collectives at the end of an epoch, such as :class:`MetricAverage`. Metrics of an epoch are those of a rank's own
+    last, before the epoch is validated. ``divide`` is ``"all"`` or ``"active"``. ``local_steps`` is the model's
+    :class:`gradcomp.tf.LocalSteps`, if it has one. Put it before the callbacks that call collectives at the end of an
+    epoch, such as :class:`MetricAverage`. Metrics of an epoch are those of a rank's own
     batches. Wire: at the end of an epoch, those variables once. Collective. Raises ConfigError if the model has no
     distributed optimizer, or is not built: a rank without batches would never build it.
     """
 
-    def __init__(self, divide: Divide = "all") -> None:
+    def __init__(self, divide: Divide = "all", local_steps: LocalSteps | None = None) -> None:
         super().__init__()
         self.divide: Divide = divide
+        self._local = [] if local_steps is None else [local_steps]
         self._context: JoinContext | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that the model has a distributed optimizer."""
+        """Check that the model has a distributed optimizer, or local steps."""
         if self._context is not None:  # the last fit() ended by an error, of which callbacks learn nothing
             context, self._context = self._context, None
             context.__exit__(GeneratorExit, GeneratorExit(), None)
-        keras_model.require_distributed(self.model, self)
+        if not self._local:
+            keras_model.require_distributed(self.model, self)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Compare the ranks' arguments."""
-        self._context = JoinContext([self.model], self.divide).__enter__()
+        self._context = JoinContext([self.model, *self._local], self.divide).__enter__()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Wait for the other ranks before the epoch is validated."""

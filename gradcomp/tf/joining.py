@@ -15,7 +15,8 @@ from gradcomp.job.joining import Context, Divide
 from gradcomp.job.process_sets import ProcessSet
 from gradcomp.tf import keras_model
 from gradcomp.tf.bridge import plain, run
-from gradcomp.tf.objects import broadcast_variables
+from gradcomp.tf.local_steps import LocalSteps
+from gradcomp.tf.objects import broadcast_object, broadcast_variables
 
 Self = TypeVar("Self", bound="JoinContext")
 
@@ -46,7 +47,7 @@ def join(model: Any = None, *others: Any, divide: Divide = "all") -> Any:
 
     Args:
         model: a built model, whose weights and optimizers are sent, or an optimizer or a variable.
-        others: further models, optimizers and variables.
+        others: further models, optimizers and variables, and a :class:`LocalSteps` of the model.
         divide: ``"all"`` divides by the number of all ranks, so that a rank's samples weigh the same in every step.
             ``"active"`` divides by the number of ranks that still train.
 
@@ -71,9 +72,14 @@ class JoinContext:
 
     def __init__(self, given: list[Any], divide: Divide) -> None:
         for each in given:
-            if not isinstance(each, keras.Model | keras.optimizers.Optimizer) and not hasattr(each, "assign"):
-                raise ConfigError(f"join takes models, optimizers and variables, got {type(each).__name__}")
+            if not isinstance(each, keras.Model | keras.optimizers.Optimizer | LocalSteps) and not hasattr(
+                each, "assign"
+            ):
+                raise ConfigError(
+                    f"join takes models, optimizers, LocalSteps and variables, got {type(each).__name__}"
+                )
         self._given = given
+        self._local = [each for each in given if isinstance(each, LocalSteps)]
         self._divide = divide
         self._context: Context | None = None
         #: The rank whose variables all ranks have since the end of the context; -1 before.
@@ -91,6 +97,8 @@ class JoinContext:
                 problem = "the model is not built, and a rank without batches would never build it"
             elif isinstance(one, keras.optimizers.Optimizer) and not one.built:
                 problem = "the optimizer is not built: call optimizer.build(model.trainable_variables) first"
+            elif isinstance(one, LocalSteps) and not one.fragments:
+                problem = "LocalSteps has not begun: give it to fit as a callback, too"
         cores = self._cores()
         of_cores = {core.ranks for core in cores}
         if len(of_cores) > 1:
@@ -111,9 +119,14 @@ class JoinContext:
         context, self._context = self._context, None
         try:
             if error is None:
+                for one in self._local:
+                    one.settle()
                 self.last = context.join()
                 if len(context.ranks) > 1:
-                    broadcast_variables(self._variables(), self.last, process_set=ProcessSet(context.ranks))
+                    among = ProcessSet(context.ranks)
+                    broadcast_variables(self._variables(), self.last, process_set=among)
+                    for one in self._local:
+                        one.progress = broadcast_object(one.progress, self.last, process_set=among)
         finally:
             context.end()
 
@@ -121,7 +134,12 @@ class JoinContext:
         """Return what wrapping has added to the distributed optimizers that are given, or in models that are."""
         found = []
         for one in self._given:
-            optimizers = keras_model.optimizers_of(one).values() if isinstance(one, keras.Model) else [one]
+            if isinstance(one, keras.Model):
+                optimizers = list(keras_model.optimizers_of(one).values())
+            elif isinstance(one, LocalSteps):
+                optimizers = [fragment.optimizer for fragment in one.fragments]
+            else:
+                optimizers = [one]
             found += [core for each in optimizers if (core := keras_model.core_of(each)) is not None]
         return found
 
@@ -130,6 +148,8 @@ class JoinContext:
         for one in self._given:
             if isinstance(one, keras.Model):
                 variables = keras_model.variables_of(one)
+            elif isinstance(one, LocalSteps):
+                variables = one.variables
             elif isinstance(one, keras.optimizers.Optimizer):
                 inner = getattr(one, "inner_optimizer", one)
                 variables = [*inner._trainable_variables, *one.variables]

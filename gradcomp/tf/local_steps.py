@@ -90,7 +90,8 @@ class LocalSteps(keras.callbacks.Callback):
         process_set: the ranks to average over, if not all.
 
     Collective when training begins, where all ranks get the weights of the first, and after every ``every``-th batch
-    (batch number t + ``delay``). All ranks must train on equally many batches. Wire: once in ``every`` batches what a
+    (batch number t + ``delay``). All ranks must train on equally many batches, or use :func:`join` or
+    :class:`gradcomp.tf.callbacks.Join` with this callback. Wire: once in ``every`` batches what a
     step of :func:`gradcomp.tf.DistributedOptimizer` sends with this compression. State: :meth:`state_dict` has all that
     the model has not.
     Raises ConfigError on every rank when ``fit`` begins: for wrong arguments, for a model that is not built or whose
@@ -206,8 +207,31 @@ class LocalSteps(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Wait for exchanges that are under way; weights are mixed in a later ``fit``, when it is time. Collective."""
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for exchanges that are under way, and step on their means. Collective."""
         for fragment in self.fragments:
             fragment.land()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The anchors and the outer optimizers' variables, which are equal on all ranks after every exchange."""
+        return [
+            variable for each in self.fragments for variable in (*each.anchors, *each.optimizer.variables)
+        ]
+
+    @property
+    def progress(self) -> list[int]:
+        """The place in the round, equal on all ranks: batches so far, and when fragments are mixed (-1: not)."""
+        dues = [-1 if fragment.due is None else fragment.due for fragment in self.fragments]
+        return [self._batches, *dues]
+
+    @progress.setter
+    def progress(self, numbers: Sequence[int]) -> None:
+        self._batches, *dues = numbers
+        for fragment, due in zip(self.fragments, dues, strict=True):
+            fragment.due = None if due < 0 else due
 
     def statistics(self) -> Statistics:
         """Return this rank's counters since the start, of all fragments; ``steps`` counts exchanges."""
@@ -226,12 +250,10 @@ class LocalSteps(keras.callbacks.Callback):
         """
         if self._of_model is None:
             raise StateError("LocalSteps has no state before the first fit")
-        self.on_train_end()
+        self.settle()
         return {
-            "batches": self._batches,
-            "due": [-1 if fragment.due is None else fragment.due for fragment in self.fragments],
-            "anchors": [[each.numpy() for each in fragment.anchors] for fragment in self.fragments],
-            "outer": [[each.numpy() for each in f.optimizer.variables] for f in self.fragments],
+            "progress": self.progress,
+            "variables": [variable.numpy() for variable in self.variables],
             "compression": [fragment.optimizer.compression_state() for fragment in self.fragments],
         }
 
@@ -244,25 +266,17 @@ class LocalSteps(keras.callbacks.Callback):
         if self._of_model is None:
             self._loaded = state_dict
             return
-        held = [(f.anchors, f.optimizer.variables) for f in self.fragments]
-        saved = list(zip(state_dict["anchors"], state_dict["outer"], strict=True))
-        if _shapes(held) != _shapes(saved):
+        shapes = [
+            [tuple(each.shape) for each in values] for values in (self.variables, state_dict["variables"])
+        ]
+        if shapes[0] != shapes[1] or len(self.fragments) != len(state_dict["compression"]):
             raise StateError("the state is that of another model or outer optimizer, or of other fragments")
-        self._batches = state_dict["batches"]
-        for fragment, due, (anchors, outer), compression in zip(
-            self.fragments, state_dict["due"], saved, state_dict["compression"], strict=True
-        ):
-            fragment.land()
-            fragment.due = None if due < 0 else due
-            for variable, value in zip(
-                [*fragment.anchors, *fragment.optimizer.variables], [*anchors, *outer], strict=True
-            ):
-                variable.assign(value)
+        self.settle()
+        for variable, value in zip(self.variables, state_dict["variables"], strict=True):
+            variable.assign(value)
+        for fragment, compression in zip(self.fragments, state_dict["compression"], strict=True):
             fragment.optimizer.load_compression_state(compression)
-
-
-def _shapes(parts: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[list[list[tuple[int, ...]]]]:
-    return [[[tuple(one.shape) for one in group] for group in part] for part in parts]
+        self.progress = state_dict["progress"]
 
 
 def _anchor_of(variable: Any) -> Any:

@@ -173,7 +173,65 @@ def test_training_continues_bit_for_bit_from_a_saved_state(delay: int):
     for mine, theirs in zip(resumed.fragments, callback.fragments, strict=True):
         assert_equal(mine.anchors, [anchor.numpy() for anchor in theirs.anchors])
     with pytest.raises(gc.StateError, match="another model"):
-        resumed.load_state_dict({**state, "anchors": state["anchors"][::-1]})
+        resumed.load_state_dict({**state, "variables": state["variables"][::-1]})
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@on_ranks(3, env=ENV)
+def test_ranks_with_fewer_batches_join(delay: int):
+    """Ranks have 3, 5 and 7 batches. All end with what the last one has, and go on together."""
+    one, rank = model_of(), gc.rank()
+    steps = gc.LocalSteps(2, compression="topk:density=0.3", fragments=2, delay=delay)
+    x, y = data_of(rank)
+    rows = (3 + 2 * rank) * ROWS
+    callbacks = [steps, gc.callbacks.Join(local_steps=steps)]
+    one.fit(x[:rows], y[:rows], batch_size=ROWS, shuffle=False, verbose=0, callbacks=callbacks)
+    assert steps.progress[0] == BATCHES
+    held = [variable.numpy() for variable in (*one.variables, *one.optimizer.variables, *steps.variables)]
+    theirs = gc.allgather_object((steps.progress, held))
+    for progress, values in theirs[1:]:
+        assert progress == theirs[0][0]
+        assert_equal(values, theirs[0][1])
+    begun = steps.statistics().steps
+    one.fit(x[:8], y[:8], batch_size=ROWS, shuffle=False, verbose=0, callbacks=[steps])
+    assert steps.statistics().steps == begun + 2
+
+
+@on_ranks(2, env=ENV)
+def test_a_mean_over_ranks_of_which_one_has_left_counts_its_pseudo_gradient_as_zero():
+    one, rank = model_of(), gc.rank()
+    x, y = data_of(rank)
+    rows = (2 + 2 * rank) * ROWS
+    steps = gc.LocalSteps(2)
+    one.fit(
+        x[:rows],
+        y[:rows],
+        batch_size=ROWS,
+        shuffle=False,
+        verbose=0,
+        callbacks=[steps, gc.callbacks.Join(local_steps=steps)],
+    )
+    models = [model_of() for _ in range(2)]
+    for begin in range(0, 4 * ROWS, ROWS):
+        for other, alone in enumerate(models):
+            if begin < (2 + 2 * other) * ROWS:
+                alone.train_on_batch(*(each[begin : begin + ROWS] for each in data_of(other)))
+        if begin == ROWS:
+            means = [
+                sum(v.numpy() for v in each) / 2
+                for each in zip(*(m.trainable_variables for m in models), strict=True)
+            ]
+            for alone in models:
+                for variable, mean in zip(alone.trainable_variables, means, strict=True):
+                    variable.assign(mean)
+    expected = [(mean + v.numpy()) / 2 for mean, v in zip(means, models[1].trainable_variables, strict=True)]
+    assert_close(one.trainable_variables, expected)
+
+
+@on_ranks(2, env=ENV)
+def test_join_with_local_steps_that_do_not_train_is_refused():
+    with pytest.raises(gc.ConfigError, match="has not begun"):
+        fit(model_of(), gc.rank(), gc.callbacks.Join(local_steps=gc.LocalSteps(2)))
 
 
 @on_ranks(1, env=ENV)
