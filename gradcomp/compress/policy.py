@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from gradcomp.compress.base import Compressor
+from gradcomp.compress.checks import check_number, check_whole
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.quantise.cast import Cast
 from gradcomp.compress.registry import REGISTERED, at_level, from_string
@@ -185,6 +186,22 @@ def resolve(compression: Compressor | str) -> Compressor:
             f"compression must be a compressor such as gc.Quantize(bits=4), or a string form, got {compression!r}"
         )
     return compression
+
+
+def sparseloco(density: float, bits: int, chunk: int, decay: float) -> Policy:
+    """Return SparseLoCo's compression of pseudo-gradients: all layers, whatever their size, by the largest of chunks.
+
+    With one bit a value becomes the mean of those of its sign, else the nearest of 2^``bits`` levels between the least
+    and the greatest of 64. Source: Sarfi et al. 2025. Differs: the released code has four bins in units of the
+    standard deviation.
+    """
+    check_whole("bits", bits, 1, 8)
+    check_whole("chunk", chunk)
+    check_number("density", density, "(0, 1]")
+    check_number("decay", decay, "[0, 1]")
+    values = "one_bit" if bits == 1 else f"quantize:bits={bits},bucket_size=64,rounding=nearest"
+    selected = from_string(f"chunked_topk:density={density},chunk={chunk},decay={decay},values=[{values}]")
+    return Policy(selected, filter=Filter(exclude_kinds=(), min_elements=0, min_dimensions=0))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from gradcomp.tf import callbacks, collectives, elastic, names, objects
 from gradcomp.tf.bridge import typed_errors
 from gradcomp.tf.collectives import *  # noqa: F403
 from gradcomp.tf.joining import join
+from gradcomp.tf.local_presets import DiLoCo, SparseLoCo
 from gradcomp.tf.local_steps import LocalSteps
 from gradcomp.tf.names import *  # noqa: F403 - those that gradcomp.tf.keras has too
 from gradcomp.tf.objects import *  # noqa: F403
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 __getattr__ = refusing(__name__, names.TF)
 
 __all__ = [
-    "CompressionState", "DistributedGradientTape", "DistributedOptimizer", "LocalSteps",
-    "PartialDistributedGradientTape", "ReduceOp", "Sensitivity", "SyncBatchNormalization", "callbacks", "elastic",
-    "handle_preemption", "is_homogeneous", "join", "load", "load_model", "preempted", "record_gradients", "save",
-    "typed_errors",
+    "CompressionState", "DiLoCo", "DistributedGradientTape", "DistributedOptimizer", "LocalSteps",
+    "PartialDistributedGradientTape", "ReduceOp", "Sensitivity", "SparseLoCo", "SyncBatchNormalization", "callbacks",
+    "elastic", "handle_preemption", "is_homogeneous", "join", "load", "load_model", "preempted", "record_gradients",
+    "save", "typed_errors",
 ]  # fmt: skip
 __all__ += collectives.__all__
 __all__ += objects.__all__

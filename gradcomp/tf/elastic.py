@@ -14,6 +14,7 @@ from gradcomp.job.elastic_state import OptimizerState, ValuesState
 from gradcomp.tf import keras_model
 from gradcomp.tf.bridge import typed_errors
 from gradcomp.tf.keras_model import core_of
+from gradcomp.tf.local_steps import LocalSteps
 from gradcomp.tf.objects import allgather_object, broadcast_object, broadcast_variables
 
 __all__ = [
@@ -52,6 +53,9 @@ class KerasState(ObjectState, OptimizerState):
     :func:`gradcomp.tf.DistributedOptimizer` wrapped the compression state is kept too. Survivors go on with the
     residuals that they had at the commit, newcomers begin with none, and those of the dead are lost, which is logged.
 
+    A :class:`gradcomp.tf.LocalSteps` of the model is kept too, under any name: ``KerasState(model, steps=steps)``.
+    Commit after a round.
+
     A ``tf.function`` that a program made itself contains the exchange of the ranks with which it was traced: make it
     inside of the function that :func:`run` calls. That of ``fit`` is made anew.
 
@@ -74,6 +78,8 @@ class KerasState(ObjectState, OptimizerState):
             optimizer.build(model.trainable_variables)
         if unbuilt := [name for name, one in keras_model.optimizers_of(model).items() if not one.built]:
             raise ConfigError(f"KerasState: call build(variables) of the model's {', '.join(unbuilt)} first")
+        for steps in (each for each in values.values() if isinstance(each, LocalSteps)):
+            steps.build(model)
         given = {"model": model, "optimizer": optimizer}
         super().__init__(**{name: value for name, value in given.items() if value is not None}, **values)
 
@@ -82,6 +88,9 @@ class KerasState(ObjectState, OptimizerState):
         found = dict(keras_model.optimizers_of(self.model))
         if "optimizer" in self._names:
             found["the optimizer that is given"] = self.optimizer
+        for name in self._names:
+            if isinstance(steps := getattr(self, name), LocalSteps):
+                found |= {f"{name}, fragment {i}": each.optimizer for i, each in enumerate(steps.fragments)}
         by_core = {id(core): (name, one) for name, one in found.items() if (core := core_of(one)) is not None}
         return list(by_core.values())
 
@@ -105,25 +114,39 @@ class KerasState(ObjectState, OptimizerState):
         if variables is None:
             return False
         broadcast_variables(variables, root_rank)
+        if isinstance(value, LocalSteps):
+            value.progress = broadcast_object(value.progress, root_rank)
         return True
 
     def _read(self, value: Any) -> Any:
         variables = _variables_of(value)
-        return super()._read(value) if variables is None else [each.numpy() for each in variables]
+        if variables is None:
+            return super()._read(value)
+        if not isinstance(value, LocalSteps):
+            return [each.numpy() for each in variables]
+        value.settle()
+        return [value.progress, *(each.numpy() for each in variables)]
 
     def _write(self, name: str, saved: Any) -> None:
-        variables = _variables_of(getattr(self, name))
+        value = getattr(self, name)
+        variables = _variables_of(value)
         if variables is None:
             super()._write(name, saved)
             return
+        if isinstance(value, LocalSteps):
+            value.progress, *saved = saved
+            for fragment in value.fragments:
+                fragment.drop()
         for variable, array in zip(variables, saved, strict=True):
             variable.assign(array)
 
 
 def _variables_of(value: Any) -> list[Any] | None:
-    """Return the variables of a model or an optimizer; None for other values."""
+    """Return the variables of a model, an optimizer or local steps; None for other values."""
     if isinstance(value, keras.Model):
         return keras_model.variables_of(value)
+    if isinstance(value, LocalSteps):
+        return value.variables
     return list(value.variables) if isinstance(value, keras.optimizers.Optimizer) else None
 
 

@@ -53,6 +53,10 @@ class Fragment:
         if moved:
             self.optimizer.apply(moved, self.anchors)
 
+    def drop(self) -> None:
+        """Forget an exchange that is under way: another exchange took its place."""
+        self._moved = []
+
     def mix(self, share: float) -> None:
         """Make the weights ``share`` of themselves and the rest of their anchors."""
         self.land()
@@ -128,23 +132,37 @@ class LocalSteps(keras.callbacks.Callback):
         self.fragments: list[Fragment] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Make the anchors, from the first rank's weights, unless an earlier ``fit`` has."""
+        """Make the anchors, unless an earlier ``fit`` has."""
+        if self._of_model is None and runtime.current().network.member is not None:
+            raise ConfigError(
+                "LocalSteps in an elastic job: give the callback to KerasState(model, steps=callback)"
+            )
+        self.build(self.model)
+
+    def build(self, model: keras.Model) -> None:
+        """Make the anchors of a compiled model from the first rank's weights, once.
+
+        Collective; in an elastic job local: :class:`gradcomp.tf.elastic.KerasState` calls it there, and sends the
+        weights. Raises what the class says.
+        """
         if self._of_model is not None:
-            if self._of_model is not self.model:
+            if self._of_model is not model:
                 raise StateError(
                     "a LocalSteps callback keeps anchors of one model: make another for this one"
                 )
             return
         ranks = members(self._process_set)
+        elastic = runtime.current().network.member is not None
         given = [f"every: {self.every}", f"fragments: {self._parts}", f"delay: {self.delay}"]
         given += [f"mixing: {self._mixing}", f"a state was loaded: {self._loaded is not None}"]
-        Together("LocalSteps", ranks, given).do("check the model", self._check)
-        own = self.model.trainable_variables
-        if len(ranks) > 1 and self._loaded is None:
-            broadcast_variables(self.model.variables, ranks[0], process_set=ProcessSet(ranks))
+        together = Together("LocalSteps", (runtime.rank(),) if elastic else ranks, given)
+        together.do("check the model", lambda: self._check(model))
+        own = model.trainable_variables
+        if len(ranks) > 1 and self._loaded is None and not elastic:
+            broadcast_variables(model.variables, ranks[0], process_set=ProcessSet(ranks))
         parts = balanced_parts([int(np.prod(variable.shape)) for variable in own], self._parts)
         self.fragments = [Fragment(own[begin:end], self._outer(ProcessSet(ranks))) for begin, end in parts]
-        self._of_model = self.model
+        self._of_model = model
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
             self._loaded = None
@@ -153,26 +171,22 @@ class LocalSteps(keras.callbacks.Callback):
         own = type(self.outer).from_config(self.outer.get_config())
         return DistributedOptimizer(own, process_set=ranks, **self._given)
 
-    def _check(self) -> tuple[None, None]:
-        if runtime.current().network.member is not None:
-            raise ConfigError(
-                "LocalSteps under Keras cannot take part in elastic jobs: gradcomp.torch.LocalSteps can"
-            )
+    def _check(self, model: keras.Model) -> tuple[None, None]:
         check_whole("every", self.every)
         check_whole("fragments", self._parts, 1, self.every)
         check_whole("delay", self.delay, 0, self.every)
         check_number("mixing", self._mixing, "[0, 1)")
-        if not self.model.built or not self.model.trainable_variables:
+        if not model.built or not model.trainable_variables:
             raise ConfigError(
                 "LocalSteps needs a model that is built: give it an Input, or call model.build(shape)"
             )
-        if (count := len(self.model.trainable_variables)) < self._parts:
+        if (count := len(model.trainable_variables)) < self._parts:
             raise ConfigError(
                 f"the model has {count} trainable variables, too few for {self._parts} fragments"
             )
-        if core_of(self.model.optimizer) is not None:
+        if core_of(model.optimizer) is not None:
             raise ConfigError("the model's optimizer exchanges every gradient: compile with a plain one")
-        if self.model.steps_per_execution != 1:
+        if model.steps_per_execution != 1:
             raise ConfigError("LocalSteps counts batches: compile with steps_per_execution=1")
         if not isinstance(self.outer, keras.optimizers.Optimizer):
             raise ConfigError(f"outer must be a keras.optimizers.Optimizer, got {type(self.outer).__name__}")

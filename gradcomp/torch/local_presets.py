@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from gradcomp.compress import ChunkedTopK, OneBit, Policy, Quantize
-from gradcomp.compress.base import Coded
-from gradcomp.compress.checks import check_whole
-from gradcomp.core.layers import Filter
+from gradcomp.compress.policy import sparseloco
 from gradcomp.torch.local_steps import LocalSteps
 
 
@@ -40,7 +37,7 @@ def DiLoCo(
 def SparseLoCo(
     model: torch.nn.Module,
     inner_optimizer: torch.optim.Optimizer,
-    every: int = 30,
+    every: int = 15,
     *,
     density: float = 0.02,
     bits: int = 2,
@@ -63,10 +60,6 @@ def SparseLoCo(
     four bins in units of the standard deviation; the released code divides an element by the number of ranks that sent
     it.
     """
-    check_whole("bits", bits, 1, 8)
-    values: Coded = OneBit() if bits == 1 else Quantize(bits, bucket_size=64, rounding="nearest")
-    selected = ChunkedTopK(density, chunk, decay, values=values)
-    everything = Filter(exclude_kinds=(), min_elements=0, min_dimensions=0)
     parameters = [p for p in model.parameters() if p.requires_grad]
     outer = torch.optim.SGD(parameters, lr=outer_lr)
-    return LocalSteps(model, inner_optimizer, every, outer, Policy(selected, filter=everything), **others)
+    return LocalSteps(model, inner_optimizer, every, outer, sparseloco(density, bits, chunk, decay), **others)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from batch import on_ranks
+from elastic_job import job
+from preloaded import TENSORFLOW
 
 pytest.importorskip("tensorflow")
 
@@ -147,6 +149,26 @@ def test_all_ranks_begin_with_the_first_ones_weights():
     assert_close(one.trainable_variables, alone.trainable_variables)
 
 
+@on_ranks(2, env=ENV)
+def test_presets_are_settings_of_local_steps():
+    values = gc.Quantize(2, bucket_size=64, rounding="nearest")
+    everything = gc.Filter(exclude_kinds=(), min_elements=0, min_dimensions=0)
+    policy = gc.Policy(gc.ChunkedTopK(0.1, 64, 0.9, values=values), filter=everything)
+    nesterov = keras.optimizers.SGD(0.5, 0.8, nesterov=True)
+    pairs = [
+        (gc.DiLoCo(2, outer_lr=0.5, outer_momentum=0.8, delay=1), gc.LocalSteps(2, nesterov, delay=1)),
+        (gc.SparseLoCo(2, density=0.1, chunk=64, decay=0.9), gc.LocalSteps(2, compression=policy)),
+    ]
+    for preset, written_out in pairs:
+        models = model_of(), model_of()
+        fit(models[0], gc.rank(), preset)
+        fit(models[1], gc.rank(), written_out)
+        assert_equal(models[0].trainable_variables, [each.numpy() for each in models[1].trainable_variables])
+    assert gc.SparseLoCo().every == 15
+    with pytest.raises(gc.ConfigError, match="bits must be"):
+        gc.SparseLoCo(bits=9)
+
+
 @pytest.mark.parametrize("delay", [0, 2])
 @on_ranks(2, env=ENV)
 def test_training_continues_bit_for_bit_from_a_saved_state(delay: int):
@@ -279,3 +301,66 @@ def test_other_models_and_ranks_that_differ_are_refused():
     fit(model_of(), gc.rank(), steps)
     with pytest.raises(gc.StateError, match="anchors of one model"):
         fit(model_of(), gc.rank(), steps)
+
+
+ELASTIC = """
+    import hashlib, json, os, signal, sys
+    import keras
+    import numpy as np
+    import gradcomp.tf as gc
+
+    least, die = int(os.environ["LEAST"]), int(os.environ.get("DIE", -1))
+    gc.init(timeout_seconds=60)
+    drawn = np.random.default_rng(0)
+    x, y = drawn.standard_normal((48, 12)).astype("float32"), drawn.integers(0, 3, 48)
+    model = keras.Sequential([keras.Input([12]), keras.layers.Dense(32, "relu"), keras.layers.Dense(3)], name="net")
+    model.compile(keras.optimizers.AdamW(1e-2), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    steps = gc.LocalSteps(2, keras.optimizers.SGD(0.7, 0.5), "topk:density=0.2", fragments=2, delay=int(sys.argv[1]))
+    state = gc.elastic.KerasState(model, steps=steps, epoch=0, batch=0, sizes=[])
+
+
+    class Die(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if (state.epoch, batch) == (1, die):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+    @gc.elastic.run
+    def train(state):
+        state.sizes = [*state.sizes, gc.size()]
+        print(json.dumps({"size": gc.size(), "epoch": state.epoch}), flush=True)
+        while state.epoch < 4 or gc.size() < least:
+            callbacks = [Die(), steps, gc.elastic.UpdateEpochStateCallback(state),
+                         gc.elastic.CommitStateCallback(state, 4)]
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, initial_epoch=state.epoch,
+                      epochs=state.epoch + 1, callbacks=callbacks)
+
+
+    train(state)
+    held = hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in steps.variables)).hexdigest()
+    print(json.dumps({"digest": held, "progress": steps.progress, "sizes": state.sizes}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_local_steps_survive_a_kill_and_take_a_newcomer_in(delay: int) -> None:
+    """A rank dies in the middle of a round. Survivors go on from the last commit, and a newcomer gets their anchors."""
+    with job(ELASTIC, TENSORFLOW) as started:
+        for number in range(3):
+            started.start(delay, LEAST=3, DIE=6 if number == 0 else -1)
+        assert started.wait(0) == -9, started.log(1)
+        started.until(lambda: any(one.get("size") == 2 for one in started.said(1)))
+        started.start(delay, LEAST=3)
+        assert started.finish() == [-9, 0, 0, 0], [started.log(n) for n in range(4)]
+        results = [started.said(n)[-1] for n in (1, 2, 3)]
+        assert len({result["digest"] for result in results}) == 1
+        assert all(result["progress"] == results[0]["progress"] for result in results)
+        assert [result["sizes"] for result in results] == [[3, 2, 3]] * 3
+
+
+@on_ranks(1, env=ENV)
+def test_a_state_keeps_local_steps_whose_model_is_checked():
+    wrapped = model_of()
+    wrapped.compile(gc.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    with pytest.raises(gc.ConfigError, match="exchanges every gradient"):
+        gc.elastic.KerasState(wrapped, steps=gc.LocalSteps())
