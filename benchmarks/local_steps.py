@@ -236,7 +236,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--steps", type=positive, default=600)
     parser.add_argument("--warmup", type=positive, default=100, help="steps in which the learning rate rises")
-    parser.add_argument("--width", type=positive, default=192, help="of the GPT (default: 192)")
+    parser.add_argument("--width", type=positive, default=64, help="of the GPT (default: 64)")
     parser.add_argument("--sequences", type=positive, default=8, help="of a rank's batch (default: 8)")
     parser.add_argument("--eval-every", type=positive, default=60)
     parser.add_argument("--blocks", type=positive, default=3, help="timed rounds of each row (default: 3)")
