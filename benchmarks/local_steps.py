@@ -4,7 +4,7 @@
     python benchmarks/local_steps.py --times 50mbit --json times.json
     python benchmarks/local_steps.py --show losses.json times.json [more times]
 
-A GPT of 4 blocks on byte pairs (2 million parameters, AdamW, cosine, norms clipped to 1), 8 sequences of 64 a rank, 4
+A GPT of 4 blocks on byte pairs (270,000 parameters, AdamW, cosine, norms clipped to 1), 8 sequences of 64 a rank, 4
 hosts of network namespaces, one rank each. All rows see the same batches and take as many steps.
 
 --train: over links that nothing limits, since losses do not depend on them. --times: rounds of all rows in turns, on
@@ -39,8 +39,8 @@ from options import positive
 
 BASELINE = "ddp-fp16"
 HOSTS = 4
-TRAINED = "ddp-fp16,every-4bit,every-topk1,diloco-15,diloco-30,sparseloco-15,sparseloco-30"
-TIMED = f"alone,{TRAINED},sparseloco-15-delay1,sparseloco-30-delay1"
+TRAINED = "ddp-fp16,every-topk1,diloco-15,diloco-30,sparseloco-15-outer2,sparseloco-30-outer2"
+TIMED = f"alone,{TRAINED},every-4bit,sparseloco-15-delay1,sparseloco-30-delay1"
 
 Run = dict[str, Any]
 
@@ -234,11 +234,11 @@ def main() -> int:
     parser.add_argument("--show", type=Path, nargs="+", help="JSON of --train, then of --times")
     parser.add_argument("--rows", help=f"of {', '.join(ROWS)}; @2e-3 sets the learning rate")
     parser.add_argument("--seeds", type=positive, default=3)
-    parser.add_argument("--steps", type=positive, default=600)
+    parser.add_argument("--steps", type=positive, default=4500)
     parser.add_argument("--warmup", type=positive, default=100, help="steps in which the learning rate rises")
     parser.add_argument("--width", type=positive, default=64, help="of the GPT (default: 64)")
     parser.add_argument("--sequences", type=positive, default=8, help="of a rank's batch (default: 8)")
-    parser.add_argument("--eval-every", type=positive, default=60)
+    parser.add_argument("--eval-every", type=positive, default=150)
     parser.add_argument("--blocks", type=positive, default=3, help="timed rounds of each row (default: 3)")
     parser.add_argument("--round-steps", type=positive, default=5, help="of rows without rounds (default: 5)")
     parser.add_argument("--slack", type=float, default=1.0, help="percent above the target (default: 1)")
