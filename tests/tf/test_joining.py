@@ -216,7 +216,7 @@ def test_what_cannot_join_is_refused_on_all_ranks_at_the_beginning():
     sums = gc.DistributedOptimizer(keras.optimizers.SGD(), op=gc.Sum)
     sums.build(model.trainable_variables)
     for make, text in (
-        (lambda: gc.join(3), "takes models, optimizers and variables"),
+        (lambda: gc.join(3), "takes models, optimizers, LocalSteps and variables"),
         (lambda: gc.join(keras.Sequential([keras.layers.Dense(1)])), "the model is not built"),
         (lambda: gc.join(keras.optimizers.SGD()), "the optimizer is not built"),
         (lambda: gc.join(sums, divide="active"), "is for means"),
