@@ -33,8 +33,9 @@ import models
 import numpy as np
 import report
 import torch
+from languages import BATCH, GPT, LEARNING_RATE, LENGTH, VOCABULARY
 from options import positive
-from sharded_rank import BATCH, BUCKET, GPT, LEARNING_RATE, LEARNS_AT, LENGTH, VOCABULARY
+from sharded_rank import BUCKET, LEARNS_AT
 
 from gradcomp import Codebook, LayerSpec, Quantize
 from gradcomp.compress.quantise.learned import SMALL, exact_levels, learned, normalised, with_levels

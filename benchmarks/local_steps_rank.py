@@ -14,7 +14,7 @@ from typing import Any
 import hosts
 import torch
 import torch.distributed as dist
-from sharded_rank import GPT, HELD_OUT, LANGUAGES, Language
+from languages import GPT, HELD_OUT, LANGUAGES, Language
 from step_rank import measure_link
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook

@@ -37,8 +37,9 @@ from typing import Any
 
 import hosts
 import report
+from languages import LANGUAGES
 from options import positive
-from sharded_rank import LANGUAGES, REPLICATED, ROWS, Training, train_rank
+from sharded_rank import REPLICATED, ROWS, Training, train_rank
 
 BASELINE = "plain-g16"
 

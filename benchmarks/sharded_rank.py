@@ -20,11 +20,11 @@ import hosts
 import models
 import torch
 import torch.distributed as dist
+from languages import GPT, HELD_OUT, LANGUAGES, VOCABULARY, Language
 from step_rank import measure_link
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional
 
 import gradcomp.torch as gc
 from gradcomp import Compressor, Identity, Quantize
@@ -34,9 +34,6 @@ from gradcomp.exchange.request_group import RequestGroup, Run
 from gradcomp.exchange.requests import ALL_GATHER, REDUCE_SCATTER, PreparedRequest, Request
 from gradcomp.transport.inprocess import World
 
-BATCH, LENGTH, VOCABULARY = 4, 32, 8000
-LEARNING_RATE = 1e-3
-HELD_OUT = 16_384  # words, of the held-out text
 SMALL = 1024  # parameters with fewer elements travel exactly
 BUCKET = 1024
 EXACT = 32  # bits
@@ -138,35 +135,6 @@ REPLICATED = {
 
 
 @dataclass(frozen=True)
-class Language:
-    """A GPT and how it is trained, by default on words. ``length`` and ``batch`` are those of a rank's sequences."""
-
-    vocabulary: int = VOCABULARY
-    width: int = 256
-    blocks: int = 6
-    length: int = LENGTH
-    batch: int = BATCH
-    learning_rate: float = LEARNING_RATE
-    betas: tuple[float, float] = (0.9, 0.999)
-    byte_pairs: bool = False
-    cosine: bool = False  # the learning rate rises and falls
-
-    @property
-    def adamw(self) -> dict[str, Any]:
-        return {"lr": self.learning_rate, "betas": self.betas}
-
-    def text(self, path: Path | None) -> models.Text:
-        load = models.load_byte_pairs if self.byte_pairs else models.load_text
-        return load(path, self.vocabulary)
-
-
-LANGUAGES = {
-    "words": Language(),
-    "pairs": Language(512, 192, 4, 64, 8, 1e-3, (0.9, 0.95), byte_pairs=True, cosine=True),
-}
-
-
-@dataclass(frozen=True)
 class Task:
     """What every rank is told to do."""
 
@@ -186,20 +154,6 @@ class Training:
     seed: int
     data: str | None
     language: str  # a name of LANGUAGES
-
-
-class GPT(models.WordGPT):
-    """With an output layer of its own: about 9 million parameters on words, 2 million on byte pairs."""
-
-    def __init__(self, language: Language = LANGUAGES["words"]) -> None:
-        super().__init__(language.vocabulary, language.width, language.blocks, 4, language.length)
-        self.head = nn.Linear(language.width, language.vocabulary, bias=False)
-        nn.init.normal_(self.head.weight, std=0.02)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
-        logits = self.head(self.norm(self.layers(x)))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Nothing:

@@ -35,8 +35,9 @@ import models
 import report
 import torch
 import torch.distributed as dist
+from languages import VOCABULARY
 from options import add_timing
-from sharded_rank import REPLICATED, SMALL, VOCABULARY, Row, Task, Trainer, make_trainer, time_blocks
+from sharded_rank import REPLICATED, SMALL, Row, Task, Trainer, make_trainer, time_blocks
 from step_rank import measure_link
 
 import gradcomp.torch as gc
