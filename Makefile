@@ -46,6 +46,8 @@ BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors 
            bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned \
            bench-tf-ops bench-tf-step bench-tf-convergence bench-report
 
+PAPERS := powersgd
+
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 
 .DEFAULT_GOAL := help
@@ -347,6 +349,14 @@ bench-scaling: $(STAMP)/package
 
 bench-convergence: $(STAMP)/package $(STAMP)/extra-demo
 	$(BIN)/python benchmarks/convergence.py $(ARGS)
+
+# The tables of the papers at our scale, and their pages: make paper-powersgd ARGS="--data TEXT --cifar IMAGES". What
+# benchmarks/results/papers has is not run again. paper-quick tries every part once, and CI runs it.
+$(PAPERS:%=paper-%): paper-%: $(STAMP)/package $(STAMP)/extra-demo
+	$(BIN)/python benchmarks/papers.py $* $(ARGS)
+
+paper-quick: $(STAMP)/package $(STAMP)/extra-demo
+	$(BIN)/python benchmarks/papers.py $(PAPERS) --quick
 
 bench-adaptive: $(STAMP)/package $(STAMP)/extra-demo $(STAMP)/extra-bayes
 	$(BIN)/python benchmarks/adaptive.py $(ARGS)

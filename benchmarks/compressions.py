@@ -13,3 +13,10 @@ def why_not(compression: str) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def has_momentum(compression: str) -> bool:
+    """Whether it accumulates gradients itself, so that the optimizer must not; false if there is none."""
+    from gradcomp.compress.registry import from_string
+
+    return why_not(compression) is None and bool(from_string(compression).traits.momentum)

@@ -21,6 +21,9 @@ Tasks
     resnet   ResNet-20 (0.27 M parameters) on 10,000 images of CIFAR-10 averaged to 16 x 16, so that a row of 3 seeds
              takes about 4 minutes on 2 cores; 18 epochs end at about 65%. The main ones and the ablations of Vogels
              et al. 2019
+    gpt      where it is asked for: 12 blocks on the LSTM's text, under AdamW
+    pairs    where it is asked for: a GPT of 4 blocks (0.27 M parameters) on byte pairs, under AdamW, which 3,000 steps
+             take far from its first plateau
 
 Where a compression has momentum, the optimizer has none; where it clips, nothing else does.
 
@@ -54,7 +57,7 @@ import compressions
 import hosts
 import report
 from convergence_results import BAR, Run, as_it_must, evaluate, merge, show
-from convergence_rows import GPT, METRICS, RESNET, TASKS, Arm, choose
+from convergence_rows import METRICS, ON_REQUEST, RESNET, TASKS, Arm, choose
 from convergence_tasks import Settings, load, make_job, train
 from options import add_training, check_training
 
@@ -76,12 +79,11 @@ class Plan:
     watch: str = ""  # a module beside this one, whose Watch sees every step
 
     @staticmethod
-    def from_json(text: str) -> Plan:
-        data = json.loads(text)
+    def from_dict(data: dict[str, Any]) -> Plan:
         return Plan(**{**data, "seeds": tuple(data["seeds"]), "settings": Settings(**data["settings"])})
 
 
-def run_rank(plan: Plan, out: Path) -> None:
+def run_rank(plans: Sequence[Plan], out: Path) -> None:
     """All runs of one rank; writes what it found to a file."""
     import torch
 
@@ -90,15 +92,21 @@ def run_rank(plan: Plan, out: Path) -> None:
     torch.set_num_threads(1)
     gc.init(log_level="warning")
     rank, size = gc.rank(), gc.size()
-    data = load(plan.task, plan.settings)
+    loaded: dict[tuple[str, Settings], Any] = {}
     found = []
-    for seed in plan.seeds:
-        job = make_job(plan.task, plan.settings, data, seed, rank, size)
-        watch = importlib.import_module(plan.watch).Watch(job, rank) if plan.watch else None
-        trained = train(job, plan.compression, plan.rate, plan.controller, plan.exact, watch)
-        found.append({"seed": seed, **trained})
-    source = getattr(data, "source", None)
-    out.with_name(f"{rank}.json").write_text(json.dumps({"source": source, "runs": found}))
+    for plan in plans:
+        key = plan.task, plan.settings
+        if key not in loaded:
+            loaded[key] = load(*key)
+        data = loaded[key]
+        runs = []
+        for seed in plan.seeds:
+            job = make_job(plan.task, plan.settings, data, seed, rank, size)
+            watch = importlib.import_module(plan.watch).Watch(job, rank) if plan.watch else None
+            trained = train(job, plan.compression, plan.rate, plan.controller, plan.exact, watch)
+            runs.append({"seed": seed, **trained})
+        found.append({"source": getattr(data, "source", None), "runs": runs})
+    out.with_name(f"{rank}.json").write_text(json.dumps(found))
     gc.shutdown()
 
 
@@ -107,10 +115,16 @@ def run_rank(plan: Plan, out: Path) -> None:
 
 def launch(plan: Plan, ranks: int, link: str | None) -> list[dict[str, Any]] | None:
     """Run the plan in processes of its own; what each rank found, None if one failed."""
+    found = launch_all([plan], ranks, link)
+    return None if found is None else found[0]
+
+
+def launch_all(plans: Sequence[Plan], ranks: int, link: str | None) -> list[list[dict[str, Any]]] | None:
+    """Run the plans one after another in the same processes; what each rank found by plan, None if one failed."""
     with tempfile.TemporaryDirectory(prefix="gradcomp-convergence-") as directory:
         out = Path(directory) / "out"
-        text = json.dumps(dataclasses.asdict(plan))
-        command = [sys.executable, str(Path(__file__).resolve()), "--plan", text, "--out", str(out)]
+        text = json.dumps([dataclasses.asdict(plan) for plan in plans])
+        command = [sys.executable, str(Path(__file__).resolve()), "--plans", text, "--out", str(out)]
         if link is None:
             codes = _run_here(command, ranks)
         else:
@@ -118,7 +132,8 @@ def launch(plan: Plan, ranks: int, link: str | None) -> list[dict[str, Any]] | N
                 codes = made.run(command, pin=True)
         if any(codes):
             return None
-        return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
+        by_rank = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
+        return [list(found) for found in zip(*by_rank, strict=True)]
 
 
 def _run_here(command: Sequence[str], ranks: int) -> list[int]:
@@ -128,7 +143,12 @@ def _run_here(command: Sequence[str], ranks: int) -> list[int]:
     for rank in range(ranks):
         place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks,
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-        environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        # As torchrun has it: the ranks share the cores, and LAPACK would start as many threads as there are.
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            **{name: str(value) for name, value in place.items()},
+        }
         processes.append(subprocess.Popen(command, env=environment))
     try:
         deadline = None
@@ -224,12 +244,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_training(parser, (*TASKS, GPT))
+    add_training(parser, (*TASKS, *ON_REQUEST))
     parser.add_argument("--rows", help="some rows only, comma-separated; see convergence_rows.py")
     parser.add_argument("--digits-epochs", type=int, default=60)
     parser.add_argument("--compression", action="append", default=[], help="a further row, in string form")
     parser.add_argument("--merge", type=Path, nargs="+", help="run nothing: the table of these files' runs")
-    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    parser.add_argument("--plans", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     check_training(parser, options)
@@ -238,8 +258,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    if options.plan:
-        run_rank(Plan.from_json(options.plan), options.out)
+    if options.plans:
+        run_rank([Plan.from_dict(plan) for plan in json.loads(options.plans)], options.out)
         return 0
     if options.task is None:
         options.task = list(TASKS)

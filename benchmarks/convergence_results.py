@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import report
-from convergence_rows import ARMS, GPT, METRICS, REFERENCE, TASKS, Arm
+from convergence_rows import ARMS, METRICS, ON_REQUEST, REFERENCE, TASKS, Arm
 
 Run = dict[str, Any]
 
@@ -22,7 +22,7 @@ _KNOWN = {arm.key: arm for arm in ARMS}
 def merge(parts: Iterable[Sequence[Run]]) -> list[Run]:
     """All runs of several invocations; of two with the same task, row and seed, the later one."""
     merged = {(run["task"], run["row"], run["seed"]): run for part in parts for run in part}
-    for task in (*TASKS, GPT):
+    for task in (*TASKS, *ON_REQUEST):
         settings = [run["settings"] for (of, _, _), run in merged.items() if of == task]
         if any(other != settings[0] for other in settings):
             different = sorted({str(s) for s in settings})
@@ -33,7 +33,7 @@ def merge(parts: Iterable[Sequence[Run]]) -> list[Run]:
 def evaluate(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row per task and arm. ``worse``: relative change for the worse, per pair."""
     rows = []
-    for task in (*TASKS, GPT):
+    for task in (*TASKS, *ON_REQUEST):
         by_row = report.by_row(run for run in runs if run["task"] == task)
         if by_row and REFERENCE not in by_row:
             raise SystemExit(f"{task}: there is no uncompressed run to compare with")

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 DIGITS, LSTM, RESNET = TASKS = ("digits", "lstm", "resnet")
-GPT = "gpt"  # only where it is asked for
+GPT, PAIRS = ON_REQUEST = ("gpt", "pairs")  # GPTs on words and on byte pairs, only where they are asked for
 #: Metric of each task, and the sign of a change for the worse.
 METRICS = {
     DIGITS: ("accuracy", -1.0), LSTM: ("perplexity", 1.0), RESNET: ("accuracy", -1.0), GPT: ("perplexity", 1.0),
+    PAIRS: ("perplexity", 1.0),
 }  # fmt: skip
 
 REFERENCE = "none"

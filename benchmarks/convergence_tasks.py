@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import languages
 import models
-from convergence_rows import DIGITS, GPT, LSTM
+from convergence_rows import DIGITS, GPT, LSTM, PAIRS
 
 from gradcomp import Compressor, Filter, Flat, Policy
 from gradcomp.compress import at_level
@@ -25,6 +26,7 @@ from gradcomp.core.topology import Topology
 LSTM_VOCABULARY, LSTM_WIDTH, LSTM_TEST_WORDS = 4_000, 128, 60_000
 #: 2.9 M parameters in 12 blocks.
 GPT_SHAPE = {"vocabulary": LSTM_VOCABULARY, "width": 128, "layers": 12, "heads": 4, "length": 32}
+SMALL = languages.LANGUAGES["small"]
 #: gradcomp measures the wire once, after this many steps: those bytes are no step's.
 PROBE_STEPS = 50
 #: Parts of a run whose bytes are told apart.
@@ -36,7 +38,7 @@ class Settings:
     """What the runs of a task have in common, but for the compression."""
 
     digits_epochs: int
-    lstm_steps: int  # and the GPT's
+    lstm_steps: int  # and the GPTs'
     resnet_epochs: int
     data: str | None
     cifar: str | None
@@ -69,8 +71,11 @@ def load(task: str, settings: Settings) -> Any:
     """The task's data."""
     if task == DIGITS:
         return models.load_digits()
+    path = Path(settings.data) if settings.data else None
     if task in (LSTM, GPT):
-        return models.load_text(Path(settings.data) if settings.data else None, LSTM_VOCABULARY)
+        return models.load_text(path, LSTM_VOCABULARY)
+    if task == PAIRS:
+        return SMALL.text(path)
     assert settings.cifar is not None, "the task is not chosen without"
     return models.load_cifar(Path(settings.cifar))
 
@@ -80,7 +85,7 @@ def make_job(task: str, settings: Settings, data: Any, seed: int, rank: int, siz
     import torch
 
     torch.manual_seed(seed)
-    if task in (LSTM, GPT):
+    if task in (LSTM, GPT, PAIRS):
         return _text_job(task, settings, seed, rank, data)
     if task == DIGITS:
         return _image_job(models.DigitsCNN(), settings.digits_epochs, 32, seed, rank, size, data)
@@ -124,9 +129,12 @@ def _text_job(task: str, settings: Settings, seed: int, rank: int, data: models.
     if task == LSTM:
         model, batch, length, clip = models.WordLSTM(LSTM_VOCABULARY, LSTM_WIDTH), 16, 20, 0.25
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=4.0, momentum=0.9)
-    else:
+    elif task == GPT:
         model, batch, length, clip = models.WordGPT(**GPT_SHAPE), 8, GPT_SHAPE["length"], 1.0
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    else:
+        model, batch, length, clip = languages.GPT(SMALL), SMALL.batch, SMALL.length, 1.0
+        optimizer = torch.optim.AdamW(model.parameters(), **SMALL.adamw)
 
     def perplexity() -> float:
         model.eval()

@@ -63,6 +63,7 @@ class Trainer:
     optimizer: Any
     batches: Iterator[tuple[Any, Any]]
     block_seconds: list[list[float]] = field(default_factory=list)
+    forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
     after_seconds: list[float] = field(default_factory=list)
     counted_seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Trainer:
         self.began = time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.module(tokens, targets)
+        self.forward_seconds.append(time.perf_counter() - self.began)
         loss.backward()
         returned = time.perf_counter()
         self.optimizer.step()
@@ -289,6 +291,7 @@ def findings(trainer: Trainer, task: Task, world: int, packet_bytes: float) -> d
     names, rounds = buckets_of(trainer, world)
     found: dict[str, Any] = {
         "block_seconds": trainer.block_seconds,
+        "forward_seconds": statistics.median(trainer.forward_seconds),
         "backward_seconds": statistics.median(trainer.backward_seconds),
         "after_seconds": statistics.median(trainer.after_seconds),
         "losses": trainer.losses,

@@ -54,6 +54,8 @@ def evaluate(row: Row, timed: list[dict[str, Any]], verified: list[dict[str, Any
     result["resent_bytes"] = statistics.mean(rank["resent_bytes"] for rank in own)
     for name in ("interface_bytes", "interface_total_bytes"):
         result[name] = statistics.mean(rank[name] for rank in own)
+    for name in ("forward_seconds", "backward_seconds"):
+        result[name] = max(rank[name] for rank in own)
     if row.kind == "none":
         return result
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from compressions import has_momentum
+
 MOMENTUM = 0.9
 IDEAL, DDP, IDENTITY = "ideal", "ddp", "identity"
 POWERSGD, HOOK, TOPK, FINE = "powersgd-4", "ddp-powersgd-4", "topk", "topk-0.1"
@@ -109,7 +111,10 @@ def choose(keys: str | None, compressions: list[str], *, forward: bool = False) 
         if unknown := [key for key in wanted if key not in known]:
             raise SystemExit(f"--rows: unknown {', '.join(unknown)}; there are {', '.join(known)}")
         chosen = [known[key] for key in dict.fromkeys([IDEAL, DDP, *wanted])]
-    chosen += [Row(text, f"gradcomp {text}", "gradcomp", text) for text in compressions]
+    chosen += [
+        Row(text, f"gradcomp {text}", "gradcomp", text, momentum=0.0 if has_momentum(text) else MOMENTUM)
+        for text in compressions
+    ]
     if not forward:
         return tuple(chosen)
     return tuple(

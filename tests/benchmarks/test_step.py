@@ -66,7 +66,8 @@ def test_a_bar_on_means_leaves_the_first_blocks_out():
         step_rows.Row(step_rows.UNTRAINED, "none", "none"),
     )
     blocks = {step_rows.AUTO: [[9.0] * 8, [9.0] * 8, [1.0, 1.08]], step_rows.UNTRAINED: [[1.0] * 2] * 3}
-    sent = dict.fromkeys(("resent_bytes", "interface_bytes", "interface_total_bytes"), 0)
+    zero = ("resent_bytes", "interface_bytes", "interface_total_bytes", "forward_seconds", "backward_seconds")
+    sent = dict.fromkeys(zero, 0)
     measured = {key: {"block_seconds": each, **sent} for key, each in blocks.items()}
     found = [{"link": {"bytes_per_second": 1e8}, "rows": measured}]
     rows = {row.key: step_results.evaluate(row, found, []) for row in task}

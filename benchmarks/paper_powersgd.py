@@ -1,0 +1,253 @@
+"""The tables of Vogels et al. 2019 at our scale."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import report
+from convergence_rows import LSTM, RESNET
+from paper_runs import Arm, Measurement, Results
+from paper_tables import NOT_RUN, Row, compare, mean_and_range, worse
+
+from gradcomp import LayerSpec
+from gradcomp.compress import from_string
+from gradcomp.control.candidates import layer_bytes
+from gradcomp.core.scheme import Scheme
+from gradcomp.core.topology import Topology
+
+SIGNUM, ATOMO = "signum:momentum=0.9", "spectral_atomo:rank=2"
+#: Learning rates, relative to SGD's, that Signum and Atomo are tried with on seed 0; the best is run over all seeds.
+TRIED = {
+    (RESNET, SIGNUM): (0.003, 0.01, 0.03),
+    (RESNET, ATOMO): (0.1, 0.3, 1.0),
+    (LSTM, SIGNUM): (0.03, 0.1, 0.3),
+}
+TUNED = {(RESNET, SIGNUM): 0.01, (RESNET, ATOMO): 0.3, (LSTM, SIGNUM): 0.1}
+
+SGD = {task: Row("SGD", Arm(task, "none"), metric) for task, metric in ((RESNET, 94.3), (LSTM, 91.0))}
+RANKS = {
+    task: [
+        Row(f"Rank {r}", Arm(task, f"powersgd:rank={r}"), metric)
+        for r, metric in zip((1, 2, 4), by_rank, strict=True)
+    ]
+    for task, by_rank in ((RESNET, (93.6, 94.4, 94.5)), (LSTM, (102.0, 93.0, 91.0)))
+}
+FEEDBACK = [
+    *RANKS[RESNET][:2],
+    Row("Unbiased Rank 1", Arm(RESNET, "unbiased_rank:rank=1"), 71.2),
+    Row("Unbiased Rank 2", Arm(RESNET, "unbiased_rank:rank=2"), 75.9),
+    Row("Rank 2 without feedback", Arm(RESNET, "powersgd:rank=2,feedback=false")),
+]
+WARM = Row("Warm start", Arm(RESNET, "powersgd:rank=2"), 94.4)
+STARTS = [
+    Row("Best approximation", Arm(RESNET, "best_rank:rank=2"), 94.4),
+    Row("Without warm start", Arm(RESNET, "powersgd:rank=2,warm_start=false"), 94.0),
+]
+#: As many bytes as rank 7 sends of ResNet-20's matrices, 178,752, and as rank 2, 51,072.
+OPERATORS = [
+    Row("Medium: Rank 7", Arm(RESNET, "powersgd:rank=7"), 94.6),
+    Row("Random Block", Arm(RESNET, "random_block:density=0.1659"), 93.3),
+    Row("Random K", Arm(RESNET, "random_k:density=0.1659"), 94.0),
+    Row("Sign+Norm", Arm(RESNET, "scaled_sign:bucket_size=none"), 93.9),
+    Row("Top K", Arm(RESNET, "topk:density=0.1445"), 94.4),
+    Row("High: Rank 2", Arm(RESNET, "powersgd:rank=2"), 94.4),
+    Row("Random Block", Arm(RESNET, "random_block:density=0.0474"), 87.8),
+    Row("Random K", Arm(RESNET, "random_k:density=0.0474"), 92.6),
+    Row("Top K", Arm(RESNET, "topk:density=0.0392"), 93.6),
+]
+METHODS = [
+    Row("Atomo", Arm(RESNET, ATOMO, rate=TUNED[RESNET, ATOMO]), 92.6),
+    Row("Signum", Arm(RESNET, SIGNUM, rate=TUNED[RESNET, SIGNUM]), 93.6),
+    Row("Rank 2", Arm(RESNET, "powersgd:rank=2"), 94.4),
+]
+LANGUAGE = [
+    Row("Signum", Arm(LSTM, SIGNUM, rate=TUNED[LSTM, SIGNUM]), 142.0),
+    Row("Rank 4", Arm(LSTM, "powersgd:rank=4"), 91.0),
+]
+#: Twice as many steps, to show how far from its plateau training ends.
+LONGER = [Arm(task, "none", length=2.0) for task in (RESNET, LSTM)]
+
+_ROWS = [*SGD.values(), *RANKS[RESNET], *RANKS[LSTM], *FEEDBACK, *STARTS, *OPERATORS]
+_TRIALS = [Arm(task, how, rate=rate, seeds=1) for (task, how), rates in TRIED.items() for rate in rates]
+ARMS = [*(row.arm for row in _ROWS), *LONGER, *_TRIALS, *(row.arm for row in (*METHODS, *LANGUAGE))]
+
+WORKERS = (2, 4, 8)
+_RANKS = [f"powersgd:rank={r}" for r in (1, 2, 4)]
+#: As many bytes as rank 7 sends of ResNet-18's matrices, 1,017,100.
+_RESNET18 = [
+    "powersgd:rank=7",
+    "random_block:density=0.0228",
+    "random_k:density=0.0228",
+    "scaled_sign:bucket_size=none",
+    "topk:density=0.01836",
+]
+#: Table 5 and Figure 3.
+_METHODS = {"powersgd:rank=2": "Rank 2", "ddp": "SGD", SIGNUM: "Signum"}
+#: By number of workers.
+_TIMED = {2: [*_RANKS, SIGNUM], 4: [*_RANKS[1:2], *_RESNET18, SIGNUM], 8: [*_RANKS[1:2], SIGNUM]}
+
+
+def _step(name: str, model: str, ranks: int, compressions: list[str], blocks: int, steps: int) -> Measurement:
+    """Times of steps with these compressions, and without any, on hosts with links of 1 Gbit/s."""
+    rows = [
+        "--rows=ddp",
+        *(f"--compression={how}" for how in compressions),
+        "--skip-verification",
+        "--link=1gbit",
+    ]
+    quick = ["--model=resnet", "--ranks=2", "--blocks=1", "--steps=2", "--warmup=1"]
+    full = [f"--model={model}", f"--ranks={ranks}", f"--blocks={blocks}", f"--steps={steps}"]
+    return Measurement(f"powersgd-{name}", "step.py", (*rows, *full), (*rows, *quick))
+
+
+MEASUREMENTS = [
+    _step("lstm", "lstm", 2, [*_RANKS, SIGNUM], 6, 6),
+    *(_step(f"resnet18-{n}", "resnet18", n, compressions, 4, 3) for n, compressions in _TIMED.items()),
+]
+
+#: Of the LSTM of Table 3 (appendix F): the embedding, also the output layer, and three layers of four gates; biases.
+LSTM_MATRICES = [(28_869, 650), *[(2_600, 650)] * 6]
+LSTM_VECTORS = 28_869 + 6 * 2_600
+
+
+def lstm_ratio(rank: int) -> float:
+    """Bytes of all gradients over those that PowerSGD sends."""
+    layers = [LayerSpec(str(i), shape) for i, shape in enumerate(LSTM_MATRICES)]
+    how, where = from_string(f"powersgd:rank={rank}"), (Scheme("sra"), Topology.one_host(2))
+    dense = 4 * (sum(n * m for n, m in LSTM_MATRICES) + LSTM_VECTORS)
+    return dense / (sum(layer_bytes(how, layer, *where) for layer in layers) + 4 * LSTM_VECTORS)
+
+
+def tables(found: Results) -> dict[str, str]:
+    pool = found.pool
+    timed = {n: found.measured(f"powersgd-resnet18-{n}") for n in WORKERS}
+    lstm = found.measured("powersgd-lstm")
+    return {
+        "table-1": compare(pool, "ResNet-20", SGD[RESNET], FEEDBACK),
+        "table-2": compare(pool, "ResNet-20, rank 2", WARM, STARTS),
+        "table-3-resnet": compare(pool, "ResNet-20", SGD[RESNET], RANKS[RESNET]),
+        "table-3-lstm": compare(pool, "LSTM", SGD[LSTM], RANKS[LSTM]),
+        "table-3-ratios": ratios(),
+        "table-3-times": "\n\n".join(
+            [
+                times("ResNet-18, 2 hosts", timed[2], {"ddp": 312, "powersgd:rank=1": 229, "powersgd:rank=2": 239,
+                                                       "powersgd:rank=4": 260}),
+                times("LSTM, 2 hosts", lstm, {"ddp": 300, "powersgd:rank=1": 131, "powersgd:rank=2": 141,
+                                              "powersgd:rank=4": 134, SIGNUM: 424}),
+            ]
+        ),
+        "table-4": compare(pool, "ResNet-20", SGD[RESNET], OPERATORS),
+        "table-4-times": times(
+            "ResNet-18, 4 hosts", timed[4],
+            {"ddp": 312, "powersgd:rank=7": 285, "random_block:density=0.0228": 243, "random_k:density=0.0228": 540,
+             "scaled_sign:bucket_size=none": 429, "topk:density=0.01836": 444, "powersgd:rank=2": 239, SIGNUM: 301},
+        ),
+        "table-5": phases(timed),
+        "figure-3": scaling(timed),
+        "table-6": compare(pool, "ResNet-20", SGD[RESNET], METHODS),
+        "table-7": compare(pool, "LSTM", SGD[LSTM], LANGUAGE),
+        "tuning": tuning(found),
+        "plateau": plateau(found),
+        "cost": found.cost(ARMS),
+    }  # fmt: skip
+
+
+def ratios() -> str:
+    paper = {1: 310, 2: 203, 4: 120}
+    return report.table(
+        ["LSTM of the paper", "paper", "by formula"],
+        [[f"Rank {r}", f"{ratio}", f"{lstm_ratio(r):.1f}"] for r, ratio in paper.items()],
+    )
+
+
+def times(name: str, found: dict[str, Any] | None, paper: dict[str, int]) -> str:
+    """Milliseconds of a step, and the change against DDP's, beside the paper's."""
+    rows = {} if found is None else found["rows"]
+    lines = []
+    for key, there in paper.items():
+        change = f"{100 * (there / paper['ddp'] - 1):+.0f}"
+        own = rows.get(key)
+        if own is None:
+            lines.append([key, there, change, NOT_RUN, None, None])
+            continue
+        ours = 100 * (own["step_seconds"] / rows["ddp"]["step_seconds"] - 1)
+        lines.append(
+            [
+                key,
+                there,
+                change,
+                f"{1e3 * own['step_seconds']:.0f}",
+                f"{ours:+.0f}",
+                f"{1e-6 * own['wire_bytes']:.2f}",
+            ]
+        )
+    return report.table([name, "paper, ms", "to SGD, %", "ours, ms", "to SGD, %", "MB sent"], lines)
+
+
+def phases(timed: dict[int, dict[str, Any] | None]) -> str:
+    """Table 5: where the time of a step goes. Coding and what is under way run beside the backward pass."""
+    lines = []
+    for n, found in timed.items():
+        for key, title in _METHODS.items():
+            own = None if found is None else found["rows"].get(key)
+            if own is None:
+                lines.append([f"{n} workers, {title}", NOT_RUN, *[None] * 5])
+                continue
+            forward, until = own["forward_seconds"], own["backward_seconds"]
+            seconds = [own["step_seconds"], forward, until - forward, own["step_seconds"] - until]
+            seconds += [own.get("codec_seconds"), own.get("in_flight_seconds")]
+            lines.append(
+                [f"{n} workers, {title}", *(None if s is None else f"{1e3 * s:.0f}" for s in seconds)]
+            )
+    return report.table(["", "step ms", "forward", "backward", "after it", "coding", "under way"], lines)
+
+
+def scaling(timed: dict[int, dict[str, Any] | None]) -> str:
+    """Figure 3: images per second over those of one worker that exchanges nothing; in parentheses by the roofline."""
+    lines = []
+    for key, title in _METHODS.items():
+        cells = []
+        for n, found in timed.items():
+            if found is None:
+                cells.append(NOT_RUN)
+                continue
+            own, alone = found["rows"][key], found["rows"]["ideal"]["step_seconds"]
+            measured, least = (n * alone / own[name] for name in ("step_seconds", "roofline_seconds"))
+            cells.append(f"{measured:.2f} ({least:.2f})")
+        lines.append([title, *cells])
+    return report.table(["speedup", *(f"{n} workers" for n in timed)], lines)
+
+
+def tuning(found: Results) -> str:
+    lines = []
+    for (task, how), rates in TRIED.items():
+        base = found.pool.of(SGD[task].arm)[:1]
+        cells = []
+        for rate in rates:
+            changes = worse(found.pool.of(Arm(task, how, rate=rate, seeds=1)), base, task)
+            cells.append(f"{rate:g}: " + (f"{changes[0]:+.2f}" if changes else NOT_RUN))
+        lines.append([f"{task}, {how}", ", ".join(cells), f"{TUNED[task, how]:g}"])
+    return report.table(["", "rate relative to SGD's: worse %, seed 0", "taken"], lines)
+
+
+def plateau(found: Results) -> str:
+    lines = []
+    for arm in LONGER:
+        usual, longer = found.pool.of(SGD[arm.task].arm), found.pool.of(arm)
+        changes = [-each for each in worse(longer, usual, arm.task)]
+        steps = [f"{runs[0]['steps']:,}" if runs else None for runs in (usual, longer)]
+        metrics = [
+            f"{statistics.mean(r['metric'] for r in runs):.4g}" if runs else None for runs in (usual, longer)
+        ]
+        lines.append(
+            [
+                arm.task,
+                steps[0],
+                metrics[0],
+                steps[1],
+                metrics[1],
+                mean_and_range(changes) if changes else None,
+            ]
+        )
+    return report.table(["uncompressed", "steps", "metric", "steps", "metric", "better %"], lines)

@@ -1,0 +1,196 @@
+"""The trainings that the pages of the papers are made of: one file of runs for each task, which all papers share."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import convergence
+import report
+from convergence_rows import DIGITS, METRICS, PAIRS, RESNET
+from convergence_tasks import Settings
+
+Run = dict[str, Any]
+
+SEEDS = 3
+#: What a run keeps of what a rank found.
+KEPT = ("metric", "seconds", "steps", "bytes_per_step", "run_bytes_per_step", "compressible_bytes_per_step", "ratio",
+        "step_seconds", "factors", "fewer_floats", "plans", "spent_seconds")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A training, over seeds. ``rate`` and ``length`` are factors on the task's learning rate and number of steps."""
+
+    task: str
+    compression: str
+    controller: str = ""
+    rate: float = 1.0
+    length: float = 1.0
+    seeds: int = SEEDS
+
+    @property
+    def key(self) -> tuple[str, str, str, float, float]:
+        return self.task, self.compression, self.controller, self.rate, self.length
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long the tasks are trained."""
+
+    digits_epochs: int = 60
+    resnet_epochs: int = 9
+    lstm_steps: int = 1_000
+    pairs_steps: int = 3_000
+    seeds: int = SEEDS
+    #: What is trained in place of a task.
+    instead: dict[str, str] = field(default_factory=dict)
+    #: Many arms in the same processes: a failure costs them all, but starting takes as long as so short a run.
+    together: bool = False
+
+    def settings(self, arm: Arm, data: Path | None, cifar: Path | None) -> Settings:
+        def times(number: int) -> int:
+            return max(round(number * arm.length), 1)
+
+        steps = self.pairs_steps if arm.task == PAIRS else self.lstm_steps
+        paths = [None if path is None else str(path.resolve()) for path in (data, cifar)]
+        return Settings(times(self.digits_epochs), times(steps), times(self.resnet_epochs), *paths)
+
+
+FULL = Scale()
+#: Every part of a command once: digits stand for CIFAR-10, and texts are the standard library's.
+QUICK = Scale(digits_epochs=1, lstm_steps=6, pairs_steps=6, seeds=1, instead={RESNET: DIGITS}, together=True)
+
+
+class Pool:
+    """Runs that are kept in a folder, in a file for each task."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._runs: dict[str, list[Run]] = {}
+
+    def of(self, arm: Arm) -> list[Run]:
+        """The runs of an arm, by seed."""
+        found = [run for run in self._of_task(arm.task) if _key(run) == arm.key and run["seed"] < arm.seeds]
+        return sorted(found, key=lambda run: run["seed"])
+
+    def add(self, arm: Arm, runs: Sequence[Run]) -> None:
+        """Written at once, a run a line."""
+        kept = self._of_task(arm.task)
+        kept += [{**asdict(arm), **run} for run in runs]
+        lines = ",\n".join(json.dumps(run) for run in kept)
+        path = self._folder / f"{arm.task}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(f'{{"benchmark": "papers", "runs": [\n{lines}\n]}}\n', encoding="utf-8")
+        partial.replace(path)
+
+    def _of_task(self, task: str) -> list[Run]:
+        if task not in self._runs:
+            path = self._folder / f"{task}.json"
+            self._runs[task] = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.is_file() else []
+        return self._runs[task]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A benchmark on hosts whose JSON a page reads. ``quick``: its arguments where every part is tried once."""
+
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+    quick: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was found: trainings, and the JSON of benchmarks by name, None where there is none."""
+
+    pool: Pool
+    folder: Path
+
+    def measured(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def cost(self, arms: Sequence[Arm]) -> str:
+        """What the trainings of a page took, on which machines and days."""
+        runs = [run for arm in dict.fromkeys(arms) for run in self.pool.of(arm)]
+        if not runs:
+            return "No training has run."
+        machines = "; ".join(sorted({run["machine"] for run in runs}))
+        days = sorted({run["date"] for run in runs})
+        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        return f"{len(runs)} trainings, {sum(run['seconds'] for run in runs) / 3600:.1f} hours; {machines}; {when}."
+
+
+def _key(run: Run) -> tuple[Any, ...]:
+    return run["task"], run["compression"], run["controller"], run["rate"], run["length"]
+
+
+def train(pool: Pool, arms: Sequence[Arm], scale: Scale, data: Path | None, cifar: Path | None) -> list[Arm]:
+    """Train what the pool lacks; returns the arms whose processes failed."""
+    lacking = []
+    asked: dict[tuple[Any, ...], Arm] = {}
+    for arm in arms:  # of those that differ by the number of seeds alone, the one with the most
+        if arm.key not in asked or asked[arm.key].seeds < arm.seeds:
+            asked[arm.key] = arm
+    for arm in asked.values():
+        done = {run["seed"] for run in pool.of(arm)}
+        seeds = tuple(seed for seed in range(min(arm.seeds, scale.seeds)) if seed not in done)
+        if seeds:
+            plan = convergence.Plan(
+                scale.instead.get(arm.task, arm.task),
+                arm.compression,
+                arm.rate,
+                seeds,
+                scale.settings(arm, data, cifar),
+                arm.controller,
+            )
+            lacking.append((arm, plan))
+    failed = []
+    for group in [lacking] if scale.together else [[one] for one in lacking]:
+        found = convergence.launch_all([plan for _, plan in group], 2, None) if group else []
+        if found is None:
+            failed += [arm for arm, _ in group]
+            continue
+        for (arm, _), ranks in zip(group, found, strict=True):
+            runs = collect(arm, ranks)
+            pool.add(arm, runs)
+            _say(arm, runs)
+    return failed
+
+
+def collect(arm: Arm, ranks: Sequence[dict[str, Any]]) -> list[Run]:
+    """An arm's runs, of what each rank found; SystemExit where ranks ended with different parameters."""
+    runs = []
+    for of_ranks in zip(*(rank["runs"] for rank in ranks), strict=True):
+        if len({run["digest"] for run in of_ranks}) > 1:
+            raise SystemExit(f"{arm}: the ranks ended with different parameters")
+        first = of_ranks[0]
+        machine = report.machine()
+        runs.append(
+            {
+                **{name: first[name] for name in KEPT if name in first},
+                "seed": first["seed"],
+                "step_seconds": max(run["step_seconds"] for run in of_ranks),
+                "losses": [round(loss, 4) for loss in first["loss_over_time"]],
+                "bytes": [round(sent) for sent in first["bytes_over_time"]],
+                "source": ranks[0]["source"],
+                "machine": f"{machine['cores']} cores of {machine['cpu']}, {machine['isa']}",
+                "date": datetime.date.today().isoformat(),
+            }
+        )
+    return runs
+
+
+def _say(arm: Arm, runs: Sequence[Run]) -> None:
+    metric = METRICS[arm.task][0]
+    for run in runs:
+        text = f"{arm.task}, {arm.compression} {arm.controller} x{arm.rate:g}, seed {run['seed']}: {metric} "
+        print(f"{text}{run['metric']:.4f}, {run['seconds']:.0f} s", file=sys.stderr, flush=True)
