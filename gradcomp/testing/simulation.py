@@ -292,11 +292,13 @@ class Simulation:
         order: Sequence[int] | None = None,
         during: Callable[[], None] | None = None,
         dying: Sequence[int] = (),
+        last: bool = False,
     ) -> list[Exception | None]:
         """Runs one exchange and returns every rank's error or None. A rank that raised leaves the world.
 
         ``order`` is the order of the layers (default: last first, as in backward); ``during`` is called at every turn.
-        Ranks in ``dying`` leave the world after a few turns, without an error of their own.
+        Ranks in ``dying`` leave the world after a few turns, without an error of their own. If the exchange is the
+        ``last``, every rank leaves after it, so that a rank which waits for one more round finds that out.
         """
         gradients = self.gradients() if gradients is None else gradients
         errors: list[Exception | None] = [None] * self.size
@@ -328,6 +330,8 @@ class Simulation:
                         pipeline.poll()
                     if not pipeline.is_open and not turns[r]:
                         active.remove(r)
+                        if last:
+                            self.world.kill(r)
             except Exception as error:  # noqa: BLE001  (the test judges the error)
                 errors[r] = error
                 self.pipelines[r].let_go()

@@ -23,7 +23,8 @@ from gradcomp import (
     WireFormatError,
 )
 from gradcomp.core.topology import Topology
-from gradcomp.reduce.header import NONFINITE, PREEMPTED, PRESENT, ByteHeader
+from gradcomp.kernels.reference_headers import FIXED
+from gradcomp.reduce.header import DIFFERENT, NONFINITE, PREEMPTED, PRESENT, ByteHeader
 from gradcomp.testing.recording import payload_of
 from gradcomp.testing.simulation import DTYPES, Simulation, same_bytes
 
@@ -274,12 +275,30 @@ def all_that_passes_for_finite_is(ranks: Simulation) -> None:
 @examples(25)
 @given(data=st.data())
 def test_random_bytes_are_a_typed_error_or_leave_no_wrong_mean_unnoticed(reduction: str, compressor, data):
-    """Whatever a message holds, no rank crashes, and means that a rank takes for finite are finite."""
+    """Whatever a message holds, no rank crashes, and means that a rank takes for finite are finite.
+
+    A rank that is told of different fingerprints waits for a comparison, which the others may know nothing of.
+    """
     ranks = with_noise(reduction, compressor, data, untouched(reduction, compressor).messages())
-    errors = ranks.attempt()
+    errors = ranks.attempt(last=True)
     assert all(error is None or isinstance(error, GradcompError) for error in errors)
     if errors == [None] * WORLD:
         all_that_passes_for_finite_is(ranks)
+
+
+@pytest.mark.parametrize("reduction", ["all_to_all", "tree"])
+def test_a_rank_that_alone_is_told_of_different_fingerprints_does_not_wait_for_ever(reduction: str):
+    number = untouched(reduction).messages()[-1]
+
+    def change(_: list[np.ndarray], message: np.ndarray) -> np.ndarray:
+        message[FIXED.itemsize + len(LAYERS)] |= DIFFERENT
+        return message
+
+    wire = Wire(number, change)
+    errors = simulate(reduction, wire).attempt(last=True)
+    alone = wire.ways[number][1]
+    assert isinstance(errors.pop(alone), TransportError)
+    assert errors == [None] * (WORLD - 1)
 
 
 @pytest.mark.parametrize("reduction", [*PARTIAL, "sra"])
