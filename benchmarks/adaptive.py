@@ -72,9 +72,7 @@ REACHED = 0.8
 def collect(task: str, arm: Arm, found: Sequence[dict[str, Any]]) -> list[Run]:
     """The runs of a row, all ranks together."""
     runs = []
-    for ranks in zip(*(rank["runs"] for rank in found), strict=True):
-        if len({run["digest"] for run in ranks}) > 1:
-            raise SystemExit(f"{task}, {arm.title}: the ranks ended with different parameters")
+    for ranks in convergence.by_seed(found, f"{task}, {arm.title}"):
         spent = [run.get("spent_seconds", {}) for run in ranks]
         runs.append(
             {

@@ -48,7 +48,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,12 +165,18 @@ def _run_here(command: Sequence[str], ranks: int) -> list[int]:
                 process.kill()
 
 
+def by_seed(found: Sequence[dict[str, Any]], name: str) -> Iterator[tuple[Run, ...]]:
+    """The runs of all ranks for each seed; SystemExit where ranks ended with different parameters."""
+    for ranks in zip(*(rank["runs"] for rank in found), strict=True):
+        if len({run["digest"] for run in ranks}) > 1:
+            raise SystemExit(f"{name}: the ranks ended with different parameters")
+        yield ranks
+
+
 def collect(task: str, arm: Arm, found: list[dict[str, Any]], settings: dict[str, Any]) -> list[Run]:
     """The runs of a row, all ranks together."""
     runs = []
-    for ranks in zip(*(rank["runs"] for rank in found), strict=True):
-        if len({run["digest"] for run in ranks}) > 1:
-            raise SystemExit(f"{task}, {arm.title}: the ranks ended with different parameters")
+    for ranks in by_seed(found, f"{task}, {arm.title}"):
         slowest = max(run["step_seconds"] for run in ranks)
         where = {"task": task, "row": arm.key, "compression": arm.on(task)}
         about = {**settings, "steps": ranks[0]["steps"], "source": found[0]["source"]}

@@ -51,9 +51,7 @@ EPOCHS = 13
 def collect(task: str, arm: Arm, found: Sequence[dict[str, Any]], about: dict[str, Any]) -> list[Run]:
     """The runs of a row, all ranks together: losses and what was handed over in the mean, bytes in sum."""
     runs = []
-    for ranks in zip(*(rank["runs"] for rank in found), strict=True):
-        if len({run["digest"] for run in ranks}) > 1:
-            raise SystemExit(f"{task}, {arm.title}: the ranks ended with different parameters")
+    for ranks in convergence.by_seed(found, f"{task}, {arm.title}"):
         phases = [
             {
                 "phase": parts[0]["phase"],

@@ -168,12 +168,10 @@ def train(pool: Pool, arms: Sequence[Arm], scale: Scale, data: Path | None, cifa
 
 def collect(arm: Arm, ranks: Sequence[dict[str, Any]]) -> list[Run]:
     """An arm's runs, of what each rank found; SystemExit where ranks ended with different parameters."""
+    machine = report.machine()
     runs = []
-    for of_ranks in zip(*(rank["runs"] for rank in ranks), strict=True):
-        if len({run["digest"] for run in of_ranks}) > 1:
-            raise SystemExit(f"{arm}: the ranks ended with different parameters")
+    for of_ranks in convergence.by_seed(ranks, str(arm)):
         first = of_ranks[0]
-        machine = report.machine()
         runs.append(
             {
                 **{name: first[name] for name in KEPT if name in first},

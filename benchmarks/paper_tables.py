@@ -35,7 +35,9 @@ class Row:
 
 
 def worse(own: Sequence[Run], base: Sequence[Run], task: str) -> list[float]:
-    """By seed, how much worse the metric is than the base's, in percent."""
+    """By seed, how much worse the metric is than the base's, in percent; SystemExit for runs that do not compare."""
+    if len({(run["steps"], run["source"]) for run in (*own, *base)}) > 1:
+        raise SystemExit(f"{task}: runs of different lengths or texts do not compare")
     reference = {run["seed"]: run["metric"] for run in base}
     sign = METRICS[task][1]
     return [

@@ -2,7 +2,7 @@
 
     python benchmarks/papers.py powersgd --data wikitext2.txt --cifar cifar10_10k.npz   # what is lacking, then the page
     python benchmarks/papers.py powersgd --page                                        # the page, of the runs there are
-    python benchmarks/papers.py powersgd --quick                                       # every part once, in a minute
+    python benchmarks/papers.py powersgd --quick                                       # every part once, in two minutes
 
 Runs are kept in benchmarks/results/papers, those of all papers together, and what is there is not run again: a command
 that was stopped goes on. A page is text with places for tables, which this command fills. --quick trains for a few
@@ -63,7 +63,8 @@ def measure(found: Results, measurements: list[Measurement], scale: Scale) -> li
         arguments = each.quick if scale is QUICK else each.arguments
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(ROOT / "benchmarks" / each.script), *arguments, "--json", str(path)]
-        if subprocess.run(command, check=False).returncode and not path.is_file():
+        if subprocess.run(command, check=False).returncode:
+            path.unlink(missing_ok=True)  # it may lack rows
             lacking.append(f"{each.name}: {each.script} failed; its error is above")
     return lacking
 

@@ -10,7 +10,7 @@ import papers
 import pytest
 from paper_powersgd import lstm_ratio
 from paper_runs import Arm, Pool, Results, Scale
-from paper_tables import Row, compare, order, resolved
+from paper_tables import Row, compare, order, resolved, worse
 
 
 def found(metric: float, seed: int) -> dict:
@@ -66,6 +66,14 @@ def test_an_order_shows_where_the_seeds_differ_by_less_than_the_effect():
     assert order([-1.0, -1.5, -2.0], paper=3.0) == "better; there worse"
     assert order([-1.0, -1.5], paper=None) == "better"
     assert order([0.0, 1.0], paper=3.0) == "not resolved"
+
+
+def test_runs_of_different_lengths_do_not_compare():
+    own, base = ({"seed": 0, "metric": metric, "steps": 4, "source": None} for metric in (0.9, 1.0))
+    assert worse([own], [base], "resnet") == pytest.approx([10.0])
+    for other in ({"steps": 5}, {"source": "a.txt"}):
+        with pytest.raises(SystemExit, match="do not compare"):
+            worse([{**own, **other}], [base], "resnet")
 
 
 def test_what_is_there_is_not_trained_again(launched, tmp_path):
