@@ -7,12 +7,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/papers/index.md").read_text()
-ROWS = [
-    [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-    for line in PAGE.splitlines()
-    if line.startswith("| ") and not line.startswith("| item")
+HEADLINES, ROWS = [
+    [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in part.splitlines()
+        if line.startswith("| ") and not line.startswith(("| item", "| abstract"))
+    ]
+    for part in PAGE.split("\n## The thesis", 1)
 ]
 CODE = re.compile(r"`([\w/]+\.(?:py|cpp|h|cu|cuh|css|js))`(?: `(\w+))?")
+
+
+def test_every_abstract_has_whole_headlines():
+    papers = ("CGX", "QSDP", "L-GreCo", "LGC", "GraVAC", "PowerSGD")
+    assert all(len(row) == 4 and all(row) for row in HEADLINES)
+    assert [name for name in papers if not any(name in row[0] for row in HEADLINES)] == []
 
 
 def test_rows_are_whole_and_files_and_definitions_exist():
