@@ -46,7 +46,7 @@ BENCHES := bench-codec bench-threads bench-selection bench-lowrank bench-errors 
            bench-doctor bench-logging bench-memory bench-large-models bench-soak bench-information bench-learned \
            bench-tf-ops bench-tf-step bench-tf-convergence bench-report
 
-PAPERS := powersgd
+PAPERS := powersgd lgreco gravac cgx lgc
 
 ASAN_PRELOAD = $(shell $${CXX:-g++} -print-file-name=libasan.so) $(shell $${CXX:-g++} -print-file-name=libstdc++.so)
 

@@ -29,7 +29,7 @@ GPT_SHAPE = {"vocabulary": LSTM_VOCABULARY, "width": 128, "layers": 12, "heads":
 SMALL = languages.LANGUAGES["small"]
 #: gradcomp measures the wire once, after this many steps: those bytes are no step's.
 PROBE_STEPS = 50
-#: Parts of a run whose bytes are told apart.
+#: Parts of a run whose bytes are told apart, where it has as many steps.
 CURVE = 50
 
 
@@ -42,6 +42,7 @@ class Settings:
     resnet_epochs: int
     data: str | None
     cifar: str | None
+    test_words: int = LSTM_TEST_WORDS  # of the held-out text that language models are tested on
 
 
 @dataclass
@@ -140,7 +141,7 @@ def _text_job(task: str, settings: Settings, seed: int, rank: int, data: models.
         model.eval()
         total, words = 0.0, 0
         with torch.no_grad():
-            for tokens, targets in data.test_batches(64, 48 if task == LSTM else length, LSTM_TEST_WORDS):
+            for tokens, targets in data.test_batches(64, 48 if task == LSTM else length, settings.test_words):
                 total += model(tokens, targets).item() * targets.numel()
                 words += targets.numel()
         return math.exp(total / words)
@@ -238,11 +239,13 @@ def train(
     first = counted[half - 1] if half else (0, 0)
     wire, dense = (now - then for now, then in zip(counted[-1], first, strict=True))
     sent_by = [0, *(wire for wire, _ in counted)]
-    ends = [job.steps * part // CURVE for part in range(CURVE + 1)]
+    parts = min(CURVE, job.steps)
+    ends = [job.steps * part // parts for part in range(parts + 1)]
     adaptive: dict[str, Any] = {
         "run_bytes_per_step": counted[-1][0] / job.steps,
-        "bytes_over_time": [(sent_by[b] - sent_by[a]) / max(b - a, 1) for a, b in itertools.pairwise(ends)],
-        "loss_over_time": [statistics.fmean(losses[a:b] or losses[:1]) for a, b in itertools.pairwise(ends)],
+        "bytes_over_time": [(sent_by[b] - sent_by[a]) / (b - a) for a, b in itertools.pairwise(ends)],
+        "loss_over_time": [statistics.fmean(losses[a:b]) for a, b in itertools.pairwise(ends)],
+        "seconds_over_time": [sum(step_seconds[a:b]) for a, b in itertools.pairwise(ends)],
     }
     exchanger = optimizer._exchanger_or_none()
     running = None if exchanger is None else exchanger.pipeline.controller

@@ -7,13 +7,8 @@ from typing import Any
 import report
 from convergence_rows import LSTM, RESNET
 from paper_runs import Arm, Measurement, Results
+from paper_shapes import lstm, ratio
 from paper_tables import NOT_RUN, Row, compare, mean_and_range, worse
-
-from gradcomp import LayerSpec
-from gradcomp.compress import from_string
-from gradcomp.control.candidates import layer_bytes
-from gradcomp.core.scheme import Scheme
-from gradcomp.core.topology import Topology
 
 TITLES = {RESNET: "ResNet-20", LSTM: "LSTM"}
 SIGNUM, ATOMO = "signum:momentum=0.9", "spectral_atomo:rank=2"
@@ -96,37 +91,22 @@ _RESNET18 = [
 _METHODS = {"powersgd:rank=2": "Rank 2", "ddp": "SGD", SIGNUM: "Signum"}
 #: By number of workers.
 _TIMED = {2: [*_RANKS, SIGNUM], 4: [*_RANKS[1:2], *_RESNET18, SIGNUM], 8: [*_RANKS[1:2], SIGNUM]}
+_EVERY = [*_RANKS, *_RESNET18, SIGNUM]
 
 
 def _step(name: str, model: str, ranks: int, compressions: list[str], blocks: int, steps: int) -> Measurement:
     """Times of steps with these compressions, and without any, on hosts with links of 1 Gbit/s."""
-    rows = [
-        "--rows=ddp",
-        *(f"--compression={how}" for how in compressions),
-        "--skip-verification",
-        "--link=1gbit",
-    ]
-    quick = ["--model=resnet", "--ranks=2", "--blocks=1", "--steps=2", "--warmup=1"]
+    common = ["--rows=ddp", "--skip-verification", "--link=1gbit"]
     full = [f"--model={model}", f"--ranks={ranks}", f"--blocks={blocks}", f"--steps={steps}"]
-    return Measurement(f"powersgd-{name}", "step.py", (*rows, *full), (*rows, *quick))
+    quick = ["--model=resnet", "--ranks=2", "--blocks=1", "--steps=2", "--warmup=1"]
+    own, every = ([f"--compression={how}" for how in chosen] for chosen in (compressions, _EVERY))
+    return Measurement(f"powersgd-{name}", "step.py", (*common, *own, *full), (*common, *every, *quick))
 
 
 MEASUREMENTS = [
     _step("lstm", "lstm", 2, [*_RANKS, SIGNUM], 6, 6),
     *(_step(f"resnet18-{n}", "resnet18", n, compressions, 3, 3) for n, compressions in _TIMED.items()),
 ]
-
-#: Of the LSTM of Table 3 (appendix F): the embedding, also the output layer, and three layers of four gates; biases.
-LSTM_MATRICES = [(28_869, 650), *[(2_600, 650)] * 6]
-LSTM_VECTORS = 28_869 + 6 * 2_600
-
-
-def lstm_ratio(rank: int) -> float:
-    """Bytes of all gradients over those that PowerSGD sends."""
-    layers = [LayerSpec(str(i), shape) for i, shape in enumerate(LSTM_MATRICES)]
-    how, where = from_string(f"powersgd:rank={rank}"), (Scheme("sra"), Topology.one_host(2))
-    dense = 4 * (sum(n * m for n, m in LSTM_MATRICES) + LSTM_VECTORS)
-    return dense / (sum(layer_bytes(how, layer, *where) for layer in layers) + 4 * LSTM_VECTORS)
 
 
 def tables(found: Results) -> dict[str, str]:
@@ -167,7 +147,10 @@ def ratios() -> str:
     paper = {1: 310, 2: 203, 4: 120}
     return report.table(
         ["LSTM of the paper", "paper", "by formula"],
-        [[f"Rank {r}", f"{ratio}", f"{lstm_ratio(r):.1f}"] for r, ratio in paper.items()],
+        [
+            [f"Rank {r}", f"{there}", f"{ratio(lstm(), f'powersgd:rank={r}'):.1f}"]
+            for r, there in paper.items()
+        ],
     )
 
 

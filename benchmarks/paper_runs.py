@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,30 +15,34 @@ from typing import Any
 import convergence
 import report
 from convergence_rows import DIGITS, METRICS, PAIRS, RESNET
-from convergence_tasks import Settings
+from convergence_tasks import LSTM_TEST_WORDS, Settings
 
 Run = dict[str, Any]
 
 SEEDS = 3
 #: What a run keeps of what a rank found.
 KEPT = ("metric", "seconds", "steps", "bytes_per_step", "run_bytes_per_step", "compressible_bytes_per_step", "ratio",
-        "step_seconds", "factors", "fewer_floats", "plans", "spent_seconds")  # fmt: skip
+        "step_seconds", "factors", "fewer_floats", "spent_seconds")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A training, over seeds. ``rate`` and ``length`` are factors on the task's learning rate and number of steps."""
+    """A training, over seeds. ``rate`` and ``length`` are factors on the task's learning rate and number of steps.
+
+    ``link``: the rate of the links between the ranks, each on a host of its own; "" is one host. Times need a link.
+    """
 
     task: str
     compression: str
     controller: str = ""
     rate: float = 1.0
     length: float = 1.0
+    link: str = ""
     seeds: int = SEEDS
 
     @property
-    def key(self) -> tuple[str, str, str, float, float]:
-        return self.task, self.compression, self.controller, self.rate, self.length
+    def key(self) -> tuple[str, str, str, float, float, str]:
+        return self.task, self.compression, self.controller, self.rate, self.length, self.link
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,9 @@ class Scale:
     seeds: int = SEEDS
     #: What is trained in place of a task.
     instead: dict[str, str] = field(default_factory=dict)
+    test_words: int = LSTM_TEST_WORDS
+    #: Steps of a controller's period or window, in place of what the arm says.
+    period: int | None = None
     #: Many arms in the same processes: a failure costs them all, but starting takes as long as so short a run.
     together: bool = False
 
@@ -59,12 +68,27 @@ class Scale:
 
         steps = self.pairs_steps if arm.task == PAIRS else self.lstm_steps
         paths = [None if path is None else str(path.resolve()) for path in (data, cifar)]
-        return Settings(times(self.digits_epochs), times(steps), times(self.resnet_epochs), *paths)
+        epochs = times(self.digits_epochs), times(self.resnet_epochs)
+        return Settings(epochs[0], times(steps), epochs[1], *paths, self.test_words)
+
+    def controller(self, arm: Arm) -> str:
+        if self.period is None:
+            return arm.controller
+        return re.sub(r"(every_steps|window)=\d+", rf"\1={self.period}", arm.controller)
 
 
 FULL = Scale()
 #: Every part of a command once: digits stand for CIFAR-10, and texts are the standard library's.
-QUICK = Scale(digits_epochs=1, lstm_steps=6, pairs_steps=6, seeds=1, instead={RESNET: DIGITS}, together=True)
+QUICK = Scale(
+    digits_epochs=1,
+    lstm_steps=12,  # a controller's first plan comes a few steps after its first period
+    pairs_steps=12,
+    seeds=1,
+    instead={RESNET: DIGITS},
+    test_words=4_000,
+    period=3,
+    together=True,
+)
 
 
 class Pool:
@@ -99,12 +123,18 @@ class Pool:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A benchmark on hosts whose JSON a page reads. ``quick``: its arguments where every part is tried once."""
+    """A benchmark whose JSON a page reads. ``quick``: its arguments where every part is tried once.
+
+    In arguments {data} is the text and {cifar} the images. ``resumes``: it goes on with a JSON that lacks runs.
+    ``hosts``: it makes hosts, for which it needs root.
+    """
 
     name: str
     script: str
     arguments: tuple[str, ...]
     quick: tuple[str, ...]
+    resumes: bool = False
+    hosts: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,7 +160,7 @@ class Results:
 
 
 def _key(run: Run) -> tuple[Any, ...]:
-    return run["task"], run["compression"], run["controller"], run["rate"], run["length"]
+    return tuple(run[name] for name in ("task", "compression", "controller", "rate", "length", "link"))
 
 
 def train(pool: Pool, arms: Sequence[Arm], scale: Scale, data: Path | None, cifar: Path | None) -> list[Arm]:
@@ -150,12 +180,20 @@ def train(pool: Pool, arms: Sequence[Arm], scale: Scale, data: Path | None, cifa
                 arm.rate,
                 seeds,
                 scale.settings(arm, data, cifar),
-                arm.controller,
+                scale.controller(arm),
             )
             lacking.append((arm, plan))
     failed = []
-    for group in [lacking] if scale.together else [[one] for one in lacking]:
-        found = convergence.launch_all([plan for _, plan in group], 2, None) if group else []
+    if os.geteuid() != 0:
+        linked = [arm for arm, _ in lacking if arm.link]
+        lacking = [one for one in lacking if not one[0].link]
+        if linked:
+            print("left out: trainings over links, which make hosts and need root", file=sys.stderr)
+        failed += [] if scale is QUICK else linked
+    links = dict.fromkeys(arm.link for arm, _ in lacking)
+    groups = [[one for one in lacking if one[0].link == link] for link in links]
+    for group in groups if scale.together else [[one] for one in lacking]:
+        found = convergence.launch_all([plan for _, plan in group], 2, group[0][0].link or None)
         if found is None:
             failed += [arm for arm, _ in group]
             continue
@@ -175,6 +213,7 @@ def collect(arm: Arm, ranks: Sequence[dict[str, Any]]) -> list[Run]:
         runs.append(
             {
                 **{name: first[name] for name in KEPT if name in first},
+                **({"plan": first["plans"][-1]} if first.get("plans") else {}),
                 "seed": first["seed"],
                 "step_seconds": max(run["step_seconds"] for run in of_ranks),
                 "losses": [round(loss, 4) for loss in first["loss_over_time"]],
@@ -184,6 +223,8 @@ def collect(arm: Arm, ranks: Sequence[dict[str, Any]]) -> list[Run]:
                 "date": datetime.date.today().isoformat(),
             }
         )
+        if arm.link:
+            runs[-1]["seconds_by_part"] = [round(seconds, 3) for seconds in first["seconds_over_time"]]
     return runs
 
 

@@ -34,8 +34,9 @@ from paper_runs import FULL, QUICK, Arm, Measurement, Pool, Results, Scale, trai
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "papers"
+TRIED = ROOT / "build" / "papers-quick"
 PAGES = ROOT / "docs" / "papers"
-PAPERS = ("powersgd",)
+PAPERS = ("powersgd", "lgreco", "gravac", "cgx", "lgc")
 _PLACE = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->\n", re.DOTALL)
 
 
@@ -48,24 +49,34 @@ def fill(page: str, tables: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda m: f"<!-- table: {m.group(1)} -->\n{tables[m.group(1)]}\n<!-- end -->\n", page)
 
 
-def measure(found: Results, measurements: list[Measurement], scale: Scale) -> list[str]:
+def measure(found: Results, measurements: list[Measurement], scale: Scale, **data: Path | None) -> list[str]:
     """Run the benchmarks whose JSON is lacking; returns what could not be had."""
     lacking = []
+    done: dict[tuple[str, ...], Path] = {}
     for each in measurements:
         path = found.folder / f"{each.name}.json"
-        if path.is_file():
+        if path.is_file() and not each.resumes:
             continue
-        if os.geteuid() != 0:
+        if each.hosts and os.geteuid() != 0:
             reason = f"{each.name}: {each.script} makes hosts of network namespaces, and needs root"
             print(f"left out: {reason}", file=sys.stderr)
             lacking += [] if scale is QUICK else [reason]
             continue
         arguments = each.quick if scale is QUICK else each.arguments
+        asked = each.script, *arguments
+        if asked in done:  # tried for another name
+            shutil.copy(done[asked], path)
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, str(ROOT / "benchmarks" / each.script), *arguments, "--json", str(path)]
+        arguments = (*(argument.format(**data) for argument in arguments), "--json", str(path))
+        arguments += ("--resume",) if each.resumes else ()
+        command = [sys.executable, str(ROOT / "benchmarks" / each.script), *arguments]
         if subprocess.run(command, check=False).returncode:
-            path.unlink(missing_ok=True)  # it may lack rows
+            if not each.resumes:
+                path.unlink(missing_ok=True)  # it may lack rows
             lacking.append(f"{each.name}: {each.script} failed; its error is above")
+        else:
+            done[asked] = path
     return lacking
 
 
@@ -73,16 +84,14 @@ def make(paper: str, options: argparse.Namespace) -> list[str]:
     """Run what is lacking, if it is asked for, and write the page; returns what could not be had."""
     module = importlib.import_module(f"paper_{paper}")
     scale = QUICK if options.quick else FULL
-    folder = ROOT / "build" / "papers-quick" if options.quick else RESULTS
-    if options.quick:
-        shutil.rmtree(folder, ignore_errors=True)
+    folder = TRIED if options.quick else RESULTS
     found = Results(Pool(folder), folder)
     lacking: list[str] = []
     if not options.page:
         arms: list[Arm] = module.ARMS
         failed = train(found.pool, arms, scale, options.data, options.cifar)
         lacking = [f"{arm}: a rank failed; its error is above" for arm in failed]
-        lacking += measure(found, module.MEASUREMENTS, scale)
+        lacking += measure(found, module.MEASUREMENTS, scale, data=options.data, cifar=options.cifar)
     page = PAGES / f"{paper}.md"
     filled = fill(page.read_text(encoding="utf-8"), module.tables(found))
     target = folder / page.name if options.quick else page
@@ -109,6 +118,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     hosts.exit_on_termination()
+    if options.quick:
+        shutil.rmtree(TRIED, ignore_errors=True)
     lacking = [each for paper in options.paper for each in make(paper, options)]
     for each in lacking:
         print(f"lacking: {each}", file=sys.stderr)

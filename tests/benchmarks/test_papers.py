@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import convergence
+import paper_gravac
 import paper_runs
+import paper_shapes
 import papers
 import pytest
-from paper_powersgd import lstm_ratio
-from paper_runs import Arm, Pool, Results, Scale
+from paper_runs import Arm, Measurement, Pool, Results, Scale
 from paper_tables import Row, compare, order, resolved, worse
 
 
@@ -18,6 +22,7 @@ def found(metric: float, seed: int) -> dict:
     return {
         "seed": seed, "metric": metric, "digest": "d", "seconds": 1.0, "steps": 4, "step_seconds": 0.5,
         "bytes_per_step": 100.0, "ratio": 2.0, "loss_over_time": [1.0], "bytes_over_time": [100.0],
+        "seconds_over_time": [0.5],
     }  # fmt: skip
 
 
@@ -124,5 +129,87 @@ def test_a_table_compares_with_its_first_row(launched, tmp_path):
     assert cells[3][:4] == ["Rank 2", "88", "+2.22", "not run"]
 
 
-def test_ratios_of_the_papers_lstm():
-    assert [round(lstm_ratio(rank)) for rank in (1, 2, 4)] == [310, 203, 120]
+def test_an_arm_over_a_link_is_another_training(launched, monkeypatch, tmp_path):
+    here, there = Arm("lstm", "none"), Arm("lstm", "none", link="1gbit", seeds=1)
+    pool = Pool(tmp_path)
+    monkeypatch.setattr(paper_runs.os, "geteuid", lambda: 1)
+    assert paper_runs.train(pool, [here, there], Scale(), None, None) == [there], "hosts need root"
+    monkeypatch.setattr(paper_runs.os, "geteuid", lambda: 0)
+    assert paper_runs.train(pool, [here, there], Scale(), None, None) == []
+    assert [len(pool.of(arm)) for arm in (here, there)] == [3, 1]
+    assert pool.of(there)[0]["seconds_by_part"] == [0.5]
+    assert "seconds_by_part" not in pool.of(here)[0]
+
+
+def test_a_quick_run_decides_in_a_few_steps():
+    arm = Arm("lstm", "topk", "lgreco:every_steps=100,accordion=[accordion:low=2,every_steps=100,window=9]")
+    assert Scale().controller(arm) == arm.controller
+    quick = "lgreco:every_steps=3,accordion=[accordion:low=2,every_steps=3,window=3]"
+    assert paper_runs.QUICK.controller(arm) == quick
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands that would have been run; each writes its JSON, but for one that is named bad.py."""
+    ran: list[list[str]] = []
+
+    def run(command, check):
+        ran.append(command[1:])
+        bad = command[1].endswith("bad.py")
+        Path(command[command.index("--json") + 1]).write_text("{}", encoding="utf-8")
+        return SimpleNamespace(returncode=int(bad))
+
+    monkeypatch.setattr(papers.subprocess, "run", run)
+    return ran
+
+
+def test_what_is_measured_is_not_measured_again_unless_it_resumes(commands, tmp_path):
+    found = Results(Pool(tmp_path), tmp_path)
+    asked = [
+        Measurement("once", "a.py", ("--data={data}",), ("--quick",), hosts=False),
+        Measurement("more", "b.py", (), (), resumes=True, hosts=False),
+        Measurement("failed", "bad.py", (), (), hosts=False),
+    ]
+    for _ in range(2):
+        lacking = papers.measure(found, asked, paper_runs.FULL, data=Path("text"), cifar=None)
+        assert [each.partition(":")[0] for each in lacking] == ["failed"]
+    assert [Path(command[0]).name for command in commands] == ["a.py", "b.py", "bad.py", "b.py", "bad.py"]
+    assert commands[0][1] == "--data=text"
+    assert commands[1][-1] == "--resume"
+    assert not (tmp_path / "failed.json").exists(), "it may lack rows"
+
+
+def test_a_quick_measurement_of_two_names_runs_once(commands, tmp_path):
+    found = Results(Pool(tmp_path), tmp_path)
+    asked = [Measurement(name, "a.py", (name,), ("--quick",), hosts=False) for name in ("one", "two")]
+    assert papers.measure(found, asked, paper_runs.QUICK, data=None, cifar=None) == []
+    assert len(commands) == 1
+    assert found.measured("two") == {}
+
+
+def test_time_to_a_loss_is_that_of_the_parts_until_it_is_reached():
+    base = {"losses": [10.0 - n for n in range(10)], "bytes": [1] * 10}
+    fast = {"losses": [10.0 - 2 * n for n in range(10)], "bytes": [1] * 10, "seconds_by_part": [0.5] * 10}
+    assert paper_gravac.seconds_to(fast, base) == pytest.approx(2.5), (
+        "3, the base's after 80%, in the fifth part"
+    )
+    slow = {**fast, "losses": [10.0] * 10}
+    assert paper_gravac.seconds_to(slow, base) is None
+    assert paper_gravac.quotient([1.0, None, 2.0], [4.0, 1.0, 4.0]) == "3.00 (2 seeds)"
+    assert paper_gravac.quotient([None], [1.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "million", "compression", "there"),
+    [
+        (paper_shapes.lstm, 28.9, "powersgd:rank=1", 310),
+        (paper_shapes.lstm, 28.9, "powersgd:rank=2", 203),
+        (paper_shapes.lstm, 28.9, "powersgd:rank=4", 120),
+        (paper_shapes.resnet50, 25.6, "powersgd:rank=4", 66.5),
+        (paper_shapes.transformer_xl, 192.0, "powersgd:rank=32", 14.0),
+        (paper_shapes.transformer_lm, 156.0, "powersgd:rank=32", 15.0),
+    ],
+)
+def test_ratios_of_the_papers_models(shapes, million, compression, there):
+    assert sum(map(math.prod, shapes())) / 1e6 == pytest.approx(million, rel=0.002)
+    assert paper_shapes.ratio(shapes(), compression) == pytest.approx(there, rel=0.006)

@@ -1,0 +1,236 @@
+"""The tables of Tyagi and Swany 2023 (GraVAC) at our scale."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import report
+from adaptive import reached
+from convergence_rows import LSTM, METRICS, RESNET
+from paper_runs import Arm, Measurement, Pool, Results, Run
+from paper_tables import NOT_RUN, mean_and_range, order, worse
+
+TITLES = {RESNET: "ResNet-20", LSTM: "LSTM"}
+#: The paper's model, and what it wants to reach: accuracy, perplexity.
+THEIRS = {RESNET: ("ResNet101", 80.0), LSTM: ("LSTM of 63 M", 22.0)}
+#: Times need links that are slow beside these small models.
+LINK = "100mbit"
+#: Steps of a window; the paper's 500 are 3% of its runs.
+WINDOW = 100
+
+
+def gravac(epsilon: float, rest: str = "minimum=10,maximum=1000") -> str:
+    return f"gravac:{rest},epsilon={epsilon},window={WINDOW}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of Table 2: accuracy or perplexity, and how many times less time than TopK at 10x."""
+
+    title: str
+    compression: str
+    controller: str
+    metric: dict[str, float]
+    faster: dict[str, float]
+
+    def arm(self, task: str) -> Arm:
+        return Arm(task, self.compression, self.controller, link=LINK)
+
+
+STATIC = [
+    Line("TopK 10x", "topk:density=0.1", "", {RESNET: 80.14, LSTM: 22.0}, {RESNET: 1.0, LSTM: 1.0}),
+    Line("TopK 1,000x", "topk:density=0.001", "", {RESNET: 76.4, LSTM: 26.78}, {RESNET: 3.02, LSTM: 3.36}),
+]
+ADAPTIVE = Line(
+    "GraVAC, TopK, 0.7", "topk", gravac(0.7), {RESNET: 80.2, LSTM: 21.25}, {RESNET: 4.32, LSTM: 6.67}
+)
+TABLE_2 = [*STATIC, ADAPTIVE]
+
+#: Table 4: floats sent by Accordion and by GraVAC, and how many times less time GraVAC takes.
+THEIR_FLOATS = {RESNET: (4.17e11, 9.38e9, 1.94), LSTM: (4.2e11, 4e9, 2.06)}
+PERIOD = {RESNET: 78, LSTM: 100}
+
+
+def accordion(task: str) -> Arm:
+    """Between ranks 1 and 4, as in the paper."""
+    return Arm(task, "powersgd:rank=4", f"accordion:low=4,high=1,every_steps={PERIOD[task]}", link=LINK)
+
+
+NONE = {task: Arm(task, "none") for task in TITLES}
+#: Figures 7 and 9, beside what Table 2 has; Figure 10, and Figure 11.
+CAREFUL = {task: Arm(task, "topk", gravac(0.9)) for task in TITLES}
+GEOMETRIC = Arm(RESNET, "redsync", gravac(0.7, "minimum=10,maximum=2000,policy=geometric"))
+RANDOM = Arm(RESNET, "random_k", gravac(0.7, "minimum=1.5,maximum=1000,policy=geometric"))
+
+ARMS = [
+    *NONE.values(),
+    *(line.arm(task) for task in TITLES for line in TABLE_2),
+    *(accordion(task) for task in TITLES),
+    *CAREFUL.values(),
+    GEOMETRIC,
+    RANDOM,
+]
+MEASUREMENTS = [
+    Measurement("gravac-multilevel", "multilevel.py", ("--rounds=31",), ("--rounds=1",), hosts=False)
+]
+
+
+def tables(found: Results) -> dict[str, str]:
+    pool = found.pool
+    return {
+        **{f"table-2-{task}": table_2(pool, task) for task in TITLES},
+        "table-3": table_3(found.measured("gravac-multilevel")),
+        "table-4": table_4(pool),
+        "densities": densities(pool),
+        "cost": found.cost(ARMS),
+    }
+
+
+def seconds_to(run: Run, base: Run) -> float | None:
+    """Seconds until the loss is what uncompressed training has after 80% of its steps; None if it never is."""
+    at = reached(_curves(base), _curves(run))
+    if at is None:
+        return None
+    return list(accumulate(run["seconds_by_part"]))[round(at[0] * len(run["losses"])) - 1]
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    return {"loss_over_time": run["losses"], "bytes_over_time": run["bytes"]}
+
+
+def times(runs: Sequence[Run], base: Sequence[Run]) -> list[float | None]:
+    return [seconds_to(run, dense) for run, dense in zip(runs, base, strict=False)]
+
+
+def _text(seconds: Sequence[float | None]) -> str:
+    return ", ".join("never" if each is None else f"{each:.1f}" for each in seconds)
+
+
+def quotient(own: Sequence[float | None], base: Sequence[float | None]) -> str | None:
+    """How many times less, in the mean of the seeds that both have."""
+    both = [b / o for o, b in zip(own, base, strict=False) if o is not None and b is not None]
+    return f"{statistics.mean(both):.2f} ({len(both)} seeds)" if both else None
+
+
+def table_2(pool: Pool, task: str) -> str:
+    base, sign = pool.of(NONE[task]), METRICS[task][1]
+    reference = times(pool.of(TABLE_2[0].arm(task)), base)
+    lines: list[list[object]] = []
+    for line in TABLE_2:
+        runs = pool.of(line.arm(task))
+        paper = 100 * sign * (line.metric[task] / THEIRS[task][1] - 1) + 0.0
+        cells: list[object] = [
+            line.title,
+            f"{line.metric[task]:g}",
+            f"{paper:+.2f}",
+            f"{line.faster[task]:g}",
+        ]
+        if not runs:
+            lines.append([*cells, NOT_RUN, *[None] * 5])
+            continue
+        changes, own = worse(runs, base, task), times(runs, base)
+        lines.append(
+            [
+                *cells,
+                ", ".join(f"{run['metric']:.4g}" for run in runs),
+                mean_and_range(changes),
+                order(changes, paper),
+                f"{statistics.mean(run['run_bytes_per_step'] for run in runs):,.0f}",
+                _text(own),
+                quotient(own, reference),
+            ]
+        )
+    title = f"{TITLES[task]}; paper: {THEIRS[task][0]}"
+    paper_has = ["paper", "paper, worse %", "paper, faster"]
+    ours = ["ours, by seed", "ours, worse %", "order", "bytes a step", "seconds to the loss", "ours, faster"]
+    return report.table([title, *paper_has, *ours], lines)
+
+
+def table_4(pool: Pool) -> str:
+    lines: list[list[object]] = []
+    for task, (theirs, own, faster) in THEIR_FLOATS.items():
+        base = pool.of(NONE[task])
+        runs = {"Accordion": pool.of(accordion(task)), "GraVAC": pool.of(ADAPTIVE.arm(task))}
+        sent = {name: [run["run_bytes_per_step"] for run in found] for name, found in runs.items()}
+        taken = {name: times(found, base) for name, found in runs.items()}
+        for name, found in runs.items():
+            is_base = name == "Accordion"
+            lines.append(
+                [
+                    f"{TITLES[task]}, {name}",
+                    f"{theirs if is_base else own:.3g}",
+                    "1" if is_base else f"{theirs / own:.1f}",
+                    "1" if is_base else f"{faster:g}",
+                    f"{statistics.mean(sent[name]):,.0f}" if found else NOT_RUN,
+                    quotient(sent[name], sent["Accordion"]),
+                    mean_and_range(worse(found, base, task)) if found else None,
+                    _text(taken[name]) if found else None,
+                    quotient(taken[name], taken["Accordion"]),
+                ]
+            )
+    paper = ["paper: floats", "fewer", "less time"]
+    ours = ["ours: bytes a step", "fewer", "worse %", "seconds to the loss", "less time"]
+    return report.table(["", *paper, *ours], lines)
+
+
+def table_3(found: dict[str, Any] | None) -> str:
+    """Milliseconds of selecting twice, and of selecting among what the first factor selected."""
+    paper = {
+        ("resnet", "topk"): 1.83, ("resnet", "dgc"): 1.52, ("resnet", "redsync"): 1.1,
+        ("lstm", "topk"): 1.59, ("lstm", "dgc"): 1.4, ("lstm", "redsync"): 1.5,
+    }  # fmt: skip
+    lines: list[list[object]] = []
+    for row in found["rows"] if found else []:
+        there = [factor for (model, method), factor in paper.items() if row["method"].lower() == method
+                 and row["model"].lower().startswith(model)]  # fmt: skip
+        both = row["direct_milliseconds"], row["multilevel_milliseconds"]
+        lines.append(
+            [
+                f"{row['model']}, {row['method']}",
+                f"{there[0]:g}" if there else None,
+                *(f"{each:.2f}" for each in both),
+                f"{row['speedup']:.2f}",
+            ]
+        )
+    headers = ["", "paper, times faster", "direct, ms", "multi-level, ms", "times faster"]
+    return report.table(headers, lines or [[NOT_RUN, *[None] * 4]])
+
+
+def densities(pool: Pool) -> str:
+    """Figures 7, 9, 10 and 11: how often each factor was sent, and how many times fewer floats."""
+    rows: list[tuple[str, Arm, str]] = [
+        ("ResNet-20, TopK, 0.7 (Figure 7)", ADAPTIVE.arm(RESNET), "163"),
+        ("ResNet-20, TopK, 0.9", CAREFUL[RESNET], "19"),
+        ("LSTM, TopK, 0.7 (Figure 9)", ADAPTIVE.arm(LSTM), "289"),
+        ("LSTM, TopK, 0.9", CAREFUL[LSTM], "279"),
+        ("ResNet-20, RedSync, geometric, 0.7 (Figure 10)", GEOMETRIC, "76"),
+        ("ResNet-20, random-k from 1.5x, geometric, 0.7 (Figure 11)", RANDOM, "18"),
+    ]
+    lines: list[list[object]] = []
+    for title, arm, there in rows:
+        runs = pool.of(arm)
+        if not runs:
+            lines.append([title, there, NOT_RUN, *[None] * 4])
+            continue
+        changes = worse(runs, pool.of(NONE[arm.task]), arm.task)
+        factors = sorted({factor for run in runs for factor in run["factors"]}, key=float)
+        shares = {
+            f: statistics.mean(run["factors"].get(f, 0) / run["steps"] for run in runs) for f in factors
+        }
+        lines.append(
+            [
+                title,
+                there,
+                f"{statistics.mean(run['fewer_floats'] for run in runs):.1f}",
+                ", ".join(f"{f}x {share:.0%}" for f, share in shares.items() if share >= 0.005),
+                ", ".join(f"{run['metric']:.4g}" for run in runs),
+                mean_and_range(changes),
+                order(changes, 0.0),
+            ]
+        )
+    headers = ["", "paper, fewer floats", "ours", "steps by factor", "by seed", "worse %", "order"]
+    return report.table(headers, lines)
