@@ -8,9 +8,8 @@ from typing import Any
 import paper_qsdp
 import report
 from convergence_rows import LSTM, PAIRS, RESNET
-from paper_lgreco import fewer
-from paper_runs import Arm, Measurement, Pool, Results
-from paper_tables import NOT_RUN, Row, compare, mean_and_range, order, worse
+from paper_runs import Arm, Measurement, Pool, Results, timed
+from paper_tables import NOT_RUN, Row, by_seed, compare, fewer, mean_and_range, order, worse
 
 FOUR = "quantize:bits=4"
 #: Table 3.5: the paper's model beside ours, without CGX and with it.
@@ -27,17 +26,10 @@ ADAPTIVE = {
     "Linear": ("linear:every_steps=100,alpha=none", 1.15, (2, 13)),
     "Accordion": ("accordion:low=4,high=3,every_steps=100", 1.21, (3, 15)),
 }
-LINK, TIMED = "1gbit", 0.3
 
 
 def adaptive(name: str) -> Arm:
     return Arm(LSTM, FOUR, ADAPTIVE[name][0] if name else "")
-
-
-def timed(arm: Arm) -> Arm:
-    """A short run of the arm over a link, with as many decisions."""
-    controller = arm.controller.replace("every_steps=100", "every_steps=33")
-    return Arm(arm.task, arm.compression, controller, length=TIMED, link=LINK, seeds=1)
 
 
 _SCHEMES = [adaptive(name) for name in ("", *ADAPTIVE)]
@@ -46,6 +38,8 @@ ARMS = [
     *_SCHEMES,
     *(timed(arm) for arm in _SCHEMES),
 ]
+
+BASES = [*(Arm(task, "none") for task in RECOVERY), adaptive("")]
 
 #: Only a header travels: what a step would take on a perfect network.
 NOTHING = "fake:ratio=1073741824"
@@ -154,10 +148,10 @@ def schemes(pool: Pool) -> str:
         runs, time = pool.of(adaptive(name)), pool.of(timed(adaptive(name)))
         cells: list[object] = [NOT_RUN, None, None, None]
         if runs:
-            counts, changes = fewer(base, runs), worse(runs, base, LSTM)
+            counts, changes = fewer(runs, base), worse(runs, base, LSTM)
             cells = [
                 f"{statistics.mean(counts):.2f} ({min(counts):.2f} to {max(counts):.2f})",
-                ", ".join(f"{run['metric']:.1f}" for run in runs),
+                by_seed(runs),
                 mean_and_range(changes),
                 order(changes, None),
             ]

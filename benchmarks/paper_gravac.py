@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -12,7 +12,7 @@ import report
 from adaptive import reached
 from convergence_rows import LSTM, METRICS, RESNET
 from paper_runs import Arm, Measurement, Pool, Results, Run
-from paper_tables import NOT_RUN, mean_and_range, order, worse
+from paper_tables import NOT_RUN, by_seed, mean_and_range, order, pairs, worse
 
 TITLES = {RESNET: "ResNet-20", LSTM: "LSTM"}
 #: The paper's model, and what it wants to reach: accuracy, perplexity.
@@ -74,6 +74,7 @@ ARMS = [
     GEOMETRIC,
     RANDOM,
 ]
+BASES = list(NONE.values())
 MEASUREMENTS = [
     Measurement("gravac-multilevel", "multilevel.py", ("--rounds=31",), ("--rounds=1",), hosts=False)
 ]
@@ -102,17 +103,18 @@ def _curves(run: Run) -> dict[str, Any]:
     return {"loss_over_time": run["losses"], "bytes_over_time": run["bytes"]}
 
 
-def times(runs: Sequence[Run], base: Sequence[Run]) -> list[float | None]:
-    return [seconds_to(run, dense) for run, dense in zip(runs, base, strict=False)]
+def times(runs: Sequence[Run], base: Sequence[Run]) -> dict[int, float | None]:
+    """Seconds to the loss, by seed."""
+    return {run["seed"]: seconds_to(run, dense) for run, dense in pairs(runs, base)}
 
 
-def _text(seconds: Sequence[float | None]) -> str:
-    return ", ".join("never" if each is None else f"{each:.1f}" for each in seconds)
+def _text(seconds: Mapping[int, float | None]) -> str:
+    return ", ".join("never" if each is None else f"{each:.1f}" for each in seconds.values())
 
 
-def quotient(own: Sequence[float | None], base: Sequence[float | None]) -> str | None:
+def quotient(own: Mapping[int, float | None], base: Mapping[int, float | None]) -> str | None:
     """How many times less, in the mean of the seeds that both have."""
-    both = [b / o for o, b in zip(own, base, strict=False) if o is not None and b is not None]
+    both = [other / each for seed, each in own.items() if (other := base.get(seed)) and each]
     return f"{statistics.mean(both):.2f} ({len(both)} seeds)" if both else None
 
 
@@ -136,7 +138,7 @@ def table_2(pool: Pool, task: str) -> str:
         lines.append(
             [
                 *cells,
-                ", ".join(f"{run['metric']:.4g}" for run in runs),
+                by_seed(runs),
                 mean_and_range(changes),
                 order(changes, paper),
                 f"{statistics.mean(run['run_bytes_per_step'] for run in runs):,.0f}",
@@ -155,7 +157,7 @@ def table_4(pool: Pool) -> str:
     for task, (theirs, own, faster) in THEIR_FLOATS.items():
         base = pool.of(NONE[task])
         runs = {"Accordion": pool.of(accordion(task)), "GraVAC": pool.of(ADAPTIVE.arm(task))}
-        sent = {name: [run["run_bytes_per_step"] for run in found] for name, found in runs.items()}
+        sent = {name: {r["seed"]: r["run_bytes_per_step"] for r in found} for name, found in runs.items()}
         taken = {name: times(found, base) for name, found in runs.items()}
         for name, found in runs.items():
             is_base = name == "Accordion"
@@ -165,9 +167,9 @@ def table_4(pool: Pool) -> str:
                     f"{theirs if is_base else own:.3g}",
                     "1" if is_base else f"{theirs / own:.1f}",
                     "1" if is_base else f"{faster:g}",
-                    f"{statistics.mean(sent[name]):,.0f}" if found else NOT_RUN,
+                    f"{statistics.mean(sent[name].values()):,.0f}" if found else NOT_RUN,
                     quotient(sent[name], sent["Accordion"]),
-                    mean_and_range(worse(found, base, task)) if found else None,
+                    mean_and_range(worse(found, base, task)),
                     _text(taken[name]) if found else None,
                     quotient(taken[name], taken["Accordion"]),
                 ]
@@ -227,7 +229,7 @@ def densities(pool: Pool) -> str:
                 there,
                 f"{statistics.mean(run['fewer_floats'] for run in runs):.1f}",
                 ", ".join(f"{f}x {share:.0%}" for f, share in shares.items() if share >= 0.005),
-                ", ".join(f"{run['metric']:.4g}" for run in runs),
+                by_seed(runs),
                 mean_and_range(changes),
                 order(changes, 0.0),
             ]

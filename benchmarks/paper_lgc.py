@@ -6,6 +6,7 @@ import learned_paper
 from paper_runs import Arm, Measurement, Results
 
 ARMS: list[Arm] = []
+BASES: list[Arm] = []
 MEASUREMENTS: list[Measurement] = []
 
 

@@ -8,7 +8,7 @@ import report
 from convergence_rows import LSTM, RESNET
 from paper_runs import Arm, Measurement, Results
 from paper_shapes import lstm, ratio
-from paper_tables import NOT_RUN, Row, compare, mean_and_range, worse
+from paper_tables import NOT_RUN, Row, by_seed, compare, mean_and_range, worse
 
 TITLES = {RESNET: "ResNet-20", LSTM: "LSTM"}
 SIGNUM, ATOMO = "signum:momentum=0.9", "spectral_atomo:rank=2"
@@ -76,6 +76,8 @@ ARMS = [
     *_TRIALS,
     *(row.arm for row in (*METHODS, *LANGUAGE)),
 ]
+
+BASES = [*(row.arm for row in SGD.values()), WARM.arm, *(dense for dense, _ in LONGER.values())]
 
 WORKERS = (2, 4, 8)
 _RANKS = [f"powersgd:rank={r}" for r in (1, 2, 4)]
@@ -215,7 +217,7 @@ def scaling(timed: dict[int, dict[str, Any] | None]) -> str:
 def tuning(found: Results) -> str:
     lines = []
     for (task, how), rates in TRIED.items():
-        base = found.pool.of(SGD[task].arm)[:1]
+        base = found.pool.of(SGD[task].arm)
         cells = []
         for rate in rates:
             changes = worse(found.pool.of(Arm(task, how, rate=rate, seeds=1)), base, task)
@@ -228,17 +230,15 @@ def plateau(found: Results) -> str:
     lines = []
     for (task, _), pair in LONGER.items():
         dense, compressed = (found.pool.of(arm) for arm in pair)
-        by_seed = [
-            ", ".join(f"{run['metric']:.4g}" for run in runs) or NOT_RUN for runs in (dense, compressed)
-        ]
         changes = worse(compressed, dense, task)
         steps = f"{dense[0]['steps']:,}" if dense else None
         lines.append(
             [
                 f"{TITLES[task]}, {pair[1].compression}",
                 steps,
-                *by_seed,
-                mean_and_range(changes) if changes else None,
+                by_seed(dense),
+                by_seed(compressed),
+                mean_and_range(changes),
             ]
         )
     return report.table(["", "steps", "uncompressed", "compressed", "worse %"], lines)

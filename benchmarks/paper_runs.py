@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ class Arm:
     @property
     def key(self) -> tuple[str, str, str, float, float, str]:
         return self.task, self.compression, self.controller, self.rate, self.length, self.link
+
+
+def timed(arm: Arm) -> Arm:
+    """A run that times the arm's steps: over links of 1 Gbit/s, of 30% of the steps, with as many decisions."""
+    periods = re.sub(r"every_steps=(\d+)", lambda m: f"every_steps={int(m[1]) // 3}", arm.controller)
+    return Arm(arm.task, arm.compression, periods, length=0.3, link="1gbit", seeds=1)
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,9 @@ class Pool:
         self._runs: dict[str, list[Run]] = {}
 
     def of(self, arm: Arm) -> list[Run]:
-        """The runs of an arm, by seed."""
+        """The runs of an arm, by machine and seed."""
         found = [run for run in self._of_task(arm.task) if _key(run) == arm.key and run["seed"] < arm.seeds]
-        return sorted(found, key=lambda run: run["seed"])
+        return sorted(found, key=lambda run: (run["machine"], run["seed"]))
 
     def add(self, arm: Arm, runs: Sequence[Run]) -> None:
         """Written at once, a run a line."""
@@ -159,26 +165,49 @@ class Results:
         return f"{len(runs)} trainings, {sum(run['seconds'] for run in runs) / 3600:.1f} hours; {machines}; {when}."
 
 
+def _machine() -> str:
+    found = report.machine()
+    return f"{found['cores']} cores of {found['cpu']}, {found['isa']}"
+
+
 def _key(run: Run) -> tuple[Any, ...]:
     return tuple(run[name] for name in ("task", "compression", "controller", "rate", "length", "link"))
 
 
-def train(pool: Pool, arms: Sequence[Arm], scale: Scale, data: Path | None, cifar: Path | None) -> list[Arm]:
-    """Train what the pool lacks; returns the arms whose processes failed."""
-    lacking = []
+def train(
+    pool: Pool,
+    arms: Sequence[Arm],
+    scale: Scale,
+    data: Path | None,
+    cifar: Path | None,
+    bases: Sequence[Arm] = (),
+) -> list[Arm]:
+    """Train what the pool lacks; returns the arms whose processes failed.
+
+    ``bases``: those that others are compared with. Arithmetic differs between processors, and with it a run's metric by
+    as much as seeds differ, so that a base is trained once more on a machine on which anything is trained.
+    """
     asked: dict[tuple[Any, ...], Arm] = {}
     for arm in arms:  # of those that differ by the number of seeds alone, the one with the most
         if arm.key not in asked or asked[arm.key].seeds < arm.seeds:
             asked[arm.key] = arm
+    here = _machine()
+
+    def seeds_of(arm: Arm, machines: Collection[str]) -> tuple[int, ...]:
+        done = {run["seed"] for run in pool.of(arm) if run["machine"] in machines or not machines}
+        return tuple(seed for seed in range(min(arm.seeds, scale.seeds)) if seed not in done)
+
+    seeds = {arm.key: seeds_of(arm, ()) for arm in asked.values()}
+    if any(seeds.values()):
+        seeds |= {arm.key: seeds_of(arm, (here,)) for arm in bases}
+    lacking = []
     for arm in asked.values():
-        done = {run["seed"] for run in pool.of(arm)}
-        seeds = tuple(seed for seed in range(min(arm.seeds, scale.seeds)) if seed not in done)
-        if seeds:
+        if seeds[arm.key]:
             plan = convergence.Plan(
                 scale.instead.get(arm.task, arm.task),
                 arm.compression,
                 arm.rate,
-                seeds,
+                seeds[arm.key],
                 scale.settings(arm, data, cifar),
                 scale.controller(arm),
             )
@@ -206,7 +235,6 @@ def train(pool: Pool, arms: Sequence[Arm], scale: Scale, data: Path | None, cifa
 
 def collect(arm: Arm, ranks: Sequence[dict[str, Any]]) -> list[Run]:
     """An arm's runs, of what each rank found; SystemExit where ranks ended with different parameters."""
-    machine = report.machine()
     runs = []
     for of_ranks in convergence.by_seed(ranks, str(arm)):
         first = of_ranks[0]
@@ -219,7 +247,7 @@ def collect(arm: Arm, ranks: Sequence[dict[str, Any]]) -> list[Run]:
                 "losses": [round(loss, 4) for loss in first["loss_over_time"]],
                 "bytes": [round(sent) for sent in first["bytes_over_time"]],
                 "source": ranks[0]["source"],
-                "machine": f"{machine['cores']} cores of {machine['cpu']}, {machine['isa']}",
+                "machine": _machine(),
                 "date": datetime.date.today().isoformat(),
             }
         )

@@ -34,17 +34,19 @@ class Row:
     paper: float | None = None
 
 
+def pairs(own: Sequence[Run], base: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Runs beside the base's of the same seed on the same machine."""
+    found = {(run["seed"], run["machine"]): run for run in base}
+    keys = [(run["seed"], run["machine"]) for run in own]
+    return [(run, found[key]) for run, key in zip(own, keys, strict=True) if key in found]
+
+
 def worse(own: Sequence[Run], base: Sequence[Run], task: str) -> list[float]:
-    """By seed, how much worse the metric is than the base's, in percent; SystemExit for runs that do not compare."""
+    """By pair, how much worse the metric is than the base's, in percent; SystemExit for runs that do not compare."""
     if len({(run["steps"], run["source"]) for run in (*own, *base)}) > 1:
         raise SystemExit(f"{task}: runs of different lengths or texts do not compare")
-    reference = {run["seed"]: run["metric"] for run in base}
     sign = METRICS[task][1]
-    return [
-        100 * sign * (run["metric"] / reference[run["seed"]] - 1) + 0.0
-        for run in own
-        if run["seed"] in reference
-    ]
+    return [100 * sign * (run["metric"] / other["metric"] - 1) + 0.0 for run, other in pairs(own, base)]
 
 
 def resolved(changes: Sequence[float]) -> bool:
@@ -52,8 +54,22 @@ def resolved(changes: Sequence[float]) -> bool:
     return len(changes) > 1 and max(changes) - min(changes) < abs(statistics.mean(changes))
 
 
-def order(changes: Sequence[float], paper: float | None) -> str:
+def fewer(own: Sequence[Run], base: Sequence[Run], key: str = "run_bytes_per_step") -> list[float]:
+    """By pair, how many times fewer bytes are sent than by the base."""
+    return [other[key] / run[key] for run, other in pairs(own, base)]
+
+
+def by_seed(runs: Sequence[Run]) -> str:
+    """The metrics, those of several machines one machine after another."""
+    machines = dict.fromkeys(run["machine"] for run in runs)
+    parts = [[f"{run['metric']:.4g}" for run in runs if run["machine"] == machine] for machine in machines]
+    return "; ".join(", ".join(part) for part in parts) or NOT_RUN
+
+
+def order(changes: Sequence[float], paper: float | None) -> str | None:
     """What the seeds show, beside what the paper has. ``paper``: how much worse the row is there, in percent."""
+    if not changes:
+        return None
     if not resolved(changes):
         return "not resolved"
     ours = "worse" if statistics.mean(changes) > 0 else "better"
@@ -63,7 +79,9 @@ def order(changes: Sequence[float], paper: float | None) -> str:
     return f"{ours}, as there" if ours == there else f"{ours}; there {there}"
 
 
-def mean_and_range(changes: Sequence[float]) -> str:
+def mean_and_range(changes: Sequence[float]) -> str | None:
+    if not changes:
+        return None
     mean = f"{statistics.mean(changes):+.2f}"
     return f"{mean} ({min(changes):+.2f} to {max(changes):+.2f})" if len(changes) > 1 else mean
 
@@ -90,10 +108,10 @@ def _line(row: Row, runs: Sequence[Run], changes: list[float], base: Row) -> lis
     return [
         row.title,
         *of_paper,
-        ", ".join(f"{run['metric']:.4g}" for run in runs),
-        mean_and_range(changes) if changes else None,
+        by_seed(runs),
+        mean_and_range(changes),
         deviation,
-        order(changes, there) if changes else None,
+        order(changes, there),
         f"{statistics.mean(run['bytes_per_step'] for run in runs):,.0f}",
         f"{statistics.mean(run['ratio'] for run in runs):.1f}",
     ]

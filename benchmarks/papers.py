@@ -89,7 +89,7 @@ def make(paper: str, options: argparse.Namespace) -> list[str]:
     lacking: list[str] = []
     if not options.page:
         arms: list[Arm] = module.ARMS
-        failed = train(found.pool, arms, scale, options.data, options.cifar)
+        failed = train(found.pool, arms, scale, options.data, options.cifar, module.BASES)
         lacking = [f"{arm}: a rank failed; its error is above" for arm in failed]
         lacking += measure(found, module.MEASUREMENTS, scale, data=options.data, cifar=options.cifar)
     page = PAGES / f"{paper}.md"

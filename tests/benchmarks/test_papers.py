@@ -14,7 +14,7 @@ import paper_shapes
 import papers
 import pytest
 from paper_runs import Arm, Measurement, Pool, Results, Scale
-from paper_tables import Row, compare, order, resolved, worse
+from paper_tables import Row, by_seed, compare, order, pairs, resolved, worse
 
 
 def found(metric: float, seed: int) -> dict:
@@ -74,8 +74,11 @@ def test_an_order_shows_where_the_seeds_differ_by_less_than_the_effect():
 
 
 def test_runs_of_different_lengths_do_not_compare():
-    own, base = ({"seed": 0, "metric": metric, "steps": 4, "source": None} for metric in (0.9, 1.0))
+    own, base = (
+        {"seed": 0, "metric": metric, "steps": 4, "source": None, "machine": "a"} for metric in (0.9, 1.0)
+    )
     assert worse([own], [base], "resnet") == pytest.approx([10.0])
+    assert worse([own], [{**base, "machine": "b"}], "resnet") == []
     for other in ({"steps": 5}, {"source": "a.txt"}):
         with pytest.raises(SystemExit, match="do not compare"):
             worse([{**own, **other}], [base], "resnet")
@@ -95,6 +98,24 @@ def test_what_is_there_is_not_trained_again(launched, tmp_path):
     assert launched[1].settings.lstm_steps == 20
     assert [run["seed"] for run in pool.of(more[2])] == [0, 1, 2]
     assert len(pool.of(arms[1])) == 1
+
+
+def test_a_base_is_trained_on_every_machine_and_compared_on_its_own(launched, monkeypatch, tmp_path):
+    base, old, new = (Arm("lstm", how) for how in ("none", "topk", "sign"))
+    pool = Pool(tmp_path)
+    for machine, arms in (("a", [base, old]), ("b", [base, old, new])):
+        monkeypatch.setattr(paper_runs, "_machine", lambda machine=machine: machine)
+        paper_runs.train(pool, arms, Scale(), None, None, [base])
+    assert [plan.compression for plan in launched] == ["none", "topk", "none", "sign"]
+    launched.clear()
+    paper_runs.train(pool, [base, old, new], Scale(), None, None, [base])
+    monkeypatch.setattr(paper_runs, "_machine", lambda: "c")
+    paper_runs.train(pool, [base, old, new], Scale(), None, None, [base])
+    assert launched == [], "nothing is lacking"
+    assert by_seed(pool.of(base)) == "1, 0.9, 0.8; 1, 0.9, 0.8"
+    found = pairs(pool.of(new), pool.of(base))
+    assert [(run["seed"], other["machine"]) for run, other in found] == [(0, "b"), (1, "b"), (2, "b")]
+    assert pairs(pool.of(old), [run for run in pool.of(base) if run["machine"] == "b"]) == []
 
 
 def test_an_arm_that_fails_costs_only_itself(launched, monkeypatch, tmp_path):
@@ -195,8 +216,9 @@ def test_time_to_a_loss_is_that_of_the_parts_until_it_is_reached():
     )
     slow = {**fast, "losses": [10.0] * 10}
     assert paper_gravac.seconds_to(slow, base) is None
-    assert paper_gravac.quotient([1.0, None, 2.0], [4.0, 1.0, 4.0]) == "3.00 (2 seeds)"
-    assert paper_gravac.quotient([None], [1.0]) is None
+    found = {0: 1.0, 1: None, 2: 2.0}
+    assert paper_gravac.quotient(found, {0: 4.0, 1: 1.0, 2: 4.0, 3: 1.0}) == "3.00 (2 seeds)"
+    assert paper_gravac.quotient({0: None}, {0: 1.0}) is None
 
 
 @pytest.mark.parametrize(
