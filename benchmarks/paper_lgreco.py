@@ -121,7 +121,10 @@ def against_uniform(pool: Pool) -> str:
     """L-GreCo beside the uniform level of its family: bytes, metric and time in a row."""
     rows = [(family, family.adaptive, "") for family in FAMILIES]
     rows += [(family, family.for_adam, ", metric=adam") for family in FOR_ADAM]
-    lines: list[list[object]] = []
+    lines: list[list[object]] = [
+        [f"{TITLES[task]}, uncompressed", *[None] * 6, milliseconds(pool, row.arm), None]
+        for task, row in BASE.items()
+    ]
     for family, row, more in rows:
         base, own = pool.of(family.uniform.arm), pool.of(row.arm)
         there: list[object] = [None, None]
