@@ -121,7 +121,8 @@ def quotient(own: Mapping[int, float | None], base: Mapping[int, float | None]) 
 def table_2(pool: Pool, task: str) -> str:
     base, sign = pool.of(NONE[task]), METRICS[task][1]
     reference = times(pool.of(TABLE_2[0].arm(task)), base)
-    lines: list[list[object]] = []
+    dense = f"{statistics.mean(run['run_bytes_per_step'] for run in base):,.0f}" if base else None
+    lines: list[list[object]] = [["uncompressed", *[None] * 3, by_seed(base), None, None, dense, None, None]]
     for line in TABLE_2:
         runs = pool.of(line.arm(task))
         paper = 100 * sign * (line.metric[task] / THEIRS[task][1] - 1) + 0.0
