@@ -2,14 +2,15 @@
 
     python benchmarks/papers.py powersgd --data wikitext2.txt --cifar cifar10_10k.npz   # what is lacking, then the page
     python benchmarks/papers.py powersgd --page                                        # the page, of the runs there are
-    python benchmarks/papers.py powersgd --quick                                       # every part once, in two minutes
+    python benchmarks/papers.py powersgd lgreco --quick                                # every part of both pages once
 
 Runs are kept in benchmarks/results/papers, those of all papers together, and what is there is not run again: a command
-that was stopped goes on. A page is text with places for tables, which this command fills. --quick trains for a few
-steps, digits in place of CIFAR-10, and writes to build/papers-quick.
+that was stopped goes on. What others are compared with is trained on every machine on which anything is. Times are of
+hosts of network namespaces, which need root. A page is text with places for tables, which this command fills. --quick
+trains for a few steps, digits in place of CIFAR-10, and writes to build/papers-quick.
 
 Columns of a table
-    worse %     than the first row, seed by seed, relative; the mean, and the least and the most of the seeds
+    worse %     than the first row with the same seed on the same machine, relative; the mean, the least and the most
     deviation   our mean less the paper's, in percentage points
     order       whether the row is better or worse, and what the paper has; "not resolved" where the seeds differ by
                 more than the effect
