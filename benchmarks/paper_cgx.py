@@ -8,8 +8,8 @@ from typing import Any
 import paper_qsdp
 import report
 from convergence_rows import LSTM, PAIRS, RESNET
-from paper_runs import Arm, Measurement, Pool, Results, timed
-from paper_tables import NOT_RUN, Row, by_seed, compare, fewer, mean_and_range, order, worse
+from paper_runs import Arm, Measurement, Pool, Results, step_times, timed
+from paper_tables import NOT_RUN, Row, by_seed, compare, faster, fewer, mean_and_range, order, worse
 
 FOUR = "quantize:bits=4"
 #: Table 3.5: the paper's model beside ours, without CGX and with it.
@@ -53,25 +53,20 @@ PEERS = {
 LINEAR = {"lstm": (95, 87), "resnet18": (92, 90)}
 
 
-def _step(model: str, blocks: int, steps: int) -> list[Measurement]:
-    """Times of steps at 1 Gbit/s; GRACE's way, which gathers what all ranks compressed, is a run of its own."""
-    low_rank = PEERS[model][1]
-    common = ["--rows=ddp", "--skip-verification", "--link=1gbit"]
-    quick = ["--model=resnet", "--ranks=2", "--blocks=1", "--steps=2", "--warmup=1"]
-    every = [
-        *common,
-        *(f"--compression={how}" for how in (FOUR, *(low for _, low, _ in PEERS.values()), NOTHING)),
-    ]
-    full = [f"--model={model}", "--ranks=4", f"--blocks={blocks}", f"--steps={steps}"]
-    own = [*common, *(f"--compression={how}" for how in (FOUR, low_rank, NOTHING))]
-    gathered = [*common, f"--compression={GATHERED}", "--set=reduction=gather"]
-    return [
-        Measurement(f"cgx-{model}", "step.py", (*own, *full), (*every, *quick)),
-        Measurement(f"cgx-{model}-gather", "step.py", (*gathered, *full), (*gathered, *quick)),
-    ]
+def _steps(model: str, *size: str) -> list[Measurement]:
+    """GRACE's way, which gathers what all ranks compressed, is a run of its own."""
+    size = (f"--model={model}", "--ranks=4", *size)
+    low_ranks = [low for _, low, _ in PEERS.values()]
+    own = step_times(f"cgx-{model}", [FOUR, PEERS[model][1], NOTHING], [FOUR, *low_ranks, NOTHING], size)
+    gather = ("--set=reduction=gather",)
+    return [own, step_times(f"cgx-{model}-gather", [GATHERED], [GATHERED], size, gather)]
 
 
-MEASUREMENTS = [*_step("lstm", 4, 4), *_step("resnet18", 3, 2), *paper_qsdp.MEASUREMENTS]
+MEASUREMENTS = [
+    *_steps("lstm", "--blocks=4", "--steps=4"),
+    *_steps("resnet18", "--blocks=3", "--steps=2"),
+    *paper_qsdp.MEASUREMENTS,
+]
 
 
 def tables(found: Results) -> dict[str, str]:
@@ -142,10 +137,9 @@ def linear(steps: dict[str, dict[str, Any] | None]) -> str:
 
 def schemes(pool: Pool) -> str:
     base = pool.of(adaptive(""))
-    uniform = pool.of(timed(adaptive("")))
     lines: list[list[object]] = []
-    for name, (_, there, faster) in ADAPTIVE.items():
-        runs, time = pool.of(adaptive(name)), pool.of(timed(adaptive(name)))
+    for name, (_, there, theirs) in ADAPTIVE.items():
+        runs = pool.of(adaptive(name))
         cells: list[object] = [NOT_RUN, None, None, None]
         if runs:
             counts, changes = fewer(runs, base), worse(runs, base, LSTM)
@@ -155,12 +149,15 @@ def schemes(pool: Pool) -> str:
                 mean_and_range(changes),
                 order(changes, None),
             ]
-        ours = (
-            f"{100 * (uniform[0]['step_seconds'] / time[0]['step_seconds'] - 1):+.0f}"
-            if time and uniform
-            else None
+        lines.append(
+            [
+                name,
+                f"{there}",
+                f"+{theirs[0]} to +{theirs[1]}",
+                *cells,
+                faster(pool, adaptive(name), adaptive("")),
+            ]
         )
-        lines.append([name, f"{there}", f"+{faster[0]} to +{faster[1]}", *cells, ours])
     paper = ["paper: fewer bytes", "faster %"]
     ours_has = ["ours: fewer bytes", "perplexity by seed", "worse %", "order", "faster %"]
     return report.table(["LSTM, against 4 bits", *paper, *ours_has], lines)

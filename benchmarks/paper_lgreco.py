@@ -10,11 +10,12 @@ import report
 from convergence_rows import LSTM, METRICS, PAIRS, RESNET
 from paper_runs import Arm, Measurement, Pool, Results, Run, timed
 from paper_shapes import ratio, resnet50, transformer_lm, transformer_xl
-from paper_tables import NOT_RUN, Row, by_seed, compare, fewer, mean_and_range, order, pairs, worse
+from paper_tables import NOT_RUN, Row, by_seed, compare, faster, fewer, mean_and_range, order, pairs, worse
 
 TITLES = {RESNET: "ResNet-20", LSTM: "LSTM", PAIRS: "GPT"}
 #: The paper's model of each task, and the metric of uncompressed training.
 THEIRS = {RESNET: ("ResNet-18", 76.60), LSTM: ("Transformer-XL", 23.82), PAIRS: ("Transformer-LM", 29.34)}
+EXACT = "exact"
 #: Steps between decisions: an epoch of ResNet-20, a tenth of the others.
 EVERY = {RESNET: 78, LSTM: 100, PAIRS: 300}
 
@@ -203,10 +204,6 @@ def schemes(pool: Pool) -> str:
             lines.append([name, f"{there:g}", f"{there / 14.1:.2f}", *speeds, NOT_RUN, *[None] * 6])
             continue
         changes, counts = worse(runs, base, LSTM), fewer(runs, base)
-        own, uniform = pool.of(timed(arm)), pool.of(timed(scheme("uniform")))
-        faster = None
-        if own and uniform:
-            faster = f"{100 * (uniform[0]['step_seconds'] / own[0]['step_seconds'] - 1):+.0f}"
         lines.append(
             [
                 name,
@@ -219,7 +216,7 @@ def schemes(pool: Pool) -> str:
                 mean_and_range(changes) if arm.controller else None,
                 order(changes, None) if arm.controller else None,
                 milliseconds(pool, arm),
-                faster,
+                faster(pool, arm, scheme("uniform")),
             ]
         )
     paper = ["paper: ratio", "fewer", "one node, %", "four, %"]
@@ -233,16 +230,16 @@ def profile(pool: Pool, task: str, families: Sequence[Family]) -> str:
     layers = next((plan_of(runs[0]) for runs in found if runs), {})
     lines: list[list[object]] = []
     for layer in reversed(layers):
-        levels = [", ".join(plan_of(run)[layer] for run in runs) or NOT_RUN for runs in found]
-        if any(level not in (NOT_RUN, "exact, exact, exact") for level in levels):
-            lines.append([layer, *levels])
+        levels = [[plan_of(run)[layer] for run in runs] for runs in found]
+        if any(level != EXACT for each in levels for level in each):
+            lines.append([layer, *(", ".join(each) or NOT_RUN for each in levels)])
     return report.table([TITLES[task], *(family.title for family in families)], lines)
 
 
 def plan_of(run: Run) -> dict[str, str]:
     """Level by layer of the last plan."""
     _, assignments = run["plan"]
-    return {layer: "exact" if level in (None, "", "none") else str(level) for layer, _, level in assignments}
+    return {layer: EXACT if level is None else str(level) for layer, _, level in assignments}
 
 
 def over_time(pool: Pool) -> str:
@@ -254,7 +251,7 @@ def over_time(pool: Pool) -> str:
         for run, base in pairs(pool.of(scheme(name)), dense):
             count = len(run["bytes"])
             for number, tenth in enumerate(tenths):
-                part = slice(number * count // 10, max((number + 1) * count // 10, number * count // 10 + 1))
+                part = slice(number * count // 10, (number + 1) * count // 10)
                 tenth.append(sum(base["bytes"][part]) / sum(run["bytes"][part]))
         lines.append([name, *(f"{statistics.mean(tenth):.1f}" if tenth else NOT_RUN for tenth in tenths)])
     return report.table(["LSTM, PowerSGD", *(f"{n}0%" for n in range(1, 11))], lines)

@@ -6,7 +6,7 @@ from typing import Any
 
 import report
 from convergence_rows import LSTM, RESNET
-from paper_runs import Arm, Measurement, Results
+from paper_runs import Arm, Measurement, Results, step_times
 from paper_shapes import lstm, ratio
 from paper_tables import NOT_RUN, Row, by_seed, compare, mean_and_range, worse
 
@@ -96,18 +96,14 @@ _TIMED = {2: [*_RANKS, SIGNUM], 4: [*_RANKS[1:2], *_RESNET18, SIGNUM], 8: [*_RAN
 _EVERY = [*_RANKS, *_RESNET18, SIGNUM]
 
 
-def _step(name: str, model: str, ranks: int, compressions: list[str], blocks: int, steps: int) -> Measurement:
-    """Times of steps with these compressions, and without any, on hosts with links of 1 Gbit/s."""
-    common = ["--rows=ddp", "--skip-verification", "--link=1gbit"]
-    full = [f"--model={model}", f"--ranks={ranks}", f"--blocks={blocks}", f"--steps={steps}"]
-    quick = ["--model=resnet", "--ranks=2", "--blocks=1", "--steps=2", "--warmup=1"]
-    own, every = ([f"--compression={how}" for how in chosen] for chosen in (compressions, _EVERY))
-    return Measurement(f"powersgd-{name}", "step.py", (*common, *own, *full), (*common, *every, *quick))
+def _steps(name: str, model: str, ranks: int, compressions: list[str], blocks: int) -> Measurement:
+    size = (f"--model={model}", f"--ranks={ranks}", f"--blocks={blocks}", f"--steps={blocks}")
+    return step_times(f"powersgd-{name}", compressions, _EVERY, size)
 
 
 MEASUREMENTS = [
-    _step("lstm", "lstm", 2, [*_RANKS, SIGNUM], 6, 6),
-    *(_step(f"resnet18-{n}", "resnet18", n, compressions, 3, 3) for n, compressions in _TIMED.items()),
+    _steps("lstm", "lstm", 2, [*_RANKS, SIGNUM], 6),
+    *(_steps(f"resnet18-{n}", "resnet18", n, compressions, 3) for n, compressions in _TIMED.items()),
 ]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Any
 
 import learned_levels
 import report
 from paper_runs import Measurement, Results
-from paper_tables import NOT_RUN, mean_and_range, resolved
+from paper_tables import NOT_RUN, mean_and_range, order
 from sharded_rank import LEARNS_AT
 
 #: Perplexity of GPT-2 with 125 M parameters, and of its rows: tables 5.1 to 5.3.
@@ -68,12 +67,6 @@ def _paper(perplexity: float, base: float) -> str:
     return f"{100 * (math.log(perplexity) / math.log(base) - 1):+.2f}"
 
 
-def _order(found: list[float]) -> str:
-    if not resolved(found):
-        return "not resolved"
-    return "worse" if statistics.mean(found) > 0 else "better"
-
-
 def uniform(runs: dict[str, dict[int, dict[str, Any]]]) -> str:
     """Tables 5.1 to 5.3: even levels beside the baseline."""
     lines: list[list[object]] = [
@@ -81,7 +74,7 @@ def uniform(runs: dict[str, dict[int, dict[str, Any]]]) -> str:
     ]
     for row, perplexity in UNIFORM.items():
         found = changes(runs, row, BASELINE)
-        ours = [mean_and_range(found), _order(found)] if found else [None, None]
+        ours = [mean_and_range(found), order(found, None)]
         lines.append([row, f"{perplexity:g}", _paper(perplexity, BASE), _losses(runs, row), *ours])
     return report.table(
         ["weights and gradients, bits", "paper, perplexity", "worse %, of the loss", "ours, loss by seed", "worse %",
@@ -96,7 +89,7 @@ def learned(runs: dict[str, dict[int, dict[str, Any]]]) -> str:
     for row, perplexity in LEARNED.items():
         own = f"{row}-learned"
         found = changes(runs, own, row)
-        ours = [mean_and_range(found), _order(found)] if found else [None, None]
+        ours = [mean_and_range(found), order(found, None)]
         lines.append([row, f"{perplexity:g}", _paper(perplexity, UNIFORM[row]), _losses(runs, own), *ours])
     return report.table(
         ["learned levels", "paper, perplexity", "worse than even %", "ours, loss by seed", "worse than even %",

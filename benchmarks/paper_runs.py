@@ -143,6 +143,23 @@ class Measurement:
     hosts: bool = True
 
 
+def step_times(
+    name: str,
+    compressions: Sequence[str],
+    every: Sequence[str],
+    size: Sequence[str],
+    more: Sequence[str] = (),
+) -> Measurement:
+    """Times of steps with these compressions and with DistributedDataParallel, over links of 1 Gbit/s.
+
+    ``every``: what is tried once in their place, the same for several measurements. ``size``: model, ranks and steps.
+    """
+    common = ("--rows=ddp", "--skip-verification", "--link=1gbit", *more)
+    own, tried = ([f"--compression={how}" for how in chosen] for chosen in (compressions, every))
+    quick = ("--model=resnet", "--ranks=2", "--blocks=1", "--steps=2", "--warmup=1")
+    return Measurement(name, "step.py", (*common, *own, *size), (*common, *tried, *quick))
+
+
 @dataclass(frozen=True)
 class Results:
     """What was found: trainings, and the JSON of benchmarks by name, None where there is none."""

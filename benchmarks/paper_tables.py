@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import report
 from convergence_rows import METRICS
-from paper_runs import Arm, Pool, Run
+from paper_runs import Arm, Pool, Run, timed
 
 #: Percent. Two numbers of a paper that differ by less are called equal.
 EQUAL = 0.3
@@ -57,6 +57,14 @@ def resolved(changes: Sequence[float]) -> bool:
 def fewer(own: Sequence[Run], base: Sequence[Run], key: str = "run_bytes_per_step") -> list[float]:
     """By pair, how many times fewer bytes are sent than by the base."""
     return [other[key] / run[key] for run, other in pairs(own, base)]
+
+
+def faster(pool: Pool, arm: Arm, base: Arm) -> str | None:
+    """How much more throughput a step of the arm has than one of the base, in percent, where both were timed."""
+    own, other = (pool.of(timed(each)) for each in (arm, base))
+    if not (own and other):
+        return None
+    return f"{100 * (other[0]['step_seconds'] / own[0]['step_seconds'] - 1):+.0f}"
 
 
 def by_seed(runs: Sequence[Run]) -> str:
