@@ -434,22 +434,24 @@ def test_a_model_trains_under_auto():
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression="auto"
     )
     inputs, targets = torch.randn(32, 64), torch.randint(0, 8, (32,))
-    losses = []
-    for _ in range(SETTLING_STEPS + 10 + 20):
+    losses: list[float] = []
+    reason, decided = "", None  # the reason of the choice: a later comparison of step times may undo it
+    while decided is None or len(losses) < max(decided + 2, 36):
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        running = optimizer._exchanger_or_none().pipeline.controller
+        if decided is None and running.state.decisions:
+            reason, decided = running.reason, len(losses)
     assert losses[-1] < 0.5 * losses[0]
-    running = optimizer._exchanger_or_none().pipeline.controller
-    assert running.state.decisions == 1
     assert all(seconds > 0 for seconds in running.state.predicted)
     exchanger = optimizer._exchanger_or_none()
-    mine = f"{running.reason} {exchanger.pipeline.plan.to_json()}".encode()
+    mine = f"{decided} {reason} {running.reason} {exchanger.pipeline.plan.to_json()}".encode()
     assert exchanger.allgather_bytes(mine) == [mine] * 2
     assert optimizer.plan_reason() == running.reason
-    said = [line for line in lines if running.reason in line]
+    said = [line for line in lines if reason in line]
     assert len(said) == (1 if gc.rank() == 0 else 0)
 
 
