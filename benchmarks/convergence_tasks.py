@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -168,26 +167,10 @@ def held_loss(job: Job) -> Any:
     return gc.Sensitivity(job.model, lambda model: job.loss(model, inputs, targets))
 
 
-def train(
-    job: Job,
-    compression: str,
-    rate: float = 1.0,
-    controller: str = "",
-    exact: str = "float32",
-    watch: Watch | None = None,
-) -> dict[str, Any]:
-    """Train to the end. Bytes and seconds of a step are those of the second half, when warm-ups are over.
-
-    ``exact``: how excluded layers travel. A ``flat[...]`` trains under ``layers=False``, which excludes none.
-    ``compressible_bytes_per_step``: of the layers that are not excluded, over the run, by formula.
-    ``watch`` sees every step; what it found is in the result.
-    With a controller also its processor seconds, and its plans: the step each began in, and its levels by layer.
-    """
-    import torch
-
+def wrap(job: Job, compression: str, rate: float, controller: str, exact: str) -> tuple[Any, Policy]:
+    """The job's optimizer, wrapped, and the policy that tells the layers it excludes. Ranks start as rank 0 does."""
     import gradcomp.torch as gc
     from gradcomp.compress.registry import from_string
-    from gradcomp.control.gravac import GraVACRun
 
     compressor = from_string(compression)
     share_work(job, compressor, rate)
@@ -202,14 +185,70 @@ def train(
         sensitivity=held_loss(job) if "metric=loss" in controller else None,
         layers=not flat,
     )
-    plans: list[tuple[int, Any]] = []
+    return optimizer, policy
+
+
+@dataclass
+class Steps:
+    """What was noted after each step; ``plans``: the step in which each began."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    wire_bytes: list[int] = field(default_factory=list)
+    dense_bytes: list[int] = field(default_factory=list)
+    plans: list[tuple[int, Any]] = field(default_factory=list)
+
+    def note(self, loss: float, seconds: float, optimizer: Any) -> None:
+        plan = optimizer.plan()
+        if plan is not None and (not self.plans or self.plans[-1][1] is not plan):
+            self.plans.append((len(self.losses) + 1, plan))
+        sent = optimizer.statistics()
+        self.losses.append(loss)
+        self.seconds.append(seconds)
+        self.wire_bytes.append(sent.wire_bytes)
+        self.dense_bytes.append(sent.dense_bytes)
+
+    def found(self) -> dict[str, Any]:
+        """Curves of the whole run; bytes and seconds of a step of the second half, when warm-ups are over."""
+        steps = len(self.losses)
+        half = steps // 2 if steps <= PROBE_STEPS else max(steps // 2, PROBE_STEPS + 1)
+        half = min(half, steps - 1)
+        wire, dense = [0, *self.wire_bytes], [0, *self.dense_bytes]
+        parts = min(CURVE, steps)
+        ends = [(steps * part // parts, steps * (part + 1) // parts) for part in range(parts)]
+        return {
+            "steps": steps,
+            "run_bytes_per_step": wire[-1] / steps,
+            "bytes_over_time": [(wire[b] - wire[a]) / (b - a) for a, b in ends],
+            "loss_over_time": [statistics.fmean(self.losses[a:b]) for a, b in ends],
+            "seconds_over_time": [sum(self.seconds[a:b]) for a, b in ends],
+            "bytes_per_step": (wire[-1] - wire[half]) / (steps - half),
+            "ratio": (dense[-1] - dense[half]) / (wire[-1] - wire[half]),
+            "step_seconds": statistics.median(self.seconds[half:]),
+        }
+
+
+def train(
+    job: Job,
+    compression: str,
+    rate: float = 1.0,
+    controller: str = "",
+    exact: str = "float32",
+    watch: Watch | None = None,
+) -> dict[str, Any]:
+    """Train to the end.
+
+    ``exact``: how excluded layers travel. A ``flat[...]`` trains under ``layers=False``, which excludes none.
+    ``watch`` sees every step; what it found is in the result.
+    """
+    import torch
+
+    optimizer, policy = wrap(job, compression, rate, controller, exact)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=job.optimizer.param_groups[0]["lr"], total_steps=job.steps, pct_start=0.1,
         cycle_momentum=False,
     )  # fmt: skip
-    counted = []
-    losses = []
-    step_seconds = []
+    steps = Steps()
     began = time.perf_counter()
     job.model.train()
     for _, (inputs, targets) in zip(range(job.steps), job.batches, strict=False):
@@ -221,65 +260,54 @@ def train(
             torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.clip)
         optimizer.step()
         schedule.step()
-        step_seconds.append(time.perf_counter() - step_began)
-        plan = optimizer.plan()
-        if plan is not None and (not plans or plans[-1][1] is not plan):
-            plans.append((len(counted) + 1, plan))
-        sent = optimizer.statistics()
-        counted.append((sent.wire_bytes, sent.dense_bytes))
-        losses.append(loss.item())
+        steps.note(loss.item(), time.perf_counter() - step_began, optimizer)
         if watch is not None:
-            watch.step(loss.item(), step_seconds[-1], sent)
+            watch.step(steps.losses[-1], steps.seconds[-1], optimizer.statistics())
     seconds = time.perf_counter() - began
     digest = hashlib.sha256()
     for parameter in job.model.parameters():
         digest.update(parameter.detach().contiguous().numpy().tobytes())
-    half = job.steps // 2 if job.steps <= PROBE_STEPS else max(job.steps // 2, PROBE_STEPS + 1)
-    half = min(half, job.steps - 1)
-    first = counted[half - 1] if half else (0, 0)
-    wire, dense = (now - then for now, then in zip(counted[-1], first, strict=True))
-    sent_by = [0, *(wire for wire, _ in counted)]
-    parts = min(CURVE, job.steps)
-    ends = [job.steps * part // parts for part in range(parts + 1)]
-    adaptive: dict[str, Any] = {
-        "run_bytes_per_step": counted[-1][0] / job.steps,
-        "bytes_over_time": [(sent_by[b] - sent_by[a]) / (b - a) for a, b in itertools.pairwise(ends)],
-        "loss_over_time": [statistics.fmean(losses[a:b]) for a, b in itertools.pairwise(ends)],
-        "seconds_over_time": [sum(step_seconds[a:b]) for a, b in itertools.pairwise(ends)],
-    }
-    exchanger = optimizer._exchanger_or_none()
-    running = None if exchanger is None else exchanger.pipeline.controller
-    if exchanger is not None and not isinstance(running, GraVACRun):
-        pipeline = exchanger.pipeline
-        excluded = policy.excluded(pipeline.layers)
-        open_to_choice = [layer for layer in pipeline.layers if layer.name not in excluded]
-        adaptive["compressible_bytes_per_step"] = _compressible(
-            open_to_choice, plans, job.steps, pipeline.transport.size
-        )
-    if controller and running is not None:
-        adaptive["spent_seconds"] = dict(getattr(running, "spent", {}))
-        if isinstance(running, GraVACRun):
-            adaptive["factors"] = {f"{factor:g}": count for factor, count in running.steps_by_factor.items()}
-            adaptive["fewer_floats"] = running.dense_floats / max(running.floats_sent, 1)
-            gains = zip(running.search.factors, running.search.gains[0].tolist(), strict=True)
-            adaptive["gains"] = {f"{factor:g}": gain for factor, gain in gains if not math.isnan(gain)}
-            plans = plans[-1:]  # they go back and forth
-        adaptive["plans"] = [
-            [step, [[a.layer, a.compressor, a.level] for a in plan.assignments]] for step, plan in plans
-        ]
-        adaptive["buckets"] = [[names, size] for names, size in optimizer.buckets()]
-    if watch is not None:
-        adaptive.update(watch.found())
     return {
-        **adaptive,
+        **steps.found(),
+        **_controlled(optimizer, policy, steps.plans, job.steps, bool(controller)),
+        **({} if watch is None else watch.found()),
         "metric": job.metric(),
         "digest": digest.hexdigest(),
         "seconds": seconds,
-        "steps": job.steps,
-        "bytes_per_step": wire / (job.steps - half),
-        "ratio": dense / wire,
-        "step_seconds": statistics.median(step_seconds[half:]),
     }
+
+
+def _controlled(
+    optimizer: Any, policy: Policy, plans: list[tuple[int, Any]], steps: int, chosen: bool
+) -> dict[str, Any]:
+    """Bytes that one rank sent of layers that are not excluded, by formula; of a controller its plans and its cost."""
+    from gradcomp.control.gravac import GraVACRun
+
+    exchanger = optimizer._exchanger_or_none()
+    if exchanger is None:
+        return {}
+    found: dict[str, Any] = {}
+    pipeline, running = exchanger.pipeline, exchanger.pipeline.controller
+    if not isinstance(running, GraVACRun):
+        excluded = policy.excluded(pipeline.layers)
+        open_to_choice = [layer for layer in pipeline.layers if layer.name not in excluded]
+        found["compressible_bytes_per_step"] = _compressible(
+            open_to_choice, plans, steps, pipeline.transport.size
+        )
+    if not chosen or running is None:
+        return found
+    found["spent_seconds"] = dict(getattr(running, "spent", {}))
+    if isinstance(running, GraVACRun):
+        found["factors"] = {f"{factor:g}": count for factor, count in running.steps_by_factor.items()}
+        found["fewer_floats"] = running.dense_floats / max(running.floats_sent, 1)
+        gains = zip(running.search.factors, running.search.gains[0].tolist(), strict=True)
+        found["gains"] = {f"{factor:g}": gain for factor, gain in gains if not math.isnan(gain)}
+        plans = plans[-1:]  # they go back and forth
+    found["plans"] = [
+        [step, [[a.layer, a.compressor, a.level] for a in plan.assignments]] for step, plan in plans
+    ]
+    found["buckets"] = [[names, size] for names, size in optimizer.buckets()]
+    return found
 
 
 def _compressible(layers: Any, plans: list[tuple[int, Any]], steps: int, world: int) -> float:
