@@ -80,18 +80,6 @@ ARMS = (
     Arm("threshold", "Threshold 4.72e-3", "threshold:threshold=0.00472"),
     Arm("redsync", "RedSync 1%", "redsync:density=0.01"),
     Arm("clt-k", "CLT-k 1%", "clt_k:density=0.01"),
-    # LGC with the paper's settings, and its ring without codes (ScaleCom) after the same 200 exact steps.
-    Arm("lgc", "LGC 0.1%", "lgc", _CNN),
-    Arm(
-        "lgc-values",
-        "CLT-k 0.1%, momentum correction",
-        "warmup[momentum_correction[clt_k:density=0.001]]:steps=200",
-        _CNN,
-    ),
-    Arm("lgc-rate", "LGC 0.1%, learning rate 0.01", "lgc:learning_rate=0.01", _CNN),
-    Arm("lgc-feedback", "LGC 0.1%, feedback", "lgc:feedback=true", _CNN),
-    Arm("lgc-1", "LGC 0.1%, one code channel", "lgc:code_channels=1", _CNN),
-    Arm("lgc-server", "LGC 0.1%, parameter-server form", "lgc:form=server", _CNN),
     Arm("sidco", "SIDCo 1%", "sidco:density=0.01"),
     Arm("adacomp", "AdaComp", "adacomp", note="Markov 2024: fails on language"),
     Arm("global-topk", "GlobalTopK 1%", "global_topk:density=0.01"),

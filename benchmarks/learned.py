@@ -26,6 +26,7 @@ Columns
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 import time
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def collect(task: str, arm: Arm, found: Sequence[dict[str, Any]], about: dict[st
             for parts in zip(*(run["phases"] for run in ranks), strict=True)
         ]
         losses = [
-            [step, sum(run["loss_curve"][i][1] for run in ranks) / len(ranks)]
+            [step, round(sum(run["loss_curve"][i][1] for run in ranks) / len(ranks), 4)]
             for i, (step, _) in enumerate(ranks[0]["loss_curve"])
         ]
         runs.append(
@@ -77,6 +78,8 @@ def collect(task: str, arm: Arm, found: Sequence[dict[str, Any]], about: dict[st
                 **{key: ranks[0][key] for key in ("metric_curve", "nets_loss", "plain_loss")},
                 "loss_curve": losses,
                 "phases": phases,
+                "machine": report.processor(),
+                "date": datetime.date.today().isoformat(),
                 "settings": {**about, "steps": ranks[0]["steps"], "source": found[0]["source"]},
             }
         )
@@ -124,12 +127,8 @@ def _path(path: Path | None) -> str | None:
     return None if path is None else str(path.resolve())
 
 
-def save(path: Path | None, runs: Sequence[Run], failures: dict[str, str]) -> list[dict[str, Any]]:
-    """Write runs and rows, if a path was given; returns the rows."""
-    rows = evaluate(runs)
-    about = {"benchmark": "learned", "machine": report.machine(), "left_out": failures}
-    report.write_json(path, {**about, "rows": rows, "runs": list(runs)})
-    return rows
+def save(path: Path | None, runs: Sequence[Run], failures: dict[str, str]) -> None:
+    report.write_runs(path, {"benchmark": "learned", "left_out": failures}, runs)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -168,10 +167,10 @@ def main() -> int:
     else:
         kept = convergence.read_runs(options.json) if options.resume and options.json.is_file() else []
         runs = measure(options, kept, failures)
-    rows = save(options.json, runs, failures)
+    save(options.json, runs, failures)
     print(report.describe(report.machine()))
     print(f"{time.monotonic() - began:.0f} s")
-    print(show(rows))
+    print(show(evaluate(runs)))
     for name, reason in failures.items():
         print(f"left out: {name}: {reason}")
     return 1 if failures else 0

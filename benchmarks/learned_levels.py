@@ -82,7 +82,8 @@ def measure(values: Values, choices: Sequence[Any], seed: int) -> list[float]:
     """The squared norms of the values and of the errors of codes."""
     layer = LayerSpec(values.layer, (len(values.array),))
     found = errors(choices, layer, values.array, seed)
-    return [float(np.square(values.array, dtype=np.float64).sum()), *np.square(found).tolist()]
+    squares = [np.square(values.array, dtype=np.float64).sum(), *np.square(found)]
+    return [float(f"{each:.6g}") for each in squares]
 
 
 def train(options: argparse.Namespace) -> list[Run]:
@@ -168,7 +169,7 @@ def main() -> int:
     since = max(round(at * options.steps) for at in LEARNS_AT)
     print(report.table(["values", "bits", *columns, "learned / even"], over_bits(runs, since)))
     about = {"benchmark": "learned_levels", "steps": options.steps, "seed": options.seed, "machine": machine}
-    report.write_json(options.json, {**about, "runs": runs})
+    report.write_runs(options.json, about, runs)
     return 0
 
 

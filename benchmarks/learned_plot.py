@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from convergence_rows import METRICS
-from learned_rows import ARMS, EXACT_STEPS, REFERENCE, STRATEGIES, TASKS, TRAIN_STEPS
+from learned_rows import ARMS, EXACT_STEPS, NETS_EVERY, REFERENCE, STRATEGIES, TASKS, TRAIN_STEPS
 
 from gradcomp.contrib.figures import drawing, look
 
@@ -28,7 +28,6 @@ Curve = Sequence[tuple[float, float]]
 
 #: Figures 10 and 11.
 LEARNING = (REFERENCE, "sparse-gd", "dgc", "ring-values", "lgc", "lgc-rate", "lgc-server", "bits-8", "bits-2")
-_SMOOTHED = 10
 _TITLES = {arm.key: arm.title for arm in ARMS}
 
 
@@ -45,12 +44,9 @@ def errors(curves: Sequence[Curve]) -> list[float]:
     return [scale * stdev(value for _, value in points) for points in zip(*curves, strict=False)]
 
 
-def smooth(losses: Sequence[float]) -> Curve:
-    """Means of 10 steps, at the step of the whole run."""
-    return [
-        (EXACT_STEPS + end, fmean(losses[end - _SMOOTHED : end]))
-        for end in range(_SMOOTHED, len(losses) + 1, _SMOOTHED)
-    ]
+def while_training(run: Run) -> Curve:
+    """The loss of the nets, at the step of the whole run."""
+    return [(EXACT_STEPS + NETS_EVERY * (part + 1), loss) for part, loss in enumerate(run["nets_loss"])]
 
 
 def _curves(
@@ -82,7 +78,7 @@ def draw(task: str, runs: Sequence[Run], out: Path) -> None:
         axes[0].set_ylabel(METRICS[task][0])
         axes[0].set_title(f"{task}, on test data")
         trained = [arm.key for arm in ARMS if "feedback" not in arm.key]
-        _draw_lines(axes[1], _curves(runs, trained, lambda run: smooth(run["nets_loss"])), _TITLES)
+        _draw_lines(axes[1], _curves(runs, trained, while_training), _TITLES)
         axes[1].set_ylabel("loss of the nets")
         axes[1].set_title("training of the nets; zeros have 1")
         if count == 3:

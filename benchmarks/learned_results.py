@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import report
 from convergence_rows import METRICS
 from learned_rows import ARMS, EQUAL_BYTES, REFERENCE, TASKS, Arm
+from paper_tables import mean_and_range, order
 
 Run = dict[str, Any]
 
 _KNOWN = {arm.key: arm for arm in ARMS}
 _FLOAT = 4
 CODES = "codes"
-#: Losses at the end of the nets' training that are averaged.
-_LAST = 20
+#: Means of NETS_EVERY losses at the end of the nets' training that are averaged.
+_LAST = 2
 
 
 def handed(phase: dict[str, Any], root: bool) -> float:
@@ -62,8 +62,8 @@ def evaluate(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _row(task: str, arm: Arm, own: dict[int, Run], reference: dict[int, Run]) -> dict[str, Any]:
     sign, seeds = METRICS[task][1], sorted(own)
-    paired = [seed for seed in seeds if seed in reference]
-    worse = [sign * (own[seed]["metric"] / reference[seed]["metric"] - 1) for seed in paired]
+    paired = report.pairs(own.values(), reference.values())
+    worse = [100 * sign * (run["metric"] / base["metric"] - 1) + 0.0 for run, base in paired]
     runs = [own[seed] for seed in seeds]
     nets = [run["nets_loss"][-_LAST:] for run in runs if run["nets_loss"]]
     server = paper_ratio(runs[0], root=False) if "form=server" in runs[0]["compression"] else None
@@ -75,11 +75,10 @@ def _row(task: str, arm: Arm, own: dict[int, Run], reference: dict[int, Run]) ->
         "steps": runs[0]["steps"],
         "seeds": seeds,
         "metrics": [run["metric"] for run in runs],
-        "worse": [change if math.isfinite(change) else math.inf for change in worse],
+        "worse": worse,
         "paper_ratio": _mean_of(paper_ratio(run) for run in runs),
         "paper_ratio_others": server,
-        "all_ratio": _mean_of(run_bytes(reference[seed]) / run_bytes(own[seed]) for seed in paired),
-        "run_bytes": _mean_of(run_bytes(run) for run in runs),
+        "all_ratio": _mean_of(run_bytes(base) / run_bytes(run) for run, base in paired),
         "paper_bytes": _mean_of(paper_bytes(run) for run in runs),
         "phases": [_phase([run["phases"][i] for run in runs]) for i in range(len(runs[0]["phases"]))],
         "ranks": runs[0]["settings"]["ranks"],
@@ -105,85 +104,89 @@ def _phase(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    """Tables for each task: metric and ratios; bytes and time by phase; learned and plain codes of equal bytes."""
+    """The tables of each task."""
     parts = []
     for task in dict.fromkeys(row["task"] for row in rows):
         own = [row for row in rows if row["task"] == task]
-        parts += [_ratios(task, own), _by_phase(task, own)]
-        if equal := _equal(task, own):
-            parts.append(equal)
-        if lost := _losses(task, own):
-            parts.append(lost)
+        found = (
+            ratios(task, own),
+            handed_over(task, own),
+            times({task: own}),
+            equal_bytes(task, own),
+            lost(task, own),
+        )
+        parts += [table for table in found if table is not None]
     return "\n\n".join(parts)
 
 
-def _ratios(task: str, rows: Sequence[dict[str, Any]]) -> str:
+def ratios(
+    task: str, rows: Sequence[dict[str, Any]], paper: Mapping[str, tuple[float, str]] | None = None
+) -> str:
+    """Metrics and ratios. ``paper``: by row, the metric that the paper has, and its ratio."""
     cells = []
     for row in rows:
-        paper = row["paper_ratio"] and f"{row['paper_ratio']:,.0f}"
+        ratio = row["paper_ratio"] and f"{row['paper_ratio']:,.0f}"
         if row["paper_ratio_others"]:
-            paper = f"{paper}/{row['paper_ratio_others']:,.0f}"
+            ratio = f"{ratio}/{row['paper_ratio_others']:,.0f}"
+        there, changes = None, [] if row["row"] == REFERENCE else row["worse"]
+        of_paper: list[str | None] = []
+        if paper is not None:
+            metric, printed = paper.get(row["row"], (None, None))
+            if metric is not None and row["row"] != REFERENCE:
+                there = 100 * METRICS[task][1] * (metric / paper[REFERENCE][0] - 1)
+            of_paper = [metric and f"{metric:g}", None if there is None else f"{there:+.2f}", printed]
         cells.append(
             [
                 row["title"],
+                *of_paper,
                 ", ".join(f"{m:.4g}" for m in row["metrics"]),
-                f"{statistics.fmean(row['metrics']):.4g}",
-                _worse(row),
-                paper,
+                mean_and_range(changes),
+                order(changes, there),
+                ratio,
                 row["all_ratio"] and f"{row['all_ratio']:.2f}",
                 f"{row['paper_bytes'] / 1e6:,.1f}",
-                f"{row['run_bytes'] / 1e6:,.1f}",
                 row["nets_loss"] and f"{row['nets_loss']:.3f}",
             ]
         )
+    of_paper = [] if paper is None else ["paper", "paper, worse %", "paper, ratio"]
     headers = [
-        f"{task}: row", f"{METRICS[task][0]} by seed", "mean", "worse by %", "ratio, paper's", "ratio, all bytes",
-        "information, paper's, MB", "all bytes, MB", "loss of the nets",
+        f"{task}: row", *of_paper, f"{METRICS[task][0]} by seed", "worse %", "order", "ratio, paper's way",
+        "ratio, all bytes", "information, MB", "loss of the nets",
     ]  # fmt: skip
     return report.table(headers, cells)
 
 
-def _worse(row: dict[str, Any]) -> str | None:
-    if row["row"] == REFERENCE or not row["worse"]:
-        return None
-    text = f"{100 * statistics.fmean(row['worse']):+.2f}"
-    if len(row["worse"]) > 1 and all(map(math.isfinite, row["worse"])):
-        text += f" ± {100 * statistics.stdev(row['worse']) / math.sqrt(len(row['worse'])):.2f}"
-    return text
-
-
-def _by_phase(task: str, rows: Sequence[dict[str, Any]]) -> str:
-    """What one rank sends in a step, and how long that takes; in phase 3 also what is handed over."""
+def handed_over(task: str, rows: Sequence[dict[str, Any]]) -> str:
+    """What one rank sends in a step of each phase, and what it hands over in phase 3."""
     cells = []
     for row in rows:
-        phases = row["phases"]
-        last = phases[-1] if phases[-1]["phase"] == CODES else None
-        cells.append(
-            [
-                row["title"],
-                *(f"{phase['bytes_per_step'] / row['ranks']:,.0f}" for phase in phases),
-                *([None] * (3 - len(phases))),
-                f"{last['every']:,.0f}" if last and last["every"] else None,
-                f"{last['root']:,.0f}" if last and last["root"] else None,
-                *(f"{1e3 * phase['step_seconds']:.0f}" for phase in phases),
-                *([None] * (3 - len(phases))),
-            ]
-        )
-    headers = [
-        f"{task}: row",
-        "bytes, phase 1",
-        "2",
-        "3",
-        "of 3: handed over",
-        "the leader, more",
-        "ms, phase 1",
-        "2",
-        "3",
-    ]
+        last = row["phases"][-1] if row["phases"][-1]["phase"] == CODES else None
+        sent = [f"{phase['bytes_per_step'] / row['ranks']:,.0f}" for phase in row["phases"]]
+        of_codes = [f"{last[key]:,.0f}" if last and last[key] else None for key in ("every", "root")]
+        cells.append([row["title"], *_by_phase(sent), *of_codes])
+    headers = [f"{task}: row", "bytes, phase 1", "2", "3", "of 3: handed over", "the leader, more"]
     return report.table(headers, cells)
 
 
-def _equal(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
+def times(rows: Mapping[str, Sequence[dict[str, Any]]], paper: Mapping[str, str] | None = None) -> str:
+    """Milliseconds of a step in each phase, by row and task. ``paper``: by row, what the paper has."""
+    by_task = {task: {row["row"]: row for row in own} for task, own in rows.items()}
+    cells = []
+    for key in dict.fromkeys(key for own in by_task.values() for key in own):
+        found = [own[key]["phases"] if key in own else [] for own in by_task.values()]
+        shown = [
+            part for phases in found for part in _by_phase([f"{1e3 * p['step_seconds']:.1f}" for p in phases])
+        ]
+        cells.append([_KNOWN[key].title, *shown, *([] if paper is None else [paper.get(key)])])
+    headers = [title for task in by_task for title in (f"{task}, phase 1", "2", "3")]
+    return report.table(["ms a step", *headers, *([] if paper is None else ["paper"])], cells)
+
+
+def _by_phase(shown: Sequence[str]) -> list[str | None]:
+    return [*shown, *([None] * (3 - len(shown)))]
+
+
+def equal_bytes(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
     """Every learned code beside the plain ones of its bytes."""
     sign, by_key = METRICS[task][1], {row["row"]: row for row in rows}
     cells = []
@@ -218,7 +221,7 @@ def _equal(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
     return report.table(headers, cells) if cells else None
 
 
-def _losses(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
+def lost(task: str, rows: Sequence[dict[str, Any]]) -> str | None:
     """What codes lose of one run's values in phase 2; zeros lose 1."""
     measured = [row for row in rows if row["plain_loss"]]
     if not measured:

@@ -12,6 +12,8 @@ REFERENCE = "none"
 
 #: The paper's phases: exact steps, then steps of values while the nets train.
 EXACT_STEPS, TRAIN_STEPS = 200, 300
+#: Steps of training whose losses of the nets are kept as one mean.
+NETS_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,10 @@ ARMS = (
         "LGC ring, 4 channels, rate 0.01",
         "lgc:train_share=1.0,learning_rate=0.01,train_steps=300",
     ),
-    Arm(
-        "lgc-rate-1",
-        "LGC ring, 1 channel, rate 0.01",
-        "lgc:train_share=1.0,code_channels=1,learning_rate=0.01,train_steps=300",
-    ),
+    Arm("lgc-untrained", "LGC ring, 4 channels, never trained", "lgc:train_share=1.0,learning_rate=0.0"),
     Arm("lgc-feedback", "LGC ring, 4 channels, feedback", "lgc:train_share=1.0,feedback=true"),
     Arm("bits-8", "8 bits a value (bytes of 4 channels)", "plain_code:kind=bits,bits=8"),
     Arm("bits-2", "2 bits a value (bytes of 1 channel)", "plain_code:kind=bits,bits=2"),
-    Arm("bits-2-feedback", "2 bits a value, feedback", "plain_code:kind=bits,bits=2,feedback=true"),
     Arm("projection-4", "random projection, 4 of 16", "plain_code:kind=projection,code_channels=4"),
     Arm("projection-1", "random projection, 1 of 16", "plain_code:kind=projection,code_channels=1"),
     Arm("fixed", "DGC 0.1%, from the first step", "dgc:density=0.001,indices=deflate"),
@@ -72,18 +69,16 @@ ARMS = (
     Arm("lgc-server", "LGC server, lambda2 0.5", "lgc:train_share=1.0,form=server,similarity=0.5"),
     Arm("lgc-server-0", "LGC server, lambda2 0", "lgc:train_share=1.0,form=server,similarity=0.0"),
     Arm(
-        "lgc-feedback-rate",
-        "LGC ring, 4 channels, feedback, rate 0.01",
-        "lgc:train_share=1.0,feedback=true,learning_rate=0.01",
+        "lgc-server-untrained",
+        "LGC server, never trained",
+        "lgc:train_share=1.0,form=server,similarity=0.5,learning_rate=0.0",
     ),
-    Arm("bits-8-feedback", "8 bits a value, feedback", "plain_code:kind=bits,bits=8,feedback=true"),
 )
 #: Which plain codes take the bytes of which learned code.
 EQUAL_BYTES = {
     "lgc": ("bits-8", "projection-4"),
     "lgc-rate": ("bits-8", "projection-4"),
     "lgc-1": ("bits-2", "projection-1"),
-    "lgc-rate-1": ("bits-2", "projection-1"),
 }
 
 

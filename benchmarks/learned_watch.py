@@ -11,7 +11,7 @@ from typing import Any
 
 from convergence_tasks import Job
 from learned_codes import losses
-from learned_rows import EXACT_STEPS, TRAIN_STEPS
+from learned_rows import EXACT_STEPS, NETS_EVERY, TRAIN_STEPS
 
 from gradcomp.compress.identity import Identity
 from gradcomp.compress.messages import Broadcast, Gather, Reduce, Sum
@@ -24,8 +24,6 @@ PHASES = ("exact", "values", "codes")
 _ENDS = (EXACT_STEPS, EXACT_STEPS + TRAIN_STEPS)
 #: Points of a loss curve, and how often the metric is found.
 POINTS, TESTS = 100, 12
-#: Steps of training between two in which plain codes have the same values.
-_PLAIN_EVERY = 10
 
 
 def phase_of(step: int) -> int:
@@ -109,7 +107,10 @@ class Watch:
             ],
             "metric_curve": self._metrics,
             "parameters": sum(p.numel() for p in self._job.model.parameters()),
-            "nets_loss": self._nets,
+            "nets_loss": [
+                round(statistics.fmean(self._nets[end - NETS_EVERY : end]), 4)
+                for end in range(NETS_EVERY, len(self._nets) + 1, NETS_EVERY)
+            ],
             "plain_loss": {
                 row: statistics.fmean(found[row] for found in self._plain)
                 for row in next(iter(self._plain), {})
@@ -164,7 +165,7 @@ def _counted(message: Any, key: str, note: Callable[[str, int, int | None], None
 
 
 def _watch_training(nets: list[float], plain: list[dict[str, float]]) -> None:
-    """From now on append the nets' loss in every step of their training, and in some that of plain codes."""
+    """From now on append the nets' loss in every step of their training; that of plain codes in one of NETS_EVERY."""
     for cls in (Autoencoder, Decoders):
         train = _originals.setdefault(cls, cls.train)
         setattr(cls, "train", _watched_training(train, nets, plain))  # noqa: B010 - a method of a class that is typed
@@ -173,7 +174,7 @@ def _watch_training(nets: list[float], plain: list[dict[str, float]]) -> None:
 def _watched_training(train: Any, nets: list[float], plain: list[dict[str, float]]) -> Any:
     @wraps(train)
     def watched(self: Any, weights: Any, samples: Any, *arguments: Any) -> Any:
-        if len(nets) % _PLAIN_EVERY == 0:
+        if len(nets) % NETS_EVERY == 0:
             plain.append(losses(samples))
         found = train(self, weights, samples, *arguments)
         nets.append(float(found[-1]))

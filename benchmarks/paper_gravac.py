@@ -12,7 +12,7 @@ import report
 from adaptive import reached
 from convergence_rows import LSTM, METRICS, RESNET
 from paper_runs import Arm, Measurement, Pool, Results, Run
-from paper_tables import NOT_RUN, by_seed, mean_and_range, order, pairs, worse
+from paper_tables import NOT_RUN, by_seed, mean_and_range, order, worse
 
 TITLES = {RESNET: "ResNet-20", LSTM: "LSTM"}
 #: The paper's model, and what it wants to reach: accuracy, perplexity.
@@ -60,6 +60,18 @@ def accordion(task: str) -> Arm:
     return Arm(task, "powersgd:rank=4", f"accordion:low=4,high=1,every_steps={PERIOD[task]}", link=LINK)
 
 
+#: Figure 2, and what it shows; over random-k the other factors fail on both models.
+FACTORS = {
+    "TopK 10x": "topk:density=0.1",
+    "TopK 100x": "topk:density=0.01",
+    "TopK 1,000x": "topk:density=0.001",
+    "Random-k 10x": "random_k:density=0.1",
+}
+FIGURE_2 = {
+    RESNET: dict(zip(FACTORS, ("slower", "fastest", "slower", "fails"), strict=True)),
+    LSTM: dict(zip(FACTORS, ("fastest", "slower", "slower", "converges"), strict=True)),
+}
+
 NONE = {task: Arm(task, "none") for task in TITLES}
 #: Figures 7 and 9, beside what Table 2 has; Figure 10, and Figure 11.
 CAREFUL = {task: Arm(task, "topk", gravac(0.9)) for task in TITLES}
@@ -70,6 +82,7 @@ ARMS = [
     *NONE.values(),
     *(line.arm(task) for task in TITLES for line in TABLE_2),
     *(accordion(task) for task in TITLES),
+    *(Arm(task, compression, link=LINK) for task in TITLES for compression in FACTORS.values()),
     *CAREFUL.values(),
     GEOMETRIC,
     RANDOM,
@@ -84,6 +97,8 @@ def tables(found: Results) -> dict[str, str]:
     pool = found.pool
     return {
         **{f"table-2-{task}": table_2(pool, task) for task in TITLES},
+        **{f"figure-2-{task}": figure_2(pool, task) for task in TITLES},
+        "figures-4-and-6": losses_along(pool),
         "table-3": table_3(found.measured("gravac-multilevel")),
         "table-4": table_4(pool),
         "densities": densities(pool),
@@ -105,7 +120,7 @@ def _curves(run: Run) -> dict[str, Any]:
 
 def times(runs: Sequence[Run], base: Sequence[Run]) -> dict[int, float | None]:
     """Seconds to the loss, by seed."""
-    return {run["seed"]: seconds_to(run, dense) for run, dense in pairs(runs, base)}
+    return {run["seed"]: seconds_to(run, dense) for run, dense in report.pairs(runs, base)}
 
 
 def _text(seconds: Mapping[int, float | None]) -> str:
@@ -151,6 +166,46 @@ def table_2(pool: Pool, task: str) -> str:
     paper_has = ["paper", "paper, worse %", "paper, faster"]
     ours = ["ours, by seed", "ours, worse %", "order", "bytes a step", "seconds to the loss", "ours, faster"]
     return report.table([title, *paper_has, *ours], lines)
+
+
+def figure_2(pool: Pool, task: str) -> str:
+    """Metric and time by factor, where uncompressed training's loss stands for the paper's target."""
+    base, found = (
+        pool.of(NONE[task]),
+        {name: pool.of(Arm(task, how, link=LINK)) for name, how in FACTORS.items()},
+    )
+    taken = {name: times(runs, base) for name, runs in found.items()}
+    lines: list[list[object]] = []
+    for name, runs in found.items():
+        changes = worse(runs, base, task)
+        shown = [mean_and_range(changes), order(changes, None), _text(taken[name])]
+        ours = [*shown, quotient(taken[name], taken["TopK 10x"])] if runs else [None] * 4
+        lines.append([name, FIGURE_2[task][name], by_seed(runs), *ours])
+    headers = [
+        "paper",
+        "ours, by seed",
+        "worse %",
+        "order",
+        "seconds to the loss",
+        "times as fast as TopK 10x",
+    ]
+    return report.table([TITLES[task], *headers], lines)
+
+
+def losses_along(pool: Pool) -> str:
+    """Figures 4c and 6c: the training loss in the mean over seeds, after shares of the run."""
+    shares = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+    lines: list[list[object]] = []
+    for task, title in TITLES.items():
+        arms = {"uncompressed": NONE[task], **{line.title: line.arm(task) for line in STATIC}}
+        for name, arm in arms.items():
+            # Those of one machine: uncompressed training has run on several.
+            runs = pool.of(arm)
+            here = [run["losses"] for run in runs if run["machine"] == runs[0]["machine"]]
+            ends = [round(share * len(here[0])) - 1 for share in shares] if here else []
+            means = [f"{statistics.mean(losses[end] for losses in here):.3f}" for end in ends]
+            lines.append([f"{title}, {name}", *(means or [NOT_RUN, *[None] * (len(shares) - 1)])])
+    return report.table(["training loss", *(f"{share:.0%}" for share in shares)], lines)
 
 
 def table_4(pool: Pool) -> str:

@@ -10,7 +10,7 @@ import report
 from convergence_rows import LSTM, METRICS, PAIRS, RESNET
 from paper_runs import Arm, Measurement, Pool, Results, Run, timed
 from paper_shapes import ratio, resnet50, transformer_lm, transformer_xl
-from paper_tables import NOT_RUN, Row, by_seed, compare, faster, fewer, mean_and_range, order, pairs, worse
+from paper_tables import NOT_RUN, Row, by_seed, compare, faster, fewer, mean_and_range, order, worse
 
 TITLES = {RESNET: "ResNet-20", LSTM: "LSTM", PAIRS: "GPT"}
 #: The paper's model of each task, and the metric of uncompressed training.
@@ -248,7 +248,7 @@ def over_time(pool: Pool) -> str:
     lines: list[list[object]] = []
     for name in SCHEMES:
         tenths: list[list[float]] = [[] for _ in range(10)]
-        for run, base in pairs(pool.of(scheme(name)), dense):
+        for run, base in report.pairs(pool.of(scheme(name)), dense):
             count = len(run["bytes"])
             for number, tenth in enumerate(tenths):
                 part = slice(number * count // 10, (number + 1) * count // 10)

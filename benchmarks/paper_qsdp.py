@@ -57,8 +57,9 @@ def tables(found: Results) -> dict[str, str]:
 def changes(runs: dict[str, dict[int, dict[str, Any]]], row: str, base: str) -> list[float]:
     """By seed, how much higher the loss is, in percent."""
     own, reference = runs.get(row, {}), runs.get(base, {})
+    by_seed = [own[seed] for seed in sorted(own)]
     return [
-        100 * (own[seed]["loss"] / reference[seed]["loss"] - 1) for seed in sorted(own) if seed in reference
+        100 * (run["loss"] / other["loss"] - 1) for run, other in report.pairs(by_seed, reference.values())
     ]
 
 

@@ -113,12 +113,7 @@ class Pool:
         """Written at once, a run a line."""
         kept = self._of_task(arm.task)
         kept += [{**asdict(arm), **run} for run in runs]
-        lines = ",\n".join(json.dumps(run) for run in kept)
-        path = self._folder / f"{arm.task}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(f'{{"benchmark": "papers", "runs": [\n{lines}\n]}}\n', encoding="utf-8")
-        partial.replace(path)
+        report.write_runs(self._folder / f"{arm.task}.json", {"benchmark": "papers"}, kept)
 
     def _of_task(self, task: str) -> list[Run]:
         if task not in self._runs:
@@ -172,19 +167,19 @@ class Results:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def cost(self, arms: Sequence[Arm]) -> str:
-        """What the trainings of a page took, on which machines and days."""
-        runs = [run for arm in dict.fromkeys(arms) for run in self.pool.of(arm)]
-        if not runs:
-            return "No training has run."
-        machines = "; ".join(sorted({run["machine"] for run in runs}))
-        days = sorted({run["date"] for run in runs})
-        when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-        return f"{len(runs)} trainings, {sum(run['seconds'] for run in runs) / 3600:.1f} hours; {machines}; {when}."
+        return cost([run for arm in dict.fromkeys(arms) for run in self.pool.of(arm)])
 
 
-def _machine() -> str:
-    found = report.machine()
-    return f"{found['cores']} cores of {found['cpu']}, {found['isa']}"
+def cost(runs: Sequence[Run]) -> str:
+    """What the trainings of a page took, on which machines and days."""
+    if not runs:
+        return "No training has run."
+    machines = "; ".join(sorted({run["machine"] for run in runs}))
+    days = sorted({run["date"] for run in runs})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return (
+        f"{len(runs)} trainings, {sum(run['seconds'] for run in runs) / 3600:.1f} hours; {machines}; {when}."
+    )
 
 
 def _key(run: Run) -> tuple[Any, ...]:
@@ -208,7 +203,7 @@ def train(
     for arm in arms:  # of those that differ by the number of seeds alone, the one with the most
         if arm.key not in asked or asked[arm.key].seeds < arm.seeds:
             asked[arm.key] = arm
-    here = _machine()
+    here = report.processor()
 
     def seeds_of(arm: Arm, machines: Collection[str]) -> tuple[int, ...]:
         done = {run["seed"] for run in pool.of(arm) if run["machine"] in machines or not machines}
@@ -264,7 +259,7 @@ def collect(arm: Arm, ranks: Sequence[dict[str, Any]]) -> list[Run]:
                 "losses": [round(loss, 4) for loss in first["loss_over_time"]],
                 "bytes": [round(sent) for sent in first["bytes_over_time"]],
                 "source": ranks[0]["source"],
-                "machine": _machine(),
+                "machine": report.processor(),
                 "date": datetime.date.today().isoformat(),
             }
         )

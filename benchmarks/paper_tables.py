@@ -34,19 +34,14 @@ class Row:
     paper: float | None = None
 
 
-def pairs(own: Sequence[Run], base: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Runs beside the base's of the same seed on the same machine."""
-    found = {(run["seed"], run["machine"]): run for run in base}
-    keys = [(run["seed"], run["machine"]) for run in own]
-    return [(run, found[key]) for run, key in zip(own, keys, strict=True) if key in found]
-
-
 def worse(own: Sequence[Run], base: Sequence[Run], task: str) -> list[float]:
     """By pair, how much worse the metric is than the base's, in percent; SystemExit for runs that do not compare."""
     if len({(run["steps"], run["source"]) for run in (*own, *base)}) > 1:
         raise SystemExit(f"{task}: runs of different lengths or texts do not compare")
     sign = METRICS[task][1]
-    return [100 * sign * (run["metric"] / other["metric"] - 1) + 0.0 for run, other in pairs(own, base)]
+    return [
+        100 * sign * (run["metric"] / other["metric"] - 1) + 0.0 for run, other in report.pairs(own, base)
+    ]
 
 
 def resolved(changes: Sequence[float]) -> bool:
@@ -56,7 +51,7 @@ def resolved(changes: Sequence[float]) -> bool:
 
 def fewer(own: Sequence[Run], base: Sequence[Run], key: str = "run_bytes_per_step") -> list[float]:
     """By pair, how many times fewer bytes are sent than by the base."""
-    return [other[key] / run[key] for run, other in pairs(own, base)]
+    return [other[key] / run[key] for run, other in report.pairs(own, base)]
 
 
 def faster(pool: Pool, arm: Arm, base: Arm) -> str | None:

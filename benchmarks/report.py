@@ -38,6 +38,13 @@ def by_row(runs: Iterable[Run], key: str = "row") -> dict[str, dict[int, Run]]:
     return found
 
 
+def pairs(own: Iterable[Run], base: Iterable[Run]) -> list[tuple[Run, Run]]:
+    """Runs beside the base's of the same seed on the same machine, since arithmetic differs between machines."""
+    found = {(run["seed"], run["machine"]): run for run in base}
+    keys = [(run, (run["seed"], run["machine"])) for run in own]
+    return [(run, found[key]) for run, key in keys if key in found]
+
+
 def kept(path: Path, about: dict[str, Any]) -> list[Run]:
     """The runs of a file, if it has any; SystemExit where they are of other settings."""
     if not path.is_file():
@@ -71,6 +78,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def processor() -> str:
+    """What a run's arithmetic depends on."""
+    found = machine()
+    return f"{found['cores']} cores of {found['cpu']}, {found['isa']}"
+
+
 def describe(found: dict[str, Any]) -> str:
     """One line about :func:`machine`."""
     versions = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "gradcomp") if found[name])
@@ -82,10 +95,22 @@ def describe(found: dict[str, Any]) -> str:
 def write_json(path: Path | None, data: dict[str, Any]) -> None:
     """Write the figures, if a path was given: all of them or nothing, for a run may end at any time."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        _replace(path, json.dumps(data, indent=1))
+
+
+def write_runs(path: Path | None, data: dict[str, Any], runs: Iterable[Run]) -> None:
+    """Write as ``write_json`` does, with the runs last and a line for each, so that a new run is a new line."""
+    if path is not None:
+        head = json.dumps({**data, "runs": []})[: -len("]}")]
+        lines = ",\n".join(json.dumps(run) for run in runs)
+        _replace(path, f"{head}\n{lines}\n]}}")
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def _version(package: str) -> str | None:

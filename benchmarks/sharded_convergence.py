@@ -52,7 +52,8 @@ def summary(runs: Sequence[Run], baseline: str = BASELINE) -> list[list[object]]
     base = by_row.get(baseline, {})
     lines: list[list[object]] = []
     for name, found in by_row.items():
-        each = [100 * (run["loss"] / base[seed]["loss"] - 1) for seed, run in found.items() if seed in base]
+        paired = report.pairs(found.values(), base.values())
+        each = [100 * (run["loss"] / other["loss"] - 1) for run, other in paired]
         worse = None
         if each:
             error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
@@ -66,8 +67,7 @@ def summary(runs: Sequence[Run], baseline: str = BASELINE) -> list[list[object]]
 
 
 def measure(options: argparse.Namespace) -> None:
-    machine = report.machine()
-    print(report.describe(machine))
+    print(report.describe(report.machine()))
     ranks = options.ranks * options.per_host
     about = {
         "benchmark": "sharded_convergence",
@@ -82,9 +82,9 @@ def measure(options: argparse.Namespace) -> None:
         task = Training(name, options.steps, seed, options.data and str(options.data), options.language)
         found = hosts.run_task(hosts.Hosts(options.ranks, ranks_per_host=options.per_host), __file__, task)
         assert len({rank["loss"] for rank in found}) == 1, "all ranks compute with the same weights"
-        runs.append({"row": name, "seed": seed, **found[0]})
+        runs.append({"row": name, "seed": seed, "machine": report.processor(), **found[0]})
         print(f"seed {seed}, {name}: {found[0]['loss']:.4f}, exact {found[0]['exact_loss']:.4f}", flush=True)
-        report.write_json(options.json, {**about, "machine": machine, "runs": runs})
+        report.write_runs(options.json, about, runs)
     print(
         report.table(
             ["row", "loss by seed", "worse %", "exact", "bytes per step"], summary(runs, options.baseline)

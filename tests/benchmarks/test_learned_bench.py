@@ -10,7 +10,17 @@ import learned_watch
 import numpy as np
 import pytest
 import torch
-from learned_results import evaluate, paper_bytes, paper_ratio, run_bytes
+from learned_results import (
+    equal_bytes,
+    evaluate,
+    handed_over,
+    lost,
+    paper_bytes,
+    paper_ratio,
+    ratios,
+    run_bytes,
+    times,
+)
 from learned_rows import ARMS, EQUAL_BYTES, TASKS, choose
 
 from gradcomp import LGC, LayerSpec
@@ -116,7 +126,8 @@ def phase(name: str, steps: int, wire: int, every: dict[str, float], root: dict[
 def run(row: str, metric: float, phases: list[dict], seed: int = 0, **more) -> dict:
     return {
         "task": "resnet", "row": row, "compression": row, "seed": seed, "metric": metric, "steps": 100,
-        "phases": phases, "parameters": 10_000, "nets_loss": [], "settings": {"ranks": 2}, **more,
+        "phases": phases, "parameters": 10_000, "nets_loss": [], "plain_loss": {}, "settings": {"ranks": 2},
+        "machine": "a", **more,
     }  # fmt: skip
 
 
@@ -136,8 +147,32 @@ def test_the_papers_ratio_counts_a_leader_and_all_bytes_count_everything():
     assert paper_bytes(found) == 10 * 2 * 40_000 + 90 * (2 * 100 + 300)
     rows = {row["row"]: row for row in evaluate([dense, found])}
     assert rows["lgc"]["all_ratio"] == 8.0
-    assert rows["lgc"]["worse"] == [pytest.approx(0.05)]
+    assert rows["lgc"]["worse"] == [pytest.approx(5.0)]
     assert rows["none"]["paper_ratio"] is None
+    elsewhere = {row["row"]: row for row in evaluate([{**dense, "machine": "b"}, found])}
+    assert elsewhere["lgc"]["worse"] == [], "arithmetic differs between machines"
+
+
+def last_line(table: str) -> list[str]:
+    return [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]]
+
+
+def test_a_page_tells_what_the_paper_has_and_what_seeds_show():
+    steps = [phase("exact", 10, 800_000, {}, {}), phase("codes", 90, 200_000, {"lgc 1 sum": 60.0}, {})]
+    runs = [
+        run(row, metric - seed / 100, steps if row == "lgc" else steps[:1], seed, nets_loss=[2.0, 1.0, 0.5])
+        for seed in range(3)
+        for row, metric in (("none", 0.6), ("lgc", 0.54))
+    ]
+    rows = evaluate(runs)
+    own = last_line(ratios("resnet", rows, {"none": (91.88, "1"), "lgc": (91.4, "3,193")}))
+    assert own[1:4] == ["91.4", "+0.52", "3,193"]
+    assert own[5:7] == ["+10.17 (+10.00 to +10.34)", "worse, as there"]
+    assert own[-1] == "0.750", "the mean of the last 20 steps"
+    assert last_line(times({"resnet": rows}, {"lgc": "1 s"}))[1:] == ["100.0", "100.0", "–", "1 s"]
+    assert last_line(handed_over("resnet", rows))[1:] == ["40,000", "1,111", "–", "60", "–"]
+    assert equal_bytes("resnet", rows) is None
+    assert lost("resnet", rows) is None
 
 
 def test_a_watch_tells_phases_apart_and_what_a_rank_hands_over(monkeypatch):
@@ -158,7 +193,9 @@ def test_a_watch_tells_phases_apart_and_what_a_rank_hands_over(monkeypatch):
                 if not isinstance(sent, Sum):
                     counted.write(None)
         watch.step(float(step), 0.1, SimpleNamespace(wire_bytes=100 * (step + 1)))
+    watch._nets.extend(range(25))
     found = watch.found()
+    assert found["nets_loss"] == [4.5, 14.5]
     assert [(part["phase"], part["steps"], part["wire_bytes"]) for part in found["phases"]] == [
         ("exact", 200, 20_000),
         ("values", 300, 30_000),

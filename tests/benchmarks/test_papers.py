@@ -13,8 +13,9 @@ import paper_runs
 import paper_shapes
 import papers
 import pytest
+import report
 from paper_runs import Arm, Measurement, Pool, Results, Scale
-from paper_tables import Row, by_seed, compare, order, pairs, resolved, worse
+from paper_tables import Row, by_seed, compare, order, resolved, worse
 
 
 def found(metric: float, seed: int) -> dict:
@@ -104,18 +105,18 @@ def test_a_base_is_trained_on_every_machine_and_compared_on_its_own(launched, mo
     base, old, new = (Arm("lstm", how) for how in ("none", "topk", "sign"))
     pool = Pool(tmp_path)
     for machine, arms in (("a", [base, old]), ("b", [base, old, new])):
-        monkeypatch.setattr(paper_runs, "_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(report, "processor", lambda machine=machine: machine)
         paper_runs.train(pool, arms, Scale(), None, None, [base])
     assert [plan.compression for plan in launched] == ["none", "topk", "none", "sign"]
     launched.clear()
     paper_runs.train(pool, [base, old, new], Scale(), None, None, [base])
-    monkeypatch.setattr(paper_runs, "_machine", lambda: "c")
+    monkeypatch.setattr(report, "processor", lambda: "c")
     paper_runs.train(pool, [base, old, new], Scale(), None, None, [base])
     assert launched == [], "nothing is lacking"
     assert by_seed(pool.of(base)) == "1, 0.9, 0.8; 1, 0.9, 0.8"
-    found = pairs(pool.of(new), pool.of(base))
+    found = report.pairs(pool.of(new), pool.of(base))
     assert [(run["seed"], other["machine"]) for run, other in found] == [(0, "b"), (1, "b"), (2, "b")]
-    assert pairs(pool.of(old), [run for run in pool.of(base) if run["machine"] == "b"]) == []
+    assert report.pairs(pool.of(old), [run for run in pool.of(base) if run["machine"] == "b"]) == []
 
 
 def test_an_arm_that_fails_costs_only_itself(launched, monkeypatch, tmp_path):

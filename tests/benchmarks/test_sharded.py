@@ -66,7 +66,10 @@ def test_a_row_is_trained_and_evaluated_and_kept(run_script, tmp_path):
 
 def test_rows_are_compared_seed_by_seed():
     def runs(row, **losses):
-        return [{"row": row, "seed": int(s[1:]), "loss": x, "exact_loss": x} for s, x in losses.items()]
+        return [
+            {"row": row, "seed": int(s[1:]), "loss": x, "exact_loss": x, "machine": "a"}
+            for s, x in losses.items()
+        ]
 
     base, row, single = summary(
         runs("plain-g16", s1=4.0, s0=2.0) + runs("w8g8", s0=2.02, s1=4.12, s2=1.0) + runs("w4g4", s1=4.4)
