@@ -170,26 +170,17 @@ def table_2(pool: Pool, task: str) -> str:
 
 def figure_2(pool: Pool, task: str) -> str:
     """Metric and time by factor, where uncompressed training's loss stands for the paper's target."""
-    base, found = (
-        pool.of(NONE[task]),
-        {name: pool.of(Arm(task, how, link=LINK)) for name, how in FACTORS.items()},
-    )
+    base = pool.of(NONE[task])
+    found = {name: pool.of(Arm(task, how, link=LINK)) for name, how in FACTORS.items()}
     taken = {name: times(runs, base) for name, runs in found.items()}
     lines: list[list[object]] = []
     for name, runs in found.items():
         changes = worse(runs, base, task)
         shown = [mean_and_range(changes), order(changes, None), _text(taken[name])]
-        ours = [*shown, quotient(taken[name], taken["TopK 10x"])] if runs else [None] * 4
-        lines.append([name, FIGURE_2[task][name], by_seed(runs), *ours])
-    headers = [
-        "paper",
-        "ours, by seed",
-        "worse %",
-        "order",
-        "seconds to the loss",
-        "times as fast as TopK 10x",
-    ]
-    return report.table([TITLES[task], *headers], lines)
+        shown = [*shown, quotient(taken[name], taken["TopK 10x"])] if runs else [None] * 4
+        lines.append([name, FIGURE_2[task][name], by_seed(runs), *shown])
+    ours = ["ours, by seed", "worse %", "order", "seconds to the loss", "times as fast as TopK 10x"]
+    return report.table([TITLES[task], "paper", *ours], lines)
 
 
 def losses_along(pool: Pool) -> str:

@@ -23,7 +23,6 @@ MEASUREMENTS = [
         (*_DATA, "--rows=ring-values,lgc,lgc-1,lgc-server", "--link=1gbit", "--seeds=1", "--resnet-epochs=7",
          "--lstm-steps=560"),
         ("--rows=lgc", "--task=lstm", "--lstm-steps=12", "--seeds=1", "--link=1gbit"),
-        resumes=True,
     ),
 ]  # fmt: skip
 
