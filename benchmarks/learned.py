@@ -11,11 +11,11 @@ Tasks, data, seeds and metrics are those of convergence.py. ResNet-20 takes 13 e
 paper's 200 + 300 steps half of them send codes. *Ring without codes*: the same leaders and positions, whose values are
 summed.
 *Plain codes* send at the same positions, in phase 3, 8 or 2 bits a value, or the product with a fixed random matrix:
-the bytes of four channels or of one. They lose what they lose, as LGC does, unless the row says feedback.
+the bytes of four channels or of one. What they lose is lost, as under LGC.
 
 Columns
-    worse by      than uncompressed, relative, in the mean over the seeds that both have
-    paper's       the gradient over what one rank hands over in a step of phase 3: code or values, and the leader's
+    worse %       than the uncompressed run of the same seed and machine: the mean, the least and the most
+    paper's way   the gradient over what one rank hands over in a step of phase 3: code or values, and the leader's
                   DEFLATE-coded indices; without what travels exactly: section VI-A, and Table II evidently
     server        of the server form, the rank that sends the code, then the others
     all bytes     an uncompressed run's bytes over those of this run, by the run's own counters: all phases, the way

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import learned_paper
-from convergence_rows import LSTM, RESNET
+from convergence_rows import RESNET
 from learned_results import equal_bytes, evaluate, handed_over, lost, ratios, times
 from learned_rows import TASKS
 from paper_runs import Arm, Measurement, Results, Run, cost
@@ -46,7 +46,7 @@ def tables(found: Results) -> dict[str, str]:
         "contradictions": learned_paper.show(),
     }
     for task, rows in _by_task(runs).items():
-        parts[f"table-4-{task}"] = ratios(task, rows, {RESNET: TABLE_4, LSTM: None}[task]) if rows else None
+        parts[f"table-4-{task}"] = ratios(task, rows, TABLE_4 if task == RESNET else None) if rows else None
         parts[f"phases-{task}"] = handed_over(task, rows) if rows else None
         parts[f"equal-bytes-{task}"] = equal_bytes(task, rows)
         parts[f"lost-{task}"] = lost(task, rows)
