@@ -300,8 +300,10 @@ def _controlled(
     if isinstance(running, GraVACRun):
         found["factors"] = {f"{factor:g}": count for factor, count in running.steps_by_factor.items()}
         found["fewer_floats"] = running.dense_floats / max(running.floats_sent, 1)
-        gains = zip(running.search.factors, running.search.gains[0].tolist(), strict=True)
-        found["gains"] = {f"{factor:g}": gain for factor, gain in gains if not math.isnan(gain)}
+        search = running.search
+        for name, values in (("gains", search.gains[0]), ("throughputs", search.throughput[0])):
+            by_factor = zip(search.factors, values.tolist(), strict=True)
+            found[name] = {f"{factor:g}": value for factor, value in by_factor if not math.isnan(value)}
         plans = plans[-1:]  # they go back and forth
     found["plans"] = [
         [step, [[a.layer, a.compressor, a.level] for a in plan.assignments]] for step, plan in plans

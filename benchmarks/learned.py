@@ -109,6 +109,7 @@ def measure(options: argparse.Namespace, runs: list[Run], failures: dict[str, st
                     continue
                 reason, found = compressions.why_not(arm.on(task)), None
                 if reason is None:
+                    report.check_machine(options.json, runs)
                     plan = convergence.Plan(task, arm.on(task), 1.0, (seed,), settings, watch="learned_watch")
                     found = convergence.launch(plan, options.ranks, options.link)
                 if found is None:

@@ -42,26 +42,49 @@ FIGURE_2 = {
 
 @dataclass(frozen=True)
 class Line:
-    """A row of Table 2: accuracy or perplexity, and how many times less time than TopK at 10x."""
+    """A row of Table 2: the paper's accuracy or perplexity, and how many times less time it has than TopK at 10x."""
 
     title: str
     compression: str
-    controller: str
-    metric: dict[str, float]
-    faster: dict[str, float]
+    metric: float | None = None
+    faster: float | None = None
+    controller: str = ""
+    #: In place of a metric that the paper does not have.
+    missing: str | None = None
 
     def arm(self, task: str) -> Arm:
         return Arm(task, self.compression, self.controller, link=LINK)
 
 
-STATIC = [
-    Line("TopK 10x", FACTORS["TopK 10x"], "", {RESNET: 80.14, LSTM: 22.0}, {RESNET: 1.0, LSTM: 1.0}),
-    Line("TopK 1,000x", FACTORS["TopK 1,000x"], "", {RESNET: 76.4, LSTM: 26.78}, {RESNET: 3.02, LSTM: 3.36}),
-]
-ADAPTIVE = Line(
-    "GraVAC, TopK, 0.7", "topk", gravac(0.7), {RESNET: 80.2, LSTM: 21.25}, {RESNET: 4.32, LSTM: 6.67}
-)
-TABLE_2 = [*STATIC, ADAPTIVE]
+#: Momentum masking, which is a part of DGC, does not train the LSTM at 10x. DGC clips in place of the task.
+_ON_LSTM = "mask=false,clip=0.25"
+TABLE_2 = {
+    RESNET: [
+        Line("TopK 10x", FACTORS["TopK 10x"], 80.14, 1.0),
+        Line("TopK 1,000x", FACTORS["TopK 1,000x"], 76.4, 3.02),
+        Line("DGC 10x", "dgc:density=0.1", 80.4, 1.23),
+        Line("DGC 1,000x", "dgc:density=0.001", 78.6, 5.19),
+        Line("RedSync 10x", "redsync:density=0.1", 79.4, 1.2),
+        Line("RedSync 1,000x", "redsync:density=0.001", 77.4, 6.94),
+        Line("Random-k 10x", FACTORS["Random-k 10x"], missing="fails"),
+        Line("Random-k 1,000x", "random_k:density=0.001", missing="fails"),
+        Line("GraVAC, TopK, 0.7", "topk", 80.2, 4.32, gravac(0.7)),
+    ],
+    LSTM: [
+        Line("TopK 10x", FACTORS["TopK 10x"], 22.0, 1.0),
+        Line("TopK 1,000x", FACTORS["TopK 1,000x"], 26.78, 3.36),
+        Line("DGC 10x", f"dgc:density=0.1,{_ON_LSTM}", 21.67, 1.23),
+        Line("DGC 10x, masking", "dgc:density=0.1,clip=0.25"),
+        Line("DGC 1,000x", f"dgc:density=0.001,{_ON_LSTM}", 25.14, 6.25),
+        Line("DGC 1,000x, masking", "dgc:density=0.001,clip=0.25"),
+        Line("RedSync 10x", "redsync:density=0.1", 21.65, 1.17),
+        Line("RedSync 1,000x", "redsync:density=0.001", 24.24, 6.9),
+        Line("Random-k 10x", FACTORS["Random-k 10x"], 24.15, 1.3),
+        Line("Random-k 1,000x", "random_k:density=0.001", missing="fails"),
+        Line("GraVAC, TopK, 0.7", "topk", 21.25, 6.67, gravac(0.7)),
+    ],
+}
+ADAPTIVE = {task: Arm(task, "topk", gravac(0.7), link=LINK) for task in TITLES}
 
 #: Table 4: floats sent by Accordion and by GraVAC, and how many times less time GraVAC takes.
 THEIR_FLOATS = {RESNET: (4.17e11, 9.38e9, 1.94), LSTM: (4.2e11, 4e9, 2.06)}
@@ -81,7 +104,7 @@ RANDOM = Arm(RESNET, "random_k", gravac(0.7, "minimum=1.5,maximum=1000,policy=ge
 
 ARMS = [
     *NONE.values(),
-    *(line.arm(task) for task in TITLES for line in TABLE_2),
+    *(line.arm(task) for task, lines in TABLE_2.items() for line in lines),
     *(accordion(task) for task in TITLES),
     *(Arm(task, compression, link=LINK) for task in TITLES for compression in FACTORS.values()),
     *CAREFUL.values(),
@@ -103,6 +126,7 @@ def tables(found: Results) -> dict[str, str]:
         "table-3": table_3(found.measured("gravac-multilevel")),
         "table-4": table_4(pool),
         "densities": densities(pool),
+        "figures-7c-and-9c": throughputs(pool),
         "cost": found.cost(ARMS),
     }
 
@@ -136,18 +160,16 @@ def quotient(own: Mapping[int, float | None], base: Mapping[int, float | None]) 
 
 def table_2(pool: Pool, task: str) -> str:
     base, sign = pool.of(NONE[task]), METRICS[task][1]
-    reference = times(pool.of(TABLE_2[0].arm(task)), base)
+    reference = times(pool.of(TABLE_2[task][0].arm(task)), base)
     dense = f"{statistics.mean(run['run_bytes_per_step'] for run in base):,.0f}" if base else None
     lines: list[list[object]] = [["uncompressed", *[None] * 3, by_seed(base), None, None, dense, None, None]]
-    for line in TABLE_2:
+    for line in TABLE_2[task]:
         runs = pool.of(line.arm(task))
-        paper = 100 * sign * (line.metric[task] / THEIRS[task][1] - 1) + 0.0
-        cells: list[object] = [
-            line.title,
-            f"{line.metric[task]:g}",
-            f"{paper:+.2f}",
-            f"{line.faster[task]:g}",
-        ]
+        paper = None
+        cells: list[object] = [line.title, line.missing, None, None]
+        if line.metric is not None:
+            paper = 100 * sign * (line.metric / THEIRS[task][1] - 1) + 0.0
+            cells = [line.title, f"{line.metric:g}", f"{paper:+.2f}", f"{line.faster:g}"]
         if not runs:
             lines.append([*cells, NOT_RUN, *[None] * 5])
             continue
@@ -189,7 +211,8 @@ def losses_along(pool: Pool) -> str:
     shares = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
     lines: list[list[object]] = []
     for task, title in TITLES.items():
-        arms = {"uncompressed": NONE[task], **{line.title: line.arm(task) for line in STATIC}}
+        static = {name: Arm(task, FACTORS[name], link=LINK) for name in ("TopK 10x", "TopK 1,000x")}
+        arms = {"uncompressed": NONE[task], **static}
         for name, arm in arms.items():
             # Those of one machine: uncompressed training has run on several.
             runs = pool.of(arm)
@@ -204,7 +227,7 @@ def table_4(pool: Pool) -> str:
     lines: list[list[object]] = []
     for task, (theirs, own, faster) in THEIR_FLOATS.items():
         base = pool.of(NONE[task])
-        runs = {"Accordion": pool.of(accordion(task)), "GraVAC": pool.of(ADAPTIVE.arm(task))}
+        runs = {"Accordion": pool.of(accordion(task)), "GraVAC": pool.of(ADAPTIVE[task])}
         sent = {name: {r["seed"]: r["run_bytes_per_step"] for r in found} for name, found in runs.items()}
         taken = {name: times(found, base) for name, found in runs.items()}
         for name, found in runs.items():
@@ -253,9 +276,9 @@ def table_3(found: dict[str, Any] | None) -> str:
 def densities(pool: Pool) -> str:
     """Figures 7, 9, 10 and 11: how often each factor was sent, and how many times fewer floats."""
     rows: list[tuple[str, Arm, str]] = [
-        ("ResNet-20, TopK, 0.7 (Figure 7)", ADAPTIVE.arm(RESNET), "163"),
+        ("ResNet-20, TopK, 0.7 (Figure 7)", ADAPTIVE[RESNET], "163"),
         ("ResNet-20, TopK, 0.9", CAREFUL[RESNET], "19"),
-        ("LSTM, TopK, 0.7 (Figure 9)", ADAPTIVE.arm(LSTM), "289"),
+        ("LSTM, TopK, 0.7 (Figure 9)", ADAPTIVE[LSTM], "289"),
         ("LSTM, TopK, 0.9", CAREFUL[LSTM], "279"),
         ("ResNet-20, RedSync, geometric, 0.7 (Figure 10)", GEOMETRIC, "76"),
         ("ResNet-20, random-k from 1.5x, geometric, 0.7 (Figure 11)", RANDOM, "18"),
@@ -284,3 +307,18 @@ def densities(pool: Pool) -> str:
         )
     headers = ["", "paper, fewer floats", "ours", "steps by factor", "by seed", "worse %", "order"]
     return report.table(headers, lines)
+
+
+def throughputs(pool: Pool) -> str:
+    """Figures 7c and 9c: gains and compression throughputs at the end, in the mean of the seeds that have them."""
+    factors = ("10", "20", "40", "160", "1000")
+    lines: list[list[object]] = []
+    for task, title in TITLES.items():
+        runs = pool.of(ADAPTIVE[task])
+        for name, key, digits in (("gain", "gains", 3), ("throughput", "throughputs", 2)):
+            line: list[object] = [f"{title}, {name}"]
+            for factor in factors:
+                found = [run[key][factor] for run in runs if factor in run.get(key, ())]
+                line.append(f"{statistics.mean(found):.{digits}f} ({len(found)})" if found else None)
+            lines.append(line)
+    return report.table(["mean (seeds)", *(f"{factor}x" for factor in factors)], lines)

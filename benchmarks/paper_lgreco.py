@@ -42,6 +42,12 @@ class Family:
         return Row(f"{self.title}, L-GreCo", self.arm(lgreco(self.task)), self.metrics[1])
 
     @property
+    def of_sums(self) -> Row:
+        """With the paper's errors: of gradients that are added up between decisions."""
+        arm = self.arm(f"{lgreco(self.task)},window={EVERY[self.task]}")
+        return Row(f"{self.title}, L-GreCo, sums", arm, self.metrics[1])
+
+    @property
     def for_adam(self) -> Row:
         return Row(f"{self.title}, L-GreCo, metric=adam", self.arm(f"{lgreco(self.task)},metric=adam"))
 
@@ -64,7 +70,21 @@ FAMILIES = [
 BASE = {task: Row("uncompressed", Arm(task, "none"), metric) for task, (_, metric) in THEIRS.items()}
 
 #: Errors that count as suits AdamW, on the task that is trained with it.
-FOR_ADAM = [family for family in FAMILIES if family.task == PAIRS and family.title != "4 bits"]
+FOR_ADAM = [family for family in FAMILIES if family.task == PAIRS]
+
+SINGLE_STEPS = [
+    *((family, family.adaptive, "") for family in FAMILIES),
+    *((family, family.for_adam, ", metric=adam") for family in FOR_ADAM),
+]
+SUMS = [(family, family.of_sums, "") for family in FAMILIES]
+
+#: Figure 2: ranks of PowerSGD on the LSTM.
+RANKS = (4, 8, 16, 32)
+
+
+def at_rank(rank: int, controller: str = "") -> Arm:
+    return Arm(LSTM, f"powersgd:rank={rank}", controller)
+
 
 #: Table 4, over PowerSGD on the LSTM: the paper's ratio, and thousands of tokens a second on one node and on four.
 _ENDS = "low=16,high=4,every_steps=100"
@@ -85,10 +105,16 @@ _ARMS = [
     *(row.arm for row in BASE.values()),
     *(row.arm for family in FAMILIES for row in (family.uniform, family.adaptive)),
     *(family.for_adam.arm for family in FOR_ADAM),
+    *(family.of_sums.arm for family in FAMILIES),
+    *(at_rank(rank, controller) for rank in RANKS for controller in ("", lgreco(LSTM))),
     *(scheme(name) for name in SCHEMES),
 ]
 ARMS = [*_ARMS, *(timed(arm) for arm in _ARMS)]
-BASES = [*(row.arm for row in BASE.values()), *(family.arm() for family in FAMILIES)]
+BASES = [
+    *(row.arm for row in BASE.values()),
+    *(family.arm() for family in FAMILIES),
+    *(at_rank(rank) for rank in RANKS),
+]
 MEASUREMENTS: list[Measurement] = []
 
 
@@ -109,7 +135,9 @@ def tables(found: Results) -> dict[str, str]:
         "table-2": metrics[RESNET],
         "table-3-lstm": metrics[LSTM],
         "table-3-gpt": metrics[PAIRS],
-        "against-uniform": against_uniform(pool),
+        "against-uniform": against_uniform(pool, SINGLE_STEPS, uncompressed=True),
+        "sums": against_uniform(pool, SUMS),
+        "figure-2": ranks(pool),
         "ratios": ratios(),
         "table-4": schemes(pool),
         "figure-1": "\n\n".join(profile(pool, task, of[task]) for task in BASE),
@@ -118,13 +146,12 @@ def tables(found: Results) -> dict[str, str]:
     }
 
 
-def against_uniform(pool: Pool) -> str:
+def against_uniform(pool: Pool, rows: Sequence[tuple[Family, Row, str]], uncompressed: bool = False) -> str:
     """L-GreCo beside the uniform level of its family: bytes, metric and time in a row."""
-    rows = [(family, family.adaptive, "") for family in FAMILIES]
-    rows += [(family, family.for_adam, ", metric=adam") for family in FOR_ADAM]
     lines: list[list[object]] = [
         [f"{TITLES[task]}, uncompressed", *[None] * 6, milliseconds(pool, row.arm), None]
         for task, row in BASE.items()
+        if uncompressed
     ]
     for family, row, more in rows:
         base, own = pool.of(family.uniform.arm), pool.of(row.arm)
@@ -152,6 +179,22 @@ def against_uniform(pool: Pool) -> str:
         )
     headers = ["", "paper, fewer", "ours, fewer", "second half", "paper, worse %", "ours, worse %", "order"]
     return report.table([*headers, "uniform, ms", "L-GreCo, ms"], lines)
+
+
+def ranks(pool: Pool) -> str:
+    """Figure 2: perplexity and time of a step by rank, uniform and with L-GreCo."""
+    lines: list[list[object]] = []
+    for rank in RANKS:
+        base = pool.of(at_rank(rank))
+        for name, controller in (("uniform", ""), ("L-GreCo", lgreco(LSTM))):
+            arm = at_rank(rank, controller)
+            runs = pool.of(arm)
+            changes = worse(runs, base, LSTM) if controller else []
+            sent = f"{statistics.mean(run['run_bytes_per_step'] for run in runs):,.0f}" if runs else None
+            compared = [mean_and_range(changes), order(changes, None)]
+            lines.append([f"rank {rank}, {name}", by_seed(runs), sent, milliseconds(pool, arm), *compared])
+    headers = ["LSTM, PowerSGD", "perplexity by seed", "bytes a step", "step ms", "than uniform, worse %"]
+    return report.table([*headers, "order"], lines)
 
 
 def milliseconds(pool: Pool, arm: Arm) -> str | None:

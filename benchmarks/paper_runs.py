@@ -22,7 +22,7 @@ Run = dict[str, Any]
 SEEDS = 3
 #: What a run keeps of what a rank found.
 KEPT = ("metric", "seconds", "steps", "bytes_per_step", "run_bytes_per_step", "compressible_bytes_per_step", "ratio",
-        "step_seconds", "factors", "fewer_floats", "spent_seconds")  # fmt: skip
+        "step_seconds", "factors", "gains", "throughputs", "fewer_floats", "spent_seconds")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Arm:
 
 def timed(arm: Arm) -> Arm:
     """A run that times the arm's steps: over links of 1 Gbit/s, of 30% of the steps, with as many decisions."""
-    periods = re.sub(r"every_steps=(\d+)", lambda m: f"every_steps={int(m[1]) // 3}", arm.controller)
+    periods = re.sub(r"(every_steps|window)=(\d+)", lambda m: f"{m[1]}={int(m[2]) // 3}", arm.controller)
     return Arm(arm.task, arm.compression, periods, length=0.3, link="1gbit", seeds=1)
 
 

@@ -56,6 +56,15 @@ def kept(path: Path, about: dict[str, Any]) -> list[Run]:
     return runs
 
 
+def check_machine(path: Path | None, runs: Iterable[Run]) -> None:
+    """SystemExit if any of a file's runs are of another machine, since none that is trained here compares with them."""
+    if elsewhere := {run["machine"] for run in runs} - {processor()}:
+        raise SystemExit(
+            f"{path} lacks runs, and has some of another machine ({', '.join(sorted(elsewhere))}), with which runs of "
+            f"this one ({processor()}) do not compare: go on there, or write another file"
+        )
+
+
 def machine() -> dict[str, Any]:
     """What the figures depend on, without naming the machine."""
     model, flags = platform.processor() or platform.machine(), ""

@@ -11,10 +11,11 @@ of width 192, 8 sequences of 64 a rank, AdamW with betas of 0.9 and 0.95, and a 
 falls to 0 as a cosine. With --language words, the model and its settings are those of benchmarks/sharded.py, and the
 rate is constant.
 
-Two hosts of network namespaces, over links that nothing limits. Rows of one seed start from the same values and see the
-same batches. The baseline is that of Markov 2024, section 5.7: float32 weights and float16 gradients. Rows that end in
--learned learn their levels at the same parts of the training as the paper does: after 400, 1,900 and 3,800 of 4,800
-steps.
+Two hosts of network namespaces, over links that nothing limits, or of --link. With --curve-every, a run keeps the step,
+the seconds of training and the held-out loss after every so many steps (Figure 5.2). Rows of one seed start from the
+same values and see the same batches. The baseline is that of Markov 2024, section 5.7: float32 weights and float16
+gradients. Rows that end in -learned learn their levels at the same parts of the training as the paper does: after 400,
+1,900 and 3,800 of 4,800 steps.
 
 Columns
     loss      mean cross entropy over the held-out text, with the weights that training computes with
@@ -74,13 +75,19 @@ def measure(options: argparse.Namespace) -> None:
         "steps": options.steps,
         "ranks": ranks,
         "language": options.language,
+        "link": options.link,
     }
     runs: list[Run] = report.kept(options.json, about) if options.resume else []
-    for seed, name in itertools.product(range(options.seeds), options.rows.split(",")):
-        if any(run["row"] == name and run["seed"] == seed for run in runs):
-            continue
-        task = Training(name, options.steps, seed, options.data and str(options.data), options.language)
-        found = hosts.run_task(hosts.Hosts(options.ranks, ranks_per_host=options.per_host), __file__, task)
+    done = {(run["seed"], run["row"]) for run in runs}
+    asked = itertools.product(range(options.seeds), options.rows.split(","))
+    lacking = [one for one in asked if one not in done]
+    if lacking:
+        report.check_machine(options.json, runs)
+    for seed, name in lacking:
+        data = options.data and str(options.data)
+        task = Training(name, options.steps, seed, data, options.language, options.curve_every)
+        made = hosts.Hosts(options.ranks, options.link, options.per_host)
+        found = hosts.run_task(made, __file__, task)
         assert len({rank["loss"] for rank in found}) == 1, "all ranks compute with the same weights"
         runs.append({"row": name, "seed": seed, "machine": report.processor(), **found[0]})
         print(f"seed {seed}, {name}: {found[0]['loss']:.4f}, exact {found[0]['exact_loss']:.4f}", flush=True)
@@ -105,6 +112,8 @@ def main() -> int:
     parser.add_argument("--steps", type=positive, default=600)
     parser.add_argument("--language", choices=LANGUAGES, default="pairs")
     parser.add_argument("--data", type=Path, help="a text file (default: Python's standard library)")
+    parser.add_argument("--link", choices=hosts.LINKS, default="unshaped")
+    parser.add_argument("--curve-every", type=positive, default=0, metavar="STEPS")
     parser.add_argument("--json", type=Path, help="write all figures here, after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
     options = hosts.parse(parser, lambda task, out: train_rank(Training(**json.loads(task)), out))

@@ -154,6 +154,8 @@ class Training:
     seed: int
     data: str | None
     language: str  # a name of LANGUAGES
+    #: Steps between points of the curve of held-out losses; 0: there is none.
+    curve_every: int = 0
 
 
 class Nothing:
@@ -435,18 +437,25 @@ def train_rank(task: Training, out: Path) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         trainer.optimizer, lambda step: rate_factor(step, task.steps) if language.cosine else 1.0
     )
-    for _ in range(task.steps):
-        trainer.step()
-        schedule.step()
 
     def held_out() -> float:
         with torch.no_grad():
             batches = text.test_batches(64, language.length, HELD_OUT)
             return statistics.mean(trainer.model(tokens, targets).item() for tokens, targets in batches)
 
+    curve: list[list[float]] = []
+    seconds = 0.0
+    for step in range(1, task.steps + 1):
+        seconds += trainer.step()
+        schedule.step()
+        if task.curve_every and step % task.curve_every == 0:
+            curve.append([step, round(seconds, 2), round(held_out(), 4)])
+            dist.barrier()  # so that no step waits for another rank's loss
     sent = trainer.state.statistics() if trainer.state else None
-    found = {"loss": held_out()}
-    if sent is not None:
+    found: dict[str, Any] = {"loss": held_out(), "seconds": round(seconds, 2)}
+    if curve:
+        found["curve"] = curve
+    if sent is not None and not curve:  # whose losses gather weights too
         found["bytes_per_step"] = (sent.weight_bytes + sent.gradient_bytes) / task.steps
     if isinstance(trainer.optimizer, gc.ZeroOptimizer):
         with torch.no_grad():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import convergence
 import paper_gravac
+import paper_qsdp
 import paper_runs
 import paper_shapes
 import papers
@@ -119,6 +120,13 @@ def test_a_base_is_trained_on_every_machine_and_compared_on_its_own(launched, mo
     assert report.pairs(pool.of(old), [run for run in pool.of(base) if run["machine"] == "b"]) == []
 
 
+def test_a_file_without_bases_is_not_continued_on_another_machine():
+    here = {"machine": report.processor()}
+    report.check_machine(Path("runs.json"), [here])
+    with pytest.raises(SystemExit, match=r"runs\.json .* of another machine \(elsewhere\)"):
+        report.check_machine(Path("runs.json"), [here, {"machine": "elsewhere"}])
+
+
 def test_an_arm_that_fails_costs_only_itself(launched, monkeypatch, tmp_path):
     succeed = convergence.launch_all
     monkeypatch.setattr(
@@ -168,6 +176,8 @@ def test_a_quick_run_decides_in_a_few_steps():
     assert Scale().controller(arm) == arm.controller
     quick = "lgreco:every_steps=3,accordion=[accordion:low=2,every_steps=3,window=3]"
     assert paper_runs.QUICK.controller(arm) == quick
+    timed = paper_runs.timed(Arm("lstm", "topk", "lgreco:every_steps=100,window=100"))
+    assert timed.controller == "lgreco:every_steps=33,window=33", "no sum is longer than the period"
 
 
 @pytest.fixture
@@ -220,6 +230,18 @@ def test_time_to_a_loss_is_that_of_the_parts_until_it_is_reached():
     found = {0: 1.0, 1: None, 2: 2.0}
     assert paper_gravac.quotient(found, {0: 4.0, 1: 1.0, 2: 4.0, 3: 1.0}) == "3.00 (2 seeds)"
     assert paper_gravac.quotient({0: None}, {0: 1.0}) is None
+
+
+def test_perplexity_over_time_is_the_mean_over_seeds():
+    """Figure 5.2 of Markov 2024."""
+    assert "not run" in paper_qsdp.over_time(None)
+    runs = [
+        {"row": row, "seed": seed, "curve": [[30, seconds + seed, math.log(8 + seed)], [60, 99.0, 0.0]]}
+        for row, seconds in (("plain-g16", 10.0), ("w8g8", 4.0))
+        for seed in (0, 2)
+    ]
+    first = paper_qsdp.over_time({"runs": runs}).splitlines()[2]
+    assert [cell.strip() for cell in first.split("|")[1:-1]] == ["30", "11", "9.0", "5", "9.0", "2.20"]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,17 @@ def test_a_row_is_trained_and_evaluated_and_kept(run_script, tmp_path):
     assert "seed 0" not in again, "nothing is trained twice"
 
 
+@pytest.mark.network
+@pytest.mark.full
+def test_a_curve_has_time_and_loss(run_json):
+    few = ["--seeds=1", "--steps=5", "--curve-every=2", "--link=1gbit"]
+    (run,) = run_json("benchmarks/sharded_convergence.py", "--rows=w4g4", *few)["runs"]
+    (first, early, before), (second, late, after) = run["curve"]
+    assert (first, second) == (2, 4)
+    assert 0 < early < late < run["seconds"]
+    assert before != after
+
+
 def test_rows_are_compared_seed_by_seed():
     def runs(row, **losses):
         return [
