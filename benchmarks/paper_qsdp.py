@@ -32,8 +32,9 @@ _EVEN = ",".join((BASELINE, *UNIFORM))
 _BOTH = (*LEARNED, *FEW_BITS)
 _MORE = ",".join([*(row for row in _BOTH if row not in UNIFORM), *(f"{row}-learned" for row in _BOTH)])
 _LANGUAGE = "--language=pairs"
-#: Figure 5.2, over links on which the baseline's exchange takes most of a step, as it does in the thesis.
-_CURVE = (_LANGUAGE, "--link=100mbit")
+_CURVE = (f"--rows={BASELINE},w8g8", _LANGUAGE)
+#: Figure 5.2's: the baseline's exchange takes most of a step, as it does in the thesis.
+LINK = "--link=100mbit"
 POINT = 30  # steps between its points
 
 MEASUREMENTS = [
@@ -54,8 +55,8 @@ MEASUREMENTS = [
     Measurement(
         "qsdp-time",
         "sharded_convergence.py",
-        (f"--rows={BASELINE},w8g8", *_CURVE, f"--steps={STEPS}", f"--curve-every={POINT}", "--data={data}"),
-        (f"--rows={BASELINE},w8g8", *_CURVE, "--steps=4", "--curve-every=2", "--seeds=1"),
+        (*_CURVE, LINK, f"--steps={STEPS}", f"--curve-every={POINT}", "--data={data}"),
+        (*_CURVE, "--link=10gbit", "--steps=2", "--curve-every=2", "--seeds=1"),
         resumes=True,
     ),
     Measurement(
