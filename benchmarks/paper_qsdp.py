@@ -32,6 +32,7 @@ _EVEN = ",".join((BASELINE, *UNIFORM))
 _BOTH = (*LEARNED, *FEW_BITS)
 _MORE = ",".join([*(row for row in _BOTH if row not in UNIFORM), *(f"{row}-learned" for row in _BOTH)])
 _LANGUAGE = "--language=pairs"
+_TRIED = ("--rows=plain-g16,w4g4-learned", _LANGUAGE, "--steps=4", "--seeds=1")
 _CURVE = (f"--rows={BASELINE},w8g8", _LANGUAGE)
 #: Figure 5.2's: the baseline's exchange takes most of a step, as it does in the thesis.
 LINK = "--link=100mbit"
@@ -42,14 +43,14 @@ MEASUREMENTS = [
         "qsdp",
         "sharded_convergence.py",
         (f"--rows={_EVEN}", f"--seeds={SEEDS}", _LANGUAGE, f"--steps={STEPS}", "--data={data}"),
-        ("--rows=plain-g16,w4g4", _LANGUAGE, "--steps=4", "--seeds=1"),
+        _TRIED,
         resumes=True,
     ),
     Measurement(
         "qsdp-learned",
         "sharded_convergence.py",
         (f"--rows={_MORE}", _LANGUAGE, f"--steps={STEPS}", "--data={data}"),
-        ("--rows=w4g4-learned", _LANGUAGE, "--steps=4", "--seeds=1"),
+        _TRIED,
         resumes=True,
     ),
     Measurement(
