@@ -32,6 +32,7 @@ _EVEN = ",".join((BASELINE, *UNIFORM))
 _BOTH = (*LEARNED, *FEW_BITS)
 _MORE = ",".join([*(row for row in _BOTH if row not in UNIFORM), *(f"{row}-learned" for row in _BOTH)])
 _LANGUAGE = "--language=pairs"
+#: One run for two measurements.
 _TRIED = ("--rows=plain-g16,w4g4-learned", _LANGUAGE, "--steps=4", "--seeds=1")
 _CURVE = (f"--rows={BASELINE},w8g8", _LANGUAGE)
 #: Figure 5.2's: the baseline's exchange takes most of a step, as it does in the thesis.
@@ -121,7 +122,7 @@ def by_both_bits(runs: dict[str, dict[int, dict[str, Any]]]) -> str:
         """In the thesis, and here by seed."""
         rows = [row for row in UNIFORM if bits in row]
         by_row = [changes(runs, row, BASELINE) for row in rows]
-        by_seed = zip(*by_row, strict=False) if len(set(map(len, by_row))) == 1 else ()
+        by_seed = zip(*by_row, strict=True) if len(set(map(len, by_row))) == 1 else ()
         return statistics.mean(_paper(UNIFORM[row], BASE) for row in rows), [*map(statistics.mean, by_seed)]
 
     found = {bits: worse(bits) for bits in ("w6", "w5", "w4", "g6", "g5", "g4")}

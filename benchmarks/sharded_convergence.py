@@ -83,8 +83,8 @@ def measure(options: argparse.Namespace) -> None:
     lacking = [one for one in asked if one not in done]
     if lacking:
         report.check_machine(options.json, runs)
+    data = options.data and str(options.data)
     for seed, name in lacking:
-        data = options.data and str(options.data)
         task = Training(name, options.steps, seed, data, options.language, options.curve_every)
         made = hosts.Hosts(options.ranks, options.link, options.per_host)
         found = hosts.run_task(made, __file__, task)
@@ -112,8 +112,10 @@ def main() -> int:
     parser.add_argument("--steps", type=positive, default=600)
     parser.add_argument("--language", choices=LANGUAGES, default="pairs")
     parser.add_argument("--data", type=Path, help="a text file (default: Python's standard library)")
-    parser.add_argument("--link", choices=hosts.LINKS, default="unshaped")
-    parser.add_argument("--curve-every", type=positive, default=0, metavar="STEPS")
+    parser.add_argument("--link", choices=hosts.LINKS, default="unshaped", help="of each host")
+    parser.add_argument(
+        "--curve-every", type=positive, default=0, metavar="STEPS", help="keep the held-out loss on the way"
+    )
     parser.add_argument("--json", type=Path, help="write all figures here, after each run")
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds")
     options = hosts.parse(parser, lambda task, out: train_rank(Training(**json.loads(task)), out))

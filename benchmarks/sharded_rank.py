@@ -455,7 +455,7 @@ def train_rank(task: Training, out: Path) -> None:
     found: dict[str, Any] = {"loss": held_out(), "seconds": round(seconds, 2)}
     if curve:
         found["curve"] = curve
-    if sent is not None and not curve:  # whose losses gather weights too
+    if sent is not None and not curve:  # losses on the way gather weights too, and are no part of a step
         found["bytes_per_step"] = (sent.weight_bytes + sent.gradient_bytes) / task.steps
     if isinstance(trainer.optimizer, gc.ZeroOptimizer):
         with torch.no_grad():
